@@ -1,0 +1,50 @@
+# make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
+# make test    all tests that need no GPU
+# make test-gpu, make wheel, make clean
+#
+# Both make their own .venv on the first call. On a machine that has torch and the rest already (a GPU image without
+# a network): make demo NO_VENV=1, which installs nothing and uses $(PYTHON) as it is.
+# A CPU-only machine may save the CUDA download: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+SYSTEMS ?= eager,tunecompile
+OUT ?= reports/demo
+ARGS ?=
+
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP_FLAGS := --disable-pip-version-check -q
+
+ifdef NO_VENV
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: all demo test test-gpu wheel clean
+all: test
+
+# torch first and alone: with it in place, pip never looks for another build of it.
+$(VENV)/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[all,test]'
+	touch $@
+
+demo: $(READY)
+	$(PY) -m tunecompile.cli demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(READY)
+	$(PY) -m pytest -m gpu $(ARGS)
+
+wheel: $(READY)
+	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist reports .pytest_cache *.egg-info

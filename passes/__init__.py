@@ -1,0 +1,10 @@
+"""The compiler, left to right: the order of the passes, and nothing but the order."""
+
+from tunecompile.passes import lower, plan, recognize
+
+PIPELINE = [
+    recognize.nf4, recognize.lora, recognize.grouped_linear,  # base, then base + adapter, then siblings that share x
+    recognize.rms_norm, recognize.rope, recognize.swiglu,
+    plan.remat,
+    lower.choose_provider, lower.cleanup,
+]

@@ -1,0 +1,83 @@
+"""Each op becomes the graph of the first provider that supports its arguments, or of its reference.
+
+Providers are traced to core ATen, so Inductor fuses what they are made of as if the model had been written that way.
+"""
+
+import operator
+from collections import Counter
+from typing import Any, Callable
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from tunecompile._torch import fake_mode_of, trace
+from tunecompile.op import OPS
+from tunecompile.pipeline import Context, Pass
+
+
+def run(graph: Graph, context: Context) -> None:
+    chosen: Counter[str] = Counter()
+    for node in list(graph.nodes):
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is None or op.opaque:
+            continue
+        values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
+        provider = op.choose(values)
+        chosen[f"{op.name}: {provider.name}"] += 1
+        expand(graph, node, provider.run)
+    context.providers.update(chosen)
+
+
+def expand(graph: Graph, node: Node, fn: Callable) -> None:
+    """Replace a call by the traced graph of `fn` on the same arguments."""
+    flat, spec = pytree.tree_flatten(list(node.args))
+    inputs = [i for i, item in enumerate(flat) if isinstance(item, Node)]
+
+    def call(*nodes: Any) -> list:
+        filled = list(flat)
+        for i, item in zip(inputs, nodes):
+            filled[i] = item
+        return pytree.tree_leaves(fn(*pytree.tree_unflatten(filled, spec)))
+
+    values = [flat[i].meta["val"] for i in inputs]
+    traced = trace(call, tuple(values), fake_mode_of(values))
+    outputs = _inline(graph, node, traced, [flat[i] for i in inputs])
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+    if node.users:
+        node.replace_all_uses_with(outputs[0])
+    graph.erase_node(node)
+
+
+def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:
+    placed = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), arguments))
+    with graph.inserting_before(before):
+        for inner in traced.graph.nodes:
+            if inner.op == "output":
+                return [placed[item] for item in inner.args[0]]
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "get_attr":
+                placed[inner] = _constant(graph, traced, inner)
+                continue
+            copy = graph.node_copy(inner, lambda n: placed[n])
+            for key in ("stack_trace", "nn_module_stack", "original_aten"):
+                if key in before.meta:
+                    copy.meta.setdefault(key, before.meta[key])
+            placed[inner] = copy
+    raise AssertionError("a traced graph ends with its output")
+
+
+def _constant(graph: Graph, traced: GraphModule, inner: Node) -> Node:
+    owner = graph.owning_module
+    name = next(n for i in range(10_000) if not hasattr(owner, n := f"_tunecompile_constant{i}"))
+    setattr(owner, name, getattr(traced, inner.target))
+    node = graph.get_attr(name)
+    node.meta = dict(inner.meta)
+    return node
+
+
+PASS = Pass("choose_provider", "lower", run)

@@ -1,0 +1,79 @@
+"""Adapted linears that read the same input (q|k|v, gate|up) become one op: one XA, one matrix product, one dX."""
+
+from operator import getitem
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.canonical import value
+from tunecompile.ops import lora_linear
+from tunecompile.pipeline import Context, Pass, Tally
+from tunecompile.rewrite import annotate
+
+
+def _siblings(graph: Graph) -> list[list[Node]]:
+    """Adapted linears by what they read, their adapters' dtype and whether they have biases and inputs of their own."""
+    groups: dict[tuple, list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is lora_linear.overload:
+            x, inputs, _, biases, *_, dtype = node.args
+            groups.setdefault((x, bool(inputs), bool(biases), dtype), []).append(node)
+    return [nodes for nodes in groups.values() if len(nodes) > 1]
+
+
+def _hoist(graph: Graph, node: Node, before: Node, order: dict[Node, int]) -> None:
+    """Move what `node` reads (dequantisation, casts) above `before`; all of it is pure and reads nothing later."""
+    for argument in node.all_input_nodes:
+        if order[argument] > order[before]:
+            _hoist(graph, argument, before, order)
+            before.prepend(argument)
+
+
+def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
+    """Whether all that `node` reads can stand above `first`: pure functions of what is there already."""
+    for argument in node.all_input_nodes:
+        if order[argument] > order[first]:
+            pure = argument.target in (torch.nn.functional.dropout,) or "tunecompile" in str(argument.target) or argument.target in ("to", "view")
+            if not pure or argument.target is lora_linear.overload or not _movable(argument, first, order):
+                return False
+    return True
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = Tally("grouped_linear")
+    for group in _siblings(graph):
+        tally.found += len(group)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        first = group[0]
+        if not all(_movable(node, first, order) for node in group[1:]):
+            tally.refused.append("a sibling's weights are computed from later values")
+            continue
+        for node in group[1:]:
+            _hoist(graph, node, first, order)
+        ys = tuple(next(user for user in node.users if user.args[1] == 0) for node in group)
+        _merge(graph, group, ys)
+        tally.rewritten += len(group)
+    context.tallies.append(tally)
+
+
+def _merge(graph: Graph, group: list[Node], ys: tuple[Node, ...]) -> None:
+    columns = [[member for node in group for member in node.args[i]] for i in range(1, 7)]
+    sizes = [value(y).shape[-1] for y in ys]
+    with graph.inserting_before(group[0]):
+        made = graph.call_function(lora_linear.overload, (group[0].args[0], *columns, group[0].args[7]))
+        y = graph.call_function(getitem, (made, 0))
+        parts = graph.call_method("split", (y, sizes, -1))
+        for node in (made, y, parts):
+            annotate(node, group[0])
+        for i, old in enumerate(ys):
+            part = graph.call_function(getitem, (parts, i))
+            part.meta["example_value"] = value(old)
+            annotate(part, old)
+            old.replace_all_uses_with(part)
+    for old, node in zip(ys, group):
+        graph.erase_node(old)
+        graph.erase_node(node)
+
+
+
+PASS = Pass("grouped_linear", "recognize", run, requires=frozenset({"lora"}), provides=frozenset({"grouped_linear"}))

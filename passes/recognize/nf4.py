@@ -1,0 +1,85 @@
+"""bitsandbytes 4-bit matrix products become dequantisation and a plain linear, which every later pass understands."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from tunecompile.canonical import dtype_of, value
+from tunecompile.ops import dequantize_4bit
+from tunecompile.ops.nf4 import CODES
+from tunecompile.pipeline import Context, Pass, Tally
+from tunecompile.rewrite import replace, where_from
+
+_PARAMETERS = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", "absmax_8bit", "absmax_code", "absmax_offset")
+
+
+def _is_gemm(node: Node) -> bool:
+    return node.op == "call_function" and str(node.target) in ("bitsandbytes.gemm_4bit.default", "bitsandbytes.gemm_4bit")
+
+
+def _arguments(node: Node) -> dict:
+    return {**dict.fromkeys(_PARAMETERS), **dict(zip(_PARAMETERS, node.args)), **node.kwargs}
+
+
+def _inner_gemm(graph: Graph, call: Node) -> dict | None:
+    """The arguments, as nodes of the outer graph, of the one product in an autograd function's body."""
+    body = getattr(graph.owning_module, call.args[0].target)
+    outer = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), call.args[2:]))
+    products = [node for node in body.graph.nodes if _is_gemm(node)]
+    for node in body.graph.nodes:  # bookkeeping only: views of the packed weight, grad mode; the product comes out first
+        if node.op == "call_method" and node.target == "view" and node.args[0] in outer:
+            outer[node] = outer[node.args[0]]
+        elif node.op not in ("placeholder", "output") and node not in products and node.target is not torch._C._set_grad_enabled:
+            return None
+    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    if len(products) != 1 or tuple(output.args[0][0]) != (products[0],):
+        return None
+    return {k: outer[v] if isinstance(v, Node) else v for k, v in _arguments(products[0]).items()}
+
+
+def _refuse(arguments: dict) -> str | None:
+    shape, blocksize = arguments["shapeB"], arguments["blocksize"]
+    if arguments["quant_type"] not in CODES:
+        return f"quantisation {arguments['quant_type']!r} is unknown"
+    if math.prod(shape) % blocksize:
+        return "the last block is not full"
+    if len(shape) != 2 or value(arguments["A"]).shape[-1] != shape[1]:
+        return "the weight is not [out, in]"
+    return None
+
+
+def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype):
+    nested = absmax_8bit is not None
+    weight = dequantize_4bit(B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None, absmax_offset,
+                             rows, columns, blocksize, quant_type, dtype)
+    return F.linear(A, weight, bias)
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = Tally("nf4")
+    for node in list(graph.nodes):
+        function = str(node.target) == "autograd_function_apply"
+        arguments = _inner_gemm(graph, node) if function else _arguments(node) if _is_gemm(node) else None
+        if arguments is None:
+            if function and any(_is_gemm(n) for n in getattr(graph.owning_module, node.args[0].target).graph.nodes):
+                tally.found += 1
+                tally.refused.append(f"the autograd function does more than one product{where_from(node)}")
+            continue
+        tally.found += 1
+        if (reason := _refuse(arguments)) is not None:
+            tally.refused.append(reason + where_from(node))
+            continue
+        rows, columns = arguments.pop("shapeB")
+        output = next(iter(node.users)) if function else node  # getitem(call, 0)
+        arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"])}
+        replace(graph, (output,), _build, arguments)
+        graph.erase_node(output)
+        if function:
+            graph.erase_node(node)
+        tally.rewritten += 1
+    context.tallies.append(tally)
+
+
+PASS = Pass("nf4", "recognize", run, provides=frozenset({"nf4"}))

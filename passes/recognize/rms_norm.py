@@ -1,0 +1,83 @@
+"""RMSNorm as model code writes it: Llama's rounding before the scale, OLMo's after it, Gemma's 1 + w, and torch's own."""
+
+import torch
+import torch.nn.functional as F
+
+from tunecompile.canonical import dtype_of, value
+from tunecompile.match import Match, cast
+from tunecompile.ops import rms_norm as op
+from tunecompile.ops.rms_norm import compute_dtype
+from tunecompile.pipeline import recognize
+from tunecompile.rewrite import rewrite
+
+
+def _norm(x, eps):
+    wide = cast(x)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _wide(match: Match) -> str | None:
+    """The statistics must be computed in fp32 (or wider), as the op does; weight is a vector as long as the last dimension."""
+    x, weight = match.bound["x"], match.bound["weight"]
+    if not isinstance(match.bound["eps"], float):
+        return "eps is not a constant"
+    if dtype_of(match.node("rsqrt")) != compute_dtype(dtype_of(x)):
+        return f"statistics are computed in {dtype_of(match.node('rsqrt'))}"
+    if value(weight).dim() != 1 or value(weight).shape[0] != value(x).shape[-1]:
+        return "the weight is no vector over the last dimension"
+    return None
+
+
+def _rounded_once(match: Match) -> str | None:
+    """The output has x's dtype, or the result would be rounded where the model does not."""
+    if dtype_of(match.outputs[0]) != dtype_of(match.bound["x"]):
+        return f"the result is {dtype_of(match.outputs[0])}, x is {dtype_of(match.bound['x'])}"
+    return _wide(match)
+
+
+def _rounded_first(match: Match) -> str | None:
+    x, out = dtype_of(match.bound["x"]), dtype_of(match.outputs[0])
+    normed = match.outputs[0].args
+    if not any(dtype_of(side) == x and side is not match.bound["weight"] for side in normed):
+        return "the normalised value is not rounded to x's dtype before it is scaled"
+    if out != torch.promote_types(x, dtype_of(match.bound["weight"])):
+        return f"the result is {out}"
+    return _wide(match)
+
+
+@rewrite("scaled_after_rounding", to=lambda x, weight, eps: op(x, weight, eps, 0.0, True), where=_rounded_first)
+def after_rounding(x, weight, eps):
+    return weight * cast(_norm(x, eps))
+
+
+@rewrite("offset_then_rounded", to=lambda x, weight, eps, offset: op(x, weight, eps, float(offset), False), where=_rounded_once)
+def offset_cast(x, weight, eps, offset, dtype):
+    return (_norm(x, eps) * (offset + cast(weight))).to(dtype)
+
+
+@rewrite("offset", to=lambda x, weight, eps, offset: op(x, weight, eps, float(offset), False), where=_rounded_once)
+def offset(x, weight, eps, offset):
+    return _norm(x, eps) * (offset + cast(weight))
+
+
+@rewrite("scaled_then_rounded", to=lambda x, weight, eps: op(x, weight, eps, 0.0, False), where=_rounded_once)
+def then_rounded(x, weight, eps, dtype):
+    return (cast(weight) * _norm(x, eps)).to(dtype)
+
+
+def _torch_norm(match: Match) -> str | None:
+    if match.bound["weight"] is None or not isinstance(match.bound["eps"], float):
+        return "no weight, or eps by default"
+    return None if len(match.bound["shape"]) == 1 else "normalised over several dimensions"
+
+
+@rewrite("torch_rms_norm", to=lambda x, weight, eps: op(x, weight, eps, 0.0, False), where=_torch_norm)
+def torch_norm(x, shape, weight, eps):
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def anchors(graph):
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in (torch.rsqrt, F.rms_norm)]
+
+
+PASS = recognize("rms_norm", [then_rounded, after_rounding, offset_cast, offset, torch_norm], anchors)

@@ -1,0 +1,44 @@
+"""Gated activations: SwiGLU and GeGLU, whatever projections feed them."""
+
+import torch
+import torch.nn.functional as F
+
+from tunecompile.canonical import value
+from tunecompile.match import Match
+from tunecompile.ops import gated_activation as op
+from tunecompile.pipeline import recognize
+from tunecompile.rewrite import rewrite
+
+
+def _same_shape(match: Match) -> str | None:
+    gate, up = value(match.bound["gate"]), value(match.bound["up"])
+    if not isinstance(up, torch.Tensor) or tuple(gate.shape) != tuple(up.shape):
+        return "gate and up differ in shape"
+    return None if gate.dtype == up.dtype else "gate and up differ in dtype"
+
+
+@rewrite("silu", to=lambda gate, up: op(gate, up, "silu"), where=_same_shape)
+def silu(gate, up):
+    return F.silu(gate) * up
+
+
+@rewrite("sigmoid", to=lambda gate, up: op(gate, up, "silu"), where=_same_shape)
+def sigmoid(gate, up):
+    return gate * torch.sigmoid(gate) * up
+
+
+@rewrite("gelu_tanh", to=lambda gate, up: op(gate, up, "gelu_tanh"), where=_same_shape)
+def gelu_tanh(gate, up):
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@rewrite("gelu", to=lambda gate, up: op(gate, up, "gelu"), where=_same_shape)
+def gelu(gate, up):
+    return F.gelu(gate) * up
+
+
+def anchors(graph):
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in (F.silu, F.gelu)]
+
+
+PASS = recognize("swiglu", [silu, sigmoid, gelu_tanh, gelu], anchors)

@@ -1,0 +1,74 @@
+"""Every family: all anchors rewritten, loss and gradients as eager computes them."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.models import zoo
+
+pytest.importorskip("transformers")
+
+#: matches in one layer, by family: (rms_norm, rope, swiglu); LoRA adds 7 adapters in 5 calls that can be grouped
+GOLDEN = {"llama": (2, 2, 1), "mistral": (2, 2, 1), "qwen2": (2, 2, 1), "qwen3": (4, 2, 1), "gemma2": (4, 2, 1), "gemma3": (6, 2, 1)}
+
+
+def matches(model) -> dict[str, tuple[int, int]]:
+    return {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_gradients_are_those_of_eager(family, mode):
+    model = zoo.make(family)
+    if mode == "qlora":
+        pytest.importorskip("bitsandbytes")
+        model = zoo.quantize(model)
+    if mode != "full":
+        pytest.importorskip("peft")
+        model = zoo.adapt(model)
+    inputs = zoo.batch()
+    loss, gradients = zoo.step(model, inputs)
+    tunecompile.optimize(model, executor="eager")
+    got_loss, got = zoo.step(model, inputs)
+    assert got_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    worst = max(zoo.errors(got, gradients).items(), key=lambda item: item[1])
+    assert worst[1] < 1e-4, worst
+    found = matches(model)
+    for name, count in zip(("rms_norm", "rope", "swiglu"), GOLDEN[family]):
+        assert found[name] == (count, count), tunecompile.report(model)
+    assert found["linear_cross_entropy"] == (1, 1), tunecompile.report(model)
+    if mode != "full":
+        assert found["lora"] == (7, 7) and found["grouped_linear"] == (5, 5), tunecompile.report(model)
+    if mode == "qlora":
+        assert found["nf4"] == (7, 7), tunecompile.report(model)
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, None])
+def test_half_precision_is_no_worse_than_eager(mode, autocast):
+    """Error against fp32 (on the same dequantised weights), with eager's own as the yardstick."""
+    model = zoo.make("llama").to(torch.bfloat16)
+    if mode == "qlora":
+        model = zoo.quantize(model, torch.bfloat16)
+    if mode != "full":
+        model = zoo.adapt(model)
+    reference = zoo.in_fp32(model)
+    inputs = zoo.batch(length=64)
+    _, exact = zoo.step(reference, inputs)
+    _, eager = zoo.step(model, inputs, autocast)
+    tunecompile.optimize(model, executor="eager")
+    _, ours = zoo.step(model, inputs, autocast)
+    theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
+    median = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
+    assert median(mine.values()) <= 1.05 * median(theirs.values())
+    floor = torch.finfo(torch.bfloat16).eps
+    assert max(mine[n] / max(theirs[n], floor) for n in mine) < 1.25
+
+
+def test_compiles_at_most_twice_with_the_default_cache_setting():
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=12))
+    assert model.config.use_cache
+    tunecompile.optimize(model, executor="eager")
+    for seed in range(3):
+        zoo.step(model, zoo.batch(seed=seed))
+    assert tunecompile.report(model).compiles <= 2

@@ -1,0 +1,107 @@
+"""Tiny models of every supported family, their quantised and adapted forms, and one training step to compare them by."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
+             max_position_embeddings=128)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+
+
+def make(family: str, **changes) -> nn.Module:
+    import transformers as tf
+
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3Text"}
+    settings = dict(SMALL)
+    if family in ("qwen3", "gemma2", "gemma3"):
+        settings["head_dim"] = 16
+    config = getattr(tf, names[family] + "Config")(**{**settings, **changes})
+    torch.manual_seed(0)
+    return getattr(tf, names[family].removesuffix("Text") + "ForCausalLM")(config) if family == "gemma3" else \
+        getattr(tf, names[family] + "ForCausalLM")(config)
+
+
+def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True) -> nn.Module:
+    """Every linear but the head becomes NF4, in place."""
+    import bitsandbytes as bnb
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and name != "lm_head":
+                linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute_dtype,
+                                           quant_type="nf4", compress_statistics=double)
+                linear.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double)
+                if child.bias is not None:
+                    linear.bias = nn.Parameter(child.bias.data, requires_grad=False)
+                setattr(module, name, linear.to(child.weight.device))
+            else:
+                visit(child)
+
+    device = next(model.parameters()).device
+    visit(model)
+    return model.to(device)
+
+
+def adapt(model: nn.Module, **options) -> nn.Module:
+    """LoRA on all linears, with B filled, so that every gradient says something."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = dict(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, LoraConfig(**{**settings, **options}))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def batch(vocabulary: int = 256, rows: int = 2, length: int = 16, device: str = "cpu", seed: int = 1) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, vocabulary, (rows, length), generator=generator).to(device)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: nn.Module, inputs: dict, autocast: torch.dtype | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, gradients by name) of one forward and backward."""
+    device = next(iter(inputs.values())).device.type
+    model.train()
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(device, autocast) if autocast else contextlib.nullcontext():
+        loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), gradients
+
+
+def errors(gradients: dict, reference: dict) -> dict[str, float]:
+    """Relative error of each gradient."""
+    assert set(gradients) == set(reference)
+    return {name: ((gradients[name].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)).item() for name, g in reference.items()}
+
+
+def in_fp32(model: nn.Module) -> nn.Module:
+    """A copy in fp32; 4-bit weights are replaced by the values they stand for."""
+    import copy
+
+    clone = copy.deepcopy(model)
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        return clone.float()
+    for module in list(clone.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, bnb.nn.Linear4bit):
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device=child.weight.device)
+                weight = bnb.functional.dequantize_4bit(child.weight.data, child.weight.quant_state).float()
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                if child.bias is not None:
+                    linear.bias = nn.Parameter(child.bias.data.float(), requires_grad=False)
+                setattr(module, name, linear)
+    return clone.float()

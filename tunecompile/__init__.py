@@ -1,0 +1,13 @@
+"""tunecompile: faster, smaller and more exact fine-tuning, by compiling the training step.
+
+    model = tunecompile.optimize(model)     # then any training loop, unchanged
+    print(tunecompile.report(model))
+"""
+
+from tunecompile.api import optimize, report, restore
+from tunecompile.op import Cost, op
+from tunecompile.pipeline import Pass
+from tunecompile.rewrite import rewrite
+
+__version__ = "0.1.0"
+__all__ = ["Cost", "Pass", "op", "optimize", "report", "restore", "rewrite"]

@@ -1,0 +1,222 @@
+"""`optimize`, `restore`, `report`: the public functions, and the state of one optimized model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunecompile.backend import Executor
+from tunecompile.errors import NotAModule, NotOptimized
+from tunecompile.pipeline import Tally, validate
+from tunecompile.regions import Layers, Region, Slot, find_layers, structure
+from tunecompile.report import Report, summarize
+from tunecompile.tail import Head, HeadSlot
+
+_ATTRIBUTE = "_tunecompile"
+
+
+def optimize(model: nn.Module, *, executor: Executor = "inductor") -> nn.Module:
+    """Compile the training step of `model` in place and return the same object.
+
+    Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
+    saving and loading are untouched. Nothing is compiled until the first training step. What cannot be compiled runs as it
+    did, and `tunecompile.report(model)` says why. Calling it twice changes nothing.
+
+    Args:
+        model: any `nn.Module`; repeated decoder layers are compiled once for all of them, a model without them as a whole.
+        executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
+            of code generation.
+
+    The environment variable TUNECOMPILE=0 turns this function into a no-op.
+
+    Raises:
+        NotAModule: `model` is not an `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise NotAModule(type=type(model).__name__)
+    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, _ATTRIBUTE, None) is not None:
+        return model
+    from tunecompile.passes import PIPELINE
+
+    state = State(model, validate(PIPELINE), executor)
+    state.attach()
+    model.__dict__[_ATTRIBUTE] = state
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `optimize` exactly: every slot, hook and checkpointing function is put back. Returns the same object.
+
+    Raises:
+        NotOptimized: `model` is not the object that was optimized.
+    """
+    _state(model).detach()
+    del model.__dict__[_ATTRIBUTE]
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What was found, rewritten and refused, and why. Print it, or read `to_dict()`. Filled by the first training step.
+
+    Raises:
+        NotOptimized: `model` is not the object that was optimized.
+    """
+    return _state(model).report()
+
+
+def _state(model: nn.Module) -> "State":
+    state = getattr(model, _ATTRIBUTE, None)
+    if state is None:
+        raise NotOptimized(type=type(model).__name__)
+    return state
+
+
+def _forget(*_args: Any, **_kwargs: Any) -> None:
+    """What a copy of the model holds in place of our state and hooks: copies are not optimized."""
+
+
+class _NotCopied:
+    """Copies and pickles of a model leave this behind."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _forget
+
+    def __reduce__(self) -> Any:
+        return getattr, (__import__(__name__, fromlist=["_forget"]), "_forget")
+
+
+@dataclass
+class StepFlag:
+    """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a layer that
+    decided for itself would run a re-entrant checkpoint's first forward and its recompute in different ways."""
+
+    active: bool = False
+
+
+class EntryHook(_NotCopied):
+    """Forward pre-hook of the module that owns the layers: takes the decision, and keeps a cache out of the training step."""
+
+    def __init__(self, state: "State", owner: nn.Module):
+        self.state = state
+        self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        step = self.state.step
+        step.active = module.training and torch.is_grad_enabled()
+        if not step.active:
+            return None
+        self.state.follow_checkpointing()
+        if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
+            # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+
+def _no_checkpoint(function: Any, *args: Any, **_options: Any) -> Any:
+    """Stands for a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan."""
+    return function(*args)
+
+
+@dataclass
+class State(_NotCopied):
+    """Everything `optimize` attached to one model."""
+
+    model: nn.Module
+    passes: tuple
+    executor: Executor
+    step: StepFlag = field(default_factory=StepFlag)
+    regions: list[Region] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    heads: list[Head] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    checkpointing: dict[nn.Module, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def attach(self) -> None:
+        stacks = find_layers(self.model)
+        for stack in stacks:
+            self._attach_layers(stack)
+        if not stacks:
+            self.notes.append("no repeated layers were found: the model is compiled as one region")
+            self._attach_whole()
+            return
+        self._attach_head()
+
+    def _attach_layers(self, stack: Layers) -> None:
+        kinds: dict[tuple, Region] = {}
+        for index, layer in enumerate(stack.members):
+            if layer._compiled_call_impl is not None:
+                self.notes.append(f"{stack.path}.{index} is compiled already and left as it is")
+                continue
+            kind = structure(layer)
+            if kind not in kinds:
+                name = "_".join((*stack.path.split("."), type(layer).__name__, *([str(len(kinds))] if kinds else [])))
+                kinds[kind] = Region(name, self.passes, self.executor)
+                self.regions.append(kinds[kind])
+            slot = Slot(self.step, layer, kinds[kind])
+            layer._compiled_call_impl = slot
+            self.slots.append(slot)
+        self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner), with_kwargs=True))
+
+    def _attach_whole(self) -> None:
+        if self.model._compiled_call_impl is not None:
+            self.notes.append("the model is compiled already and left as it is")
+            return
+        region = Region(type(self.model).__name__, self.passes, self.executor)
+        slot = WholeSlot(self.step, self.model, region)
+        self.regions.append(region)
+        self.model._compiled_call_impl = slot
+        self.slots.append(slot)
+
+    def _attach_head(self) -> None:
+        find = getattr(self.model, "get_output_embeddings", None)
+        module = find() if callable(find) else None
+        if not isinstance(module, nn.Module):
+            self.notes.append("no output embedding was found: head and loss run as they are")
+            return
+        if module._compiled_call_impl is not None:
+            self.notes.append("the head is compiled already and left as it is")
+            return
+        head = Head(module, Tally("linear_cross_entropy", found=1))
+        module._compiled_call_impl = HeadSlot(self.step, head)
+        self.heads.append(head)
+
+    def follow_checkpointing(self) -> None:
+        """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside."""
+        for slot in self.slots:
+            wanted = bool(getattr(slot.layer, "gradient_checkpointing", False))
+            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+            if wanted and function is not None and function is not _no_checkpoint:
+                self.checkpointing[slot.layer] = function
+                slot.layer._gradient_checkpointing_func = _no_checkpoint
+            slot.call = slot.region.variant(wanted)
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for slot in self.slots:
+            slot.layer._compiled_call_impl = None
+        for head in self.heads:
+            head.module._compiled_call_impl = None
+        for layer, function in self.checkpointing.items():
+            if layer.__dict__.get("_gradient_checkpointing_func") is _no_checkpoint:
+                layer._gradient_checkpointing_func = function
+
+    def report(self) -> Report:
+        return summarize(self.model, self.regions, [head.tally for head in self.heads], self.notes)
+
+
+class WholeSlot(Slot):
+    """A model without repeated layers: entry and region are one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.step.active = self.layer.training and torch.is_grad_enabled()
+        return super().__call__(*args, **kwargs)

@@ -1,0 +1,66 @@
+"""The torch.compile backend of one region: recognize, then compile with plan and lowering hooked in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Callable, Literal, Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from tunecompile import _torch
+from tunecompile.canonical import canonicalize
+from tunecompile.partition import Lowering, Partitioner
+from tunecompile.pipeline import Context, Pass, run_stage
+
+log = logging.getLogger("tunecompile")
+Executor = Literal["inductor", "eager"]
+
+
+class Backend:
+    """Compiles every graph Dynamo makes of one region under one plan, and remembers what it did in `contexts`.
+
+    `executor` "eager" runs the final graphs op by op instead of compiling them: the same passes without code generation.
+    """
+
+    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", checkpoint: bool = False):
+        self.region, self.passes, self.executor, self.checkpoint = region, tuple(passes), executor, checkpoint
+        self.contexts: list[Context] = []
+        self.failures: list[str] = []
+
+    def __call__(self, gm: GraphModule, inputs: list) -> Callable:
+        context = Context(self.region, checkpoint=self.checkpoint)
+        try:
+            compiled = self._compile(gm, inputs, context)
+        except Exception as error:  # the user's training goes on, without us
+            log.debug("compiling %s failed", self.region, exc_info=True)
+            self.failures.append(f"{self.region} runs eagerly: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}")
+            log.warning("tunecompile: %s", self.failures[-1])
+            return gm.forward
+        self.contexts.append(context)
+        return compiled
+
+    def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
+        work = _copy(gm)  # the original stays whole, to fall back on
+        canonicalize(work)
+        run_stage(self.passes, "recognize", work.graph, context)
+        work.graph.lint()
+        work.recompile()
+        lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context)
+        compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
+        with _torch.preferred_attention(_device_type(inputs)):
+            return compiler(work, inputs, lower, partition)
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """Nodes and their metadata anew; fake values are shared. (`deepcopy` would give every copy a fake mode of its own.)"""
+    graph = torch.fx.Graph()
+    returned = graph.graph_copy(gm.graph, {})
+    graph.output(returned)
+    work = GraphModule(gm, graph)
+    work.meta = dict(gm.meta)
+    return work
+
+
+def _device_type(inputs: list) -> str:
+    return next((value.device.type for value in inputs if isinstance(value, torch.Tensor)), "cpu")

@@ -1,0 +1,35 @@
+"""Every error a user can meet: one class each, with a message template that names the cause and the mend."""
+
+
+class TunecompileError(Exception):
+    """Base class. Subclasses fill `template` from keyword arguments."""
+
+    template = "{message}"
+
+    def __init__(self, **fields):
+        self.fields = fields
+        super().__init__(self.template.format(**fields))
+
+
+class NotAModule(TunecompileError):
+    template = "tunecompile.optimize needs a torch.nn.Module, got {type}. Pass the model object itself."
+
+
+class NotOptimized(TunecompileError):
+    template = "This {type} is not optimized. Call tunecompile.optimize(model) first, on this very object."
+
+
+class InvalidOp(TunecompileError):
+    template = "Op {name!r} cannot be registered: {reason}."
+
+
+class InvalidRewrite(TunecompileError):
+    template = "Rewrite {name!r} is not valid: {reason}."
+
+
+class InvalidPipeline(TunecompileError):
+    template = "The pipeline is not valid: {reason}."
+
+
+class LeftoverOp(TunecompileError):
+    template = "{ops} reached code generation without a provider. This is a fault of the pass that made them; please report it."

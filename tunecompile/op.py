@@ -1,0 +1,175 @@
+"""Semantic ops: one plain PyTorch function is at once the meaning, the fake, the CPU path and the oracle of the tests.
+
+    @op(cost=Cost.POINTWISE)
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @swiglu.backward(saves=("gate", "up"), gives=("gate", "up"))
+    def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]: ...
+
+    @swiglu.provider("triton", supports=lambda gate, up: gate.is_cuda)
+    def _(gate, up): ...
+
+Ops are opaque to AOTAutograd, so that forward and backward keep their names in the joint graph; lowering then replaces each
+by a provider. (A `triton_op` would be decomposed before the joint graph and could no longer be planned there.)
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, Callable, Sequence
+
+import torch
+
+from tunecompile._torch import no_autocast
+from tunecompile.errors import InvalidOp
+
+NAMESPACE = "tunecompile"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+class Cost(enum.Enum):
+    """What recomputing an op costs, which is what the planner decides by."""
+
+    POINTWISE = "recompute"  #: memory-bound: never worth saving
+    MATMUL = "save"  #: compute-bound: never recomputed while memory lasts
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to run an op. `supports(*args)` sees fake tensors; `run` is traced into the graph."""
+
+    name: str
+    run: Callable
+    supports: Callable[..., bool]
+
+
+@dataclass
+class Op:
+    """A registered op. Call it like the function it was made from."""
+
+    name: str
+    reference: Callable
+    cost: Cost
+    flops: Callable[..., int] | None
+    parameters: tuple[str, ...]
+    opaque: bool = False
+    providers: list[Provider] = field(default_factory=list)
+    backward_op: "Op | None" = None
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(getattr(torch.ops, NAMESPACE), self.name).default
+
+    def __call__(self, *args, **kwargs):
+        return self.overload(*args, **kwargs)
+
+    def provider(self, name: str, supports: Callable[..., bool]) -> Callable:
+        """Register a provider with the parameters of the reference; the first that supports the arguments is taken."""
+
+        def register(run: Callable) -> Callable:
+            got = tuple(inspect.signature(run).parameters)
+            if got != self.parameters:
+                raise InvalidOp(name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}")
+            self.providers.append(Provider(name, run, supports))
+            return run
+
+        return register
+
+    def choose(self, args: Sequence[Any]) -> Provider:
+        """The first provider that supports `args` (fake tensors and constants), else the reference itself."""
+        for provider in self.providers:
+            if provider.supports(*args):
+                return provider
+        return Provider("reference", self.reference, lambda *_: True)
+
+    def backward(self, saves: Sequence[str], gives: Sequence[str], cost: Cost | None = None,
+                 flops: Callable[..., int] | None = None) -> Callable:
+        """Register the backward, an op of its own: `(grad, *saves) -> [gradient of each of `gives`]`.
+
+        `saves` names inputs of the op, or `out0`, `out1`, ... for its outputs; only output 0 is differentiable. An input of
+        type Tensor[] gives as many gradients as it has members. Gradients nobody needs are removed as dead code after lowering.
+        """
+
+        def register(fn: Callable) -> Op:
+            self.backward_op = op(cost=cost or self.cost, flops=flops)(fn)
+            if self.backward_op.parameters[1:] != tuple(saves):
+                raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[1:]}, saves are {tuple(saves)}")
+            _register_autograd(self, tuple(saves), tuple(gives))
+            return self.backward_op
+
+        return register
+
+
+OPS: dict[Any, Op] = {}  #: the one registry: torch overload -> Op
+
+
+def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable[[Callable], Op]:
+    """Register a function as a semantic op. Its annotations become the schema; it must not mutate or alias its inputs.
+
+    An `opaque` op is never traced into the graph: it is called as it is (a loop over chunks once a step, say).
+    """
+
+    def register(fn: Callable) -> Op:
+        name = fn.__name__
+        schema = torch.library.infer_schema(fn, mutates_args=())
+        if hasattr(getattr(torch.ops, NAMESPACE), name):
+            raise InvalidOp(name=name, reason="the name is taken")
+        kernel = _without_autocast(fn)
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", kernel, lib=_library)
+        made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque)
+        functools.update_wrapper(made, fn, updated=())
+        OPS[made.overload] = made
+        return made
+
+    return register
+
+
+def _without_autocast(fn: Callable) -> Callable:
+    """Ops state their dtypes themselves; an ambient autocast must not cast inside them a second time."""
+
+    @functools.wraps(fn)
+    def kernel(*args, **kwargs):
+        with no_autocast():
+            return fn(*args, **kwargs)
+
+    return kernel
+
+
+def _register_autograd(forward: Op, saves: tuple[str, ...], gives: tuple[str, ...]) -> None:
+    names = forward.parameters
+
+    def setup_context(ctx, inputs, output):
+        values = dict(zip(names, inputs))
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        values.update({f"out{i}": value for i, value in enumerate(outputs)})
+        ctx.mark_non_differentiable(*outputs[1:])
+        # torch's list support wants a list of gradients for every Tensor[] input, also an empty one.
+        ctx.absent = {name for name in gives if values[name] is None}
+        ctx.blank = {name: [None] * len(values[name]) if _is_tensor_list(values[name]) else None for name in names}
+        tensors, ctx.saved_spec = torch.utils._pytree.tree_flatten([values[name] for name in saves])
+        ctx.kept = [None if isinstance(value, torch.Tensor) else (value,) for value in tensors]
+        ctx.save_for_backward(*(value for value in tensors if isinstance(value, torch.Tensor)))
+
+    def backward(ctx, grad, *_unused):
+        gradients = dict(ctx.blank)
+        if grad is not None:
+            tensors = iter(ctx.saved_tensors)
+            flat = [next(tensors) if kept is None else kept[0] for kept in ctx.kept]
+            computed = iter(forward.backward_op(grad, *torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)))
+            for name in gives:
+                blank = ctx.blank[name]
+                gradient = next(computed) if blank is None else [next(computed) for _ in blank]
+                gradients[name] = None if name in ctx.absent else gradient
+        return tuple(gradients[name] for name in names)
+
+    torch.library.register_autograd(f"{NAMESPACE}::{forward.name}", backward, setup_context=setup_context, lib=_library)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(member, torch.Tensor) for member in value)

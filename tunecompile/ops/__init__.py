@@ -1,0 +1,10 @@
+"""What subgraphs mean, in plain PyTorch: one file an op family, and no kernel anywhere."""
+
+from tunecompile.ops.linear_cross_entropy import linear_cross_entropy
+from tunecompile.ops.lora import lora_linear
+from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.ops.rms_norm import rms_norm
+from tunecompile.ops.rope import rope
+from tunecompile.ops.swiglu import gated_activation
+
+__all__ = ["dequantize_4bit", "gated_activation", "linear_cross_entropy", "lora_linear", "rms_norm", "rope"]

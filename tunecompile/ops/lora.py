@@ -1,0 +1,112 @@
+"""Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input."""
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import Cost, op
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def forward_flops(x, inputs, weights, *_) -> int:
+    return 2 * (x.numel() // x.shape[-1]) * sum(w.numel() for w in weights)
+
+
+def backward_flops(grad, x, inputs, weights, *_) -> int:
+    return 2 * (grad.numel() // grad.shape[-1]) * sum(w.numel() for w in weights)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], a: Sequence[Tensor],
+                b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y, xa): y = concat_i(x W_i^T + bias_i + scale_i (x_i A_i^T) B_i^T), xa = concat_i(x_i A_i^T).
+
+    x: [..., K] in the dtype of the weights W_i: [N_i, K]; A_i: [r_i, K], B_i: [N_i, r_i] in any dtype; adapters compute in
+    `dtype` (PEFT keeps them in fp32 when there is no autocast). `inputs` holds the adapters' own inputs x_i, after dropout;
+    empty: they read x. `biases` is empty or one a weight. The weights are frozen. The adapter's term is added in the matrix
+    product's accumulator: base and delta are rounded once, together, which is closer to fp32 than adding two rounded results.
+    """
+    rows = _tokens(x)
+    ys, xas = [], []
+    for i, weight in enumerate(weights):
+        xa = _tokens(inputs[i] if inputs else x).to(dtype) @ a[i].to(dtype).t()
+        delta = ((xa @ b[i].to(dtype).t()) * scales[i]).to(x.dtype)
+        if biases:
+            delta = delta + biases[i].to(x.dtype)
+        ys.append(torch.addmm(delta, rows, weight.t()))
+        xas.append(xa)
+    y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+    return y.reshape(*x.shape[:-1], y.shape[-1]), xas[0] if len(xas) == 1 else torch.cat(xas, 1)
+
+
+@lora_linear.provider("k_extension", supports=lambda x, inputs, weights, biases, a, b, scales, dtype: x.is_cuda and x.dtype in HALF)
+def _(x, inputs, weights, biases, a, b, scales, dtype):
+    """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
+    rows = _tokens(x)
+    if inputs:
+        xa = torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
+    else:
+        xa = rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+    adapters = torch.block_diag(*[(m.to(dtype) * s).to(x.dtype) for m, s in zip(b, scales)])
+    extended = torch.cat([torch.cat(weights), adapters], 1)
+    y = torch.cat([rows, xa.to(x.dtype)], 1) @ extended.t()
+    if biases:
+        y = y + torch.cat([bias.to(x.dtype) for bias in biases])
+    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+
+
+@lora_linear.backward(saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
+                      gives=("x", "inputs", "biases", "a", "b"), flops=backward_flops)
+def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor],
+                         a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
+                         out1: Tensor) -> list[Tensor]:
+    """[dx, dx_i..., dbias_i..., dA_i..., dB_i...]. dY B and XA stay in `dtype` for dA and dB."""
+    rows, grads = _tokens(x), _tokens(grad).split([w.shape[0] for w in weights], 1)
+    xas = out1.split([m.shape[0] for m in a], 1)
+    dx, d_inputs, d_biases, d_a, d_b = None, [], [], [], []
+    for i, weight in enumerate(weights):
+        g = grads[i].to(dtype)
+        gb = (g @ b[i].to(dtype)) * scales[i]
+        down = gb @ a[i].to(dtype)
+        base = down.to(x.dtype) if not inputs else None
+        if dx is not None:
+            base = dx if base is None else base + dx
+        dx = grads[i] @ weight if base is None else torch.addmm(base, grads[i], weight)
+        source = inputs[i] if inputs else x
+        if inputs:
+            d_inputs.append(down.reshape(source.shape).to(source.dtype))
+        if biases:
+            d_biases.append(grads[i].sum(0, dtype=torch.float32).to(biases[i].dtype))
+        d_a.append((gb.t() @ _tokens(source).to(dtype)).to(a[i].dtype))
+        d_b.append(((g.t() @ xas[i]) * scales[i]).to(b[i].dtype))
+    return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]
+
+
+@lora_linear.backward_op.provider("grouped", supports=lambda grad, x, inputs, weights, biases, a, b, scales, dtype, out1:
+                                  x.is_cuda and x.dtype in HALF)
+def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
+    """One dX product over the concatenated weights, into which the adapters' share of dX is accumulated."""
+    rows, g = _tokens(x), _tokens(grad)
+    sizes, ranks = [w.shape[0] for w in weights], [m.shape[0] for m in a]
+    adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+    gb = g.to(dtype) @ adapters  # [T, R]: every sibling's scale * dY B in one pass over dY
+    down = torch.cat([m.to(dtype) for m in a])
+    if inputs:
+        dx = g @ torch.cat(weights)
+        parts = gb.split(ranks, 1)
+        d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
+        d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
+    else:
+        dx = torch.addmm((gb @ down).to(x.dtype), g, torch.cat(weights))
+        d_inputs, all_a = [], gb.t() @ rows.to(dtype)
+        d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
+    d_biases = [p.sum(0, dtype=torch.float32).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]
+    all_b = g.t().to(dtype) @ out1  # [N, R]: the blocks on the diagonal are dB
+    d_b = [(rows_b.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, rows_b in enumerate(all_b.split(sizes))]
+    return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

@@ -1,0 +1,50 @@
+"""4-bit weights as bitsandbytes stores them: NF4 and FP4 codes with one scale a block (Dettmers et al., 2023, arXiv:2305.14314)."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import Cost, op
+
+CODES = {  #: the sixteen levels, index = code. NF4: quantiles of a normal distribution; FP4: 1 sign, 2 exponent, 1 mantissa bits.
+    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+            -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    "fp4": (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25,
+            -0.0, -0.0052083333, -0.66666667, -1.0, -0.33333333, -0.5, -0.16666667, -0.25),
+}
+
+
+@op(cost=Cost.POINTWISE)
+def dequantize_4bit(packed: Tensor, absmax: Tensor, absmax_code: Optional[Tensor], absmax_scale: Optional[Tensor],
+                    absmax_offset: Optional[Tensor], rows: int, columns: int, blocksize: int, quant_type: str,
+                    dtype: torch.dtype) -> Tensor:
+    """Weight [rows, columns] in `dtype` from packed uint8 (two codes a byte, high nibble first).
+
+    absmax: fp32 [blocks], or with double quantisation uint8 [blocks], where block i has the scale
+    absmax_code[absmax[i]] * absmax_scale[i // 256] + absmax_offset. Same values as bitsandbytes' own dequantisation.
+    """
+    scale = block_scales(absmax, absmax_code, absmax_scale, absmax_offset)
+    table = torch.tensor(CODES[quant_type], dtype=torch.float32, device=packed.device)
+    flat = packed.reshape(-1)
+    codes = torch.stack((flat >> 4, flat & 15), -1).reshape(-1, blocksize)
+    return (table[codes.long()] * scale[:, None]).to(dtype).reshape(rows, columns)
+
+
+def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor], offset: Optional[Tensor]) -> Tensor:
+    """The fp32 scale of each block, [blocks]."""
+    if code is None:
+        return absmax.float()
+    blocks = absmax.shape[0]
+    outer = torch.arange(blocks, device=absmax.device) // 256
+    return code[absmax.long()] * scale[outer] + offset
+
+
+@dequantize_4bit.provider("bitsandbytes", supports=lambda packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns,
+                          blocksize, quant_type, dtype: hasattr(torch.ops.bitsandbytes, "dequantize_4bit"))
+def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
+    if absmax_code is not None:
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(absmax, absmax_scale, absmax_code, 256, torch.float32)
+        absmax = absmax + absmax_offset
+    return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, blocksize, quant_type, [rows, columns], dtype)

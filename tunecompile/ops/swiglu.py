@@ -1,0 +1,40 @@
+"""Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU and GeGLU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunecompile.op import Cost, op
+from tunecompile.ops.rms_norm import compute_dtype
+
+GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
+
+
+@op(cost=Cost.POINTWISE)
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, element by element; activation is "silu", "gelu" or "gelu_tanh". The activation is not rounded."""
+    wide = gate.to(compute_dtype(gate.dtype))
+    if activation == "silu":
+        value = F.silu(wide)
+    else:
+        value = F.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (value * up).to(torch.promote_types(gate.dtype, up.dtype))
+
+
+@gated_activation.backward(saves=("gate", "up", "activation"), gives=("gate", "up"))
+def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
+    """[dgate, dup], as gate and up."""
+    x = gate.to(compute_dtype(gate.dtype))
+    if activation == "silu":
+        sigmoid = torch.sigmoid(x)
+        value, slope = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    elif activation == "gelu":
+        cdf = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+        value, slope = x * cdf, cdf + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+    else:
+        root, cubic = GELU_TANH
+        t = torch.tanh(root * (x + cubic * x * x * x))
+        value = 0.5 * x * (1 + t)
+        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * cubic * x * x)
+    wide = grad.to(x.dtype)
+    return [(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]

@@ -1,0 +1,73 @@
+"""The two hooks we give to the compiler: the plan passes with the partitioner, and the lowering passes.
+
+A hook's `uuid` stands for everything its result depends on beside the graph. Inductor keys its caches by it, so that a changed
+pass or another plan never meets code generated under an old one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from tunecompile._torch import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
+from tunecompile.pipeline import Context, Pass, run_stage
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every file of ops, passes, templates and compiler core."""
+    import tunecompile.passes
+
+    roots = [Path(__file__).parent, Path(tunecompile.passes.__file__).parent]
+    templates = roots[1].parent / "templates"
+    digest = hashlib.sha256()
+    for file in sorted(path for root in [*roots, templates] for path in root.rglob("*.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+class _Hook:
+    """Compared, and written into cache keys, as its uuid."""
+
+    def __init__(self, passes: Sequence[Pass], context: Context):
+        self.passes, self.context = tuple(passes), context
+
+    def uuid(self) -> str:
+        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.checkpoint}"
+
+    def __reduce__(self) -> tuple:
+        return str, (self.uuid(),)
+
+
+class Partitioner(_Hook, CustomPartitionerFn):
+    """Runs the plan passes on the joint graph, then cuts it in two."""
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        run_stage(self.passes, "plan", gm.graph, self.context)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self.context.saved = _saved(forward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+
+def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """What the forward graph keeps for the backward beside its inputs: name, shape, dtype, one entry a storage."""
+    returned = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+    kept, seen = [], set()
+    for node in returned[outputs:]:
+        fake = node.meta.get("val") if isinstance(node, torch.fx.Node) and node.op != "placeholder" else None
+        if isinstance(fake, torch.Tensor) and (key := fake.untyped_storage()._cdata) not in seen:
+            seen.add(key)
+            kept.append((node.name, fake.shape, fake.dtype))
+    return kept
+
+
+class Lowering(_Hook, CustomGraphPass):
+    """Runs the lowering passes on one final graph, forward or backward."""
+
+    def __call__(self, graph: Graph) -> None:
+        run_stage(self.passes, "lower", graph, self.context)

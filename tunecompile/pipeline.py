@@ -1,0 +1,95 @@
+"""Passes and their contracts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable, Literal, Sequence
+
+from torch.fx import Graph, Node
+
+from tunecompile.errors import InvalidPipeline
+from tunecompile.rewrite import Rewrite, apply, where_from
+
+Stage = Literal["recognize", "plan", "lower"]
+STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")
+
+
+@dataclass
+class Tally:
+    """What became of one family in one graph: anchors seen, anchors rewritten, and why others were not."""
+
+    family: str
+    found: int = 0
+    rewritten: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Context:
+    """What a pass may read and what it reports into, for one graph of one region."""
+
+    region: str
+    checkpoint: bool = False
+    tallies: list[Tally] = field(default_factory=list)
+    providers: Counter[str] = field(default_factory=Counter)
+    saved: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the compiler. `run(graph, context)` changes the graph in place.
+
+    recognize: torch subgraphs to ops, on the forward graph Dynamo made.   plan: tags, on the joint graph.
+    lower: ops to providers, on the forward and on the backward graph.
+    """
+
+    name: str
+    stage: Stage
+    run: Callable[[Graph, Context], Any]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+
+def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
+              requires: frozenset[str] = frozenset()) -> Pass:
+    """A pass that tries rewrites in order, widest first. `anchors` lists the nodes which only this family's subgraphs hold:
+    those that are left over are reported, each with the user's own source line."""
+
+    def run(graph: Graph, context: Context) -> None:
+        tally = Tally(family, found=len(anchors(graph)))
+        for rewrite in rewrites:
+            done, refused = apply(rewrite, graph)
+            tally.refused += refused
+        left = anchors(graph)
+        tally.rewritten = tally.found - len(left)
+        if left and not tally.refused:
+            tally.refused += [f"{node.name} is part of no known pattern{where_from(node)}" for node in left]
+        context.tallies.append(tally)
+
+    return Pass(family, "recognize", run, requires, frozenset({family}))
+
+
+def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Check order and contracts once, when a model is optimized, and not in the middle of a training step."""
+    names = [p.name for p in passes]
+    if len(set(names)) != len(names):
+        raise InvalidPipeline(reason=f"a pass stands twice in {names}")
+    stages = [STAGES.index(p.stage) for p in passes]
+    if stages != sorted(stages):
+        raise InvalidPipeline(reason=f"stages must come in the order {', '.join(STAGES)}, got {[p.stage for p in passes]}")
+    provided: set[str] = set()
+    for p in passes:
+        if missing := p.requires - provided:
+            raise InvalidPipeline(reason=f"{p.name} requires {sorted(missing)}, which no earlier pass provides")
+        if clash := p.conflicts & set(names):
+            raise InvalidPipeline(reason=f"{p.name} conflicts with {sorted(clash)}")
+        provided |= p.provides | {p.name}
+    return tuple(passes)
+
+
+def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
+    for p in passes:
+        if p.stage == stage:
+            p.run(graph, context)

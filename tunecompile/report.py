@@ -1,0 +1,92 @@
+"""What happened to a model: regions, matches, refusals with reasons, providers, saved bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Sequence
+
+import torch
+from torch import nn
+
+from tunecompile.pipeline import Tally
+from tunecompile.regions import Region
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """One compiled region: how often it was compiled, what its graphs keep for the backward (bytes a layer, by graph)."""
+
+    name: str
+    layers: int
+    compiles: int
+    saved_bytes: list[int]
+    providers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Printable; `to_dict()` for machines. Matches are counted a layer, in the last graph compiled of each region."""
+
+    model: str
+    regions: list[RegionReport] = field(default_factory=list)
+    matches: list[Tally] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def compiles(self) -> int:
+        return sum(region.compiles for region in self.regions)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
+                "notes": list(self.notes), "compiles": self.compiles,
+                "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}
+
+    def __str__(self) -> str:
+        lines = [f"tunecompile: {self.model}"]
+        for r in self.regions:
+            saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
+            lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
+            lines += [f"    {count:3d} x {name}" for name, count in sorted(r.providers.items())]
+        if any(m.found for m in self.matches):
+            lines.append(f"  {'family':22s}{'found':>7s}{'rewritten':>11s}")
+        for m in self.matches:
+            if m.found:
+                lines.append(f"  {m.family:22s}{m.found:7d}{m.rewritten:11d}")
+                lines += [f"      refused: {reason}" for reason in dict.fromkeys(m.refused)]
+        if not self.compiles:
+            lines.append("  nothing is compiled yet: run one training step")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str]) -> Report:
+    """Collect what the backends of all regions recorded."""
+    made, matches, notes = [], {}, list(notes)
+    layers = _layer_counts(model)
+    for region in regions:
+        contexts = [c for backend in region.backends.values() for c in backend.contexts]
+        notes += [failure for backend in region.backends.values() for failure in backend.failures]
+        training = [c for c in contexts if c.saved] or contexts
+        providers = Counter(training[-1].providers) if training else Counter()
+        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), [_bytes(c.saved) for c in training],
+                                 dict(providers)))
+        for tally in training[-1].tallies if training else []:
+            total = matches.setdefault(tally.family, Tally(tally.family))
+            total.found += tally.found
+            total.rewritten += tally.rewritten
+            total.refused += tally.refused
+    return Report(type(model).__name__, made, [*matches.values(), *tails], notes)
+
+
+def _layer_counts(model: nn.Module) -> dict[int, int]:
+    slots = [m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None]
+    return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
+
+
+def _bytes(saved: Sequence[tuple[str, torch.Size, torch.dtype]]) -> int:
+    """Symbolic sizes are taken at their hint."""
+    def size(n: Any) -> int:
+        return n if isinstance(n, int) else int(n.node.hint if n.node.has_hint() else 0)
+
+    return sum(math.prod(size(n) for n in shape) * dtype.itemsize for _, shape, dtype in saved)

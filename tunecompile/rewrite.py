@@ -1,0 +1,125 @@
+"""A rewrite: a plain PyTorch function says what to look for, another what to put there.
+
+    @rewrite("silu_gate", to=lambda gate, up: gated_activation(gate, up, "silu"))
+    def _(gate, up):
+        return F.silu(gate) * up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile._torch import fake_mode_of
+from tunecompile.canonical import value
+from tunecompile.errors import InvalidRewrite
+from tunecompile.match import Match, Matcher, Pattern
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """`to(**bound)` builds the replacement; `where(match)` is None if the match holds, else the reason why it does not."""
+
+    name: str
+    pattern: Pattern
+    to: Callable[..., Any]
+    where: Callable[[Match], str | None]
+
+
+def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | None] | None = None) -> Callable[[Callable], Rewrite]:
+    """Make a `Rewrite` of a pattern function. `to` takes parameters of the pattern by name (or `match`, the whole match).
+
+    Inside `to`, tensors are symbolic values of the graph under rewriting: use ops, operators and torch functions as usual.
+    """
+
+    def make(fn: Callable) -> Rewrite:
+        pattern = Pattern.trace(fn)
+        unknown = set(inspect.signature(to).parameters) - set(pattern.parameters) - {"match"}
+        if unknown:
+            raise InvalidRewrite(name=name, reason=f"`to` takes {sorted(unknown)}, which the pattern does not bind")
+        return Rewrite(name, pattern, to, where or (lambda match: None))
+
+    return make
+
+
+def apply(rewrite: Rewrite, graph: Graph) -> tuple[int, list[str]]:
+    """Rewrite every match in place. Returns how many, and the reasons of those that were refused."""
+    done, refused, taken = 0, [], set()
+    for match in list(Matcher(graph).find(rewrite.pattern)):
+        if taken & set(match.nodes.values()):
+            continue
+        if (reason := rewrite.where(match) or _used_early(match)) is not None:
+            refused.append(f"{rewrite.name}: {reason}{where_from(match.outputs[0])}")
+            continue
+        taken |= set(match.nodes.values())
+        wanted = inspect.signature(rewrite.to).parameters
+        bound = {name: match if name == "match" else match.bound[name] for name in wanted}
+        replace(graph, match.outputs, rewrite.to, bound)
+        erase_dead(graph, match.nodes.values())
+        done += 1
+    return done, refused
+
+
+def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], bound: dict[str, Any]) -> None:
+    """Build new nodes just after the last of `outputs` and let them take its users' place; the old nodes die unused."""
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+
+    def lift(item: Any) -> Any:
+        return torch.fx.Proxy(item, tracer) if isinstance(item, Node) else item
+
+    last = max(outputs, key={node: i for i, node in enumerate(graph.nodes)}.__getitem__)
+    before = set(graph.nodes)
+    with graph.inserting_before(last):  # every input exists there; users of earlier outputs are moved below
+        made = build(**{name: lift(item) for name, item in bound.items()})
+    news = [item.node for item in (made if isinstance(made, (tuple, list)) else (made,))]
+    for node in graph.nodes:
+        if node not in before:
+            annotate(node, last)
+    for old, new in zip(outputs, news):
+        new.meta.setdefault("example_value", value(old))
+        old.replace_all_uses_with(new)
+
+
+def annotate(node: Node, origin: Node) -> None:
+    """Give a new node its fake value, which later guards read, and the user's source line of the node it replaces."""
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in origin.meta:
+            node.meta.setdefault(key, origin.meta[key])
+    if "example_value" in node.meta:
+        return
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+    mode = fake_mode_of((args, kwargs))
+    with mode if mode is not None else contextlib.nullcontext():
+        call = getattr(args[0], node.target) if node.op == "call_method" else node.target
+        node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+
+
+def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
+    """Erase those of the candidates that nobody uses. (fx's own dead code elimination would drop in-place methods too.)"""
+    pending = set(candidates)
+    while dead := [node for node in pending if not node.users]:
+        for node in dead:
+            graph.erase_node(node)
+            pending.discard(node)
+
+
+def _used_early(match: Match) -> str | None:
+    """Several outputs become one op, which stands where the last of them stood."""
+    nodes = list(match.outputs[0].graph.nodes) if len(match.outputs) > 1 else []
+    last = max((nodes.index(node) for node in match.outputs), default=-1) if nodes else -1
+    early = any(nodes.index(user) < last and user not in match.nodes.values() for out in match.outputs for user in out.users) if nodes else False
+    return "an output is used before all of them are computed" if early else None
+
+
+def where_from(node: Node) -> str:
+    """' at file:line' of the user's code that made the node, or nothing."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    file, _, rest = lines[-1].removeprefix("File ").partition(", line ")
+    return f" at {file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}"

@@ -1,0 +1,237 @@
+"""The head and the loss, joined wherever the loss is computed: in the model, in a trainer or in the user's own loop.
+
+In a training step the head returns `LazyLogits`: a tensor that knows the hidden states and which head would be applied to them.
+Casts, views, slices, scales and soft-caps are recorded. At `F.cross_entropy` the recorded chain becomes one
+`linear_cross_entropy`, which never holds all logits; any other use computes the logits as if nothing had been deferred.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tunecompile.ops import linear_cross_entropy
+from tunecompile.pipeline import Tally
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded call: `function(logits, *args, **kwargs)`."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+
+
+@dataclass
+class Head:
+    """A head whose logits are deferred, and the tally of what became of them."""
+
+    module: nn.Module
+    tally: Tally
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.module._call_impl(hidden)
+
+    def refuse(self, reason: str) -> None:
+        if reason not in self.tally.refused:
+            self.tally.refused.append(reason)
+
+
+_CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
+_SHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous, Tensor.clone, torch.clone,
+           Tensor.__getitem__, Tensor.unsqueeze, Tensor.squeeze}
+_SCALES = {Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide}
+_TANH = {Tensor.tanh, torch.tanh}
+_DEFERRED = _CASTS | _SHAPES | _SCALES | _TANH
+
+
+class LazyLogits(Tensor):
+    """Logits that are computed when somebody reads them. Shape, dtype and device are those of the real ones."""
+
+    @staticmethod
+    def __new__(cls, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor):
+        needs_grad = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
+        return Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=hidden.device,
+                                             requires_grad=torch.is_grad_enabled() and needs_grad)
+
+    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor):
+        self._head, self._hidden, self._steps, self._meta, self._real = head, hidden, steps, meta, None
+
+    def materialize(self) -> Tensor:
+        """The logits themselves, part of the autograd graph like any others."""
+        if self._real is None:
+            value = self._head.logits(self._hidden)
+            for step in self._steps:
+                value = step.function(value, *step.args, **step.kwargs)
+            self._real = value
+        return self._real
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        lazy = args[0] if args and isinstance(args[0], LazyLogits) else kwargs.get("input")
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        others = itertools.chain(args[1:], kwargs.values())
+        if func in _DEFERRED and isinstance(lazy, LazyLogits) and lazy._real is None and not any(map(_holds_tensor, others)):
+            if (meta := _try_meta(func, lazy._meta, args[1:], kwargs)) is not None:
+                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta)
+        if func is F.cross_entropy and isinstance(lazy, LazyLogits) and lazy._real is None:
+            loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+            if loss is not None:
+                return loss
+        return func(*_real(args), **_real(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Reached only where Python's overrides are off. Logits have no history there, so a gradient would be lost: refuse."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if torch.is_grad_enabled() and args and isinstance(args[0], LazyLogits) and args[0].requires_grad:
+            raise RuntimeError(f"{func} reads deferred logits below autograd. Call tunecompile.restore(model) and report this use.")
+        with torch.no_grad():
+            return func(*_real(args), **_real(kwargs or {}))
+
+    def __reduce_ex__(self, protocol):
+        return self.materialize().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout",
+                                                        "is_sparse", "is_leaf", "grad_fn", "ndim", "is_meta", "is_quantized")}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.get_device, Tensor.__len__, Tensor.is_complex,
+              Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
+
+
+def _holds_tensor(item: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(item))
+
+
+def _real(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.materialize() if isinstance(x, LazyLogits) else x, tree)
+
+
+def _try_meta(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
+    """The result's shape and dtype, or None where the call moves the tensor elsewhere or does not apply."""
+    if func in (Tensor.to, Tensor.type) and any(not isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        devices = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, torch.device))]
+        return None if func is Tensor.type or devices else meta
+    try:
+        return func(meta, *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError, NotImplementedError):
+        return None
+
+
+def defer(head: Head, hidden: Tensor) -> Tensor:
+    """The head's output, deferred."""
+    weight = head.module.weight
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden.dtype, weight.dtype)
+    return LazyLogits(head, hidden, (), torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device="meta"))
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Recorded steps, understood: rows to take of the hidden states, then softcap * tanh(scale * x / softcap), cast to `dtype`."""
+
+    hidden: Tensor
+    scale: float = 1.0
+    softcap: float = 0.0
+    tanh: bool = False
+    flat: bool = False
+
+
+def _understand(lazy: LazyLogits) -> _Chain | str:
+    """The chain, or why it cannot be fused."""
+    chain, shape = _Chain(lazy._hidden), tuple(lazy._hidden.shape[:-1])
+    for step in lazy._steps:
+        if step.function in _SCALES:
+            factor = step.args[0] if step.args else None
+            if not isinstance(factor, (int, float)) or step.kwargs:
+                return "logits are scaled by something that is no constant"
+            multiply = step.function not in (Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide)
+            if chain.tanh and (not multiply or chain.softcap):
+                return "logits are changed after the soft-cap"
+            if chain.tanh:
+                chain = replace(chain, softcap=float(factor))
+            else:
+                chain = replace(chain, scale=chain.scale * factor if multiply else chain.scale / factor)
+        elif step.function in _TANH:
+            if chain.tanh:
+                return "two tanh in a row"
+            chain = replace(chain, tanh=True)
+        elif step.function is Tensor.__getitem__:
+            index = step.args[0] if isinstance(step.args[0], tuple) else (step.args[0],)
+            rows = index[:len(shape)] if len(index) > len(shape) else index
+            whole = all(i == slice(None) for i in index[len(rows):])
+            if chain.flat or not whole or not all(isinstance(i, slice) for i in rows):
+                return "logits are sliced in a way that is not understood"
+            chain = replace(chain, hidden=chain.hidden[rows])
+        elif step.function in _SHAPES - {Tensor.contiguous, Tensor.clone, torch.clone}:
+            chain = replace(chain, flat=True)
+    if chain.tanh and not chain.softcap:
+        return "a tanh that is not scaled back"
+    if chain.softcap:  # softcap * tanh(scale' * x) with scale' = scale / softcap
+        chain = replace(chain, scale=chain.scale * chain.softcap)
+    return chain
+
+
+def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average=None, ignore_index: int = -100,
+                reduce=None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
+    """`F.cross_entropy` of the deferred logits, or None where it must be computed the plain way (the tally says why)."""
+    head = lazy._head
+    chain = _understand(lazy)
+    reason = chain if isinstance(chain, str) else None
+    if weight is not None or reduction not in ("mean", "sum") or size_average is not None or reduce is not None:
+        reason = "class weights, or a reduction that is neither mean nor sum"
+    elif target.dtype != torch.int64 or target.dim() != 1 or lazy.dim() != 2:
+        reason = "labels are not one class a row"
+    elif lazy.dtype not in (torch.float32, torch.float64):
+        reason = f"the loss is computed in {lazy.dtype}"
+    if reason is not None:
+        head.refuse(reason)
+        return None
+    hidden = chain.hidden.reshape(-1, chain.hidden.shape[-1])
+    if hidden.shape[0] != target.shape[0]:
+        head.refuse("rows and labels differ in number")
+        return None
+    head.tally.rewritten = head.tally.found
+    return _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing)
+
+
+def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:
+    module = lazy._head.module
+    weight, bias = module.weight, module.bias
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    loss = linear_cross_entropy(hidden, weight, bias, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
+                                hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))[0]
+    if reduction == "mean":
+        loss = loss / (target != ignore_index).sum()
+    return loss.to(lazy.dtype)
+
+
+class HeadSlot:
+    """What stands in the head's `_compiled_call_impl`."""
+
+    def __init__(self, step: Any, head: Head):
+        self.step, self.head = step, head
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.head.module
+        if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return module._call_impl(*args, **kwargs)
+        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+            self.head.refuse(f"the head is a {type(module).__name__}" + (" with hooks" if type(module) is nn.Linear else ""))
+            return module._call_impl(*args, **kwargs)
+        return defer(self.head, args[0])
