@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Callable
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "compile_eager",
-    "compile_inductor", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "trace",
+    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "trace",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -34,8 +35,6 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 
     `triton` launches inside `fn` become functional `triton_kernel_wrapper` nodes, so that no mutation enters the graph.
     """
-    from torch._dispatch.python import enable_python_dispatcher
-
     mode = fake_mode if fake_mode is not None else contextlib.nullcontext()
     with mode, enable_python_dispatcher(), torch.no_grad(), no_autocast(), torch.fx.traceback.preserve_node_meta():
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import inspect
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
@@ -128,6 +129,12 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
         return made
 
     return register
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _without_autocast(fn: Callable) -> Callable:

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterable
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile._torch import fake_mode_of
+from tunecompile._torch import enable_python_dispatcher, fake_mode_of
 from tunecompile.canonical import value
 from tunecompile.errors import InvalidRewrite
 from tunecompile.match import Match, Matcher, Pattern
@@ -94,7 +94,7 @@ def annotate(node: Node, origin: Node) -> None:
         return
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     mode = fake_mode_of((args, kwargs))
-    with mode if mode is not None else contextlib.nullcontext():
+    with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher():  # symbolic sizes need the latter
         call = getattr(args[0], node.target) if node.op == "call_method" else node.target
         node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
 

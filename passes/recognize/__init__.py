@@ -2,9 +2,10 @@
 
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.lora import PASS as lora
+from tunecompile.passes.recognize.lora_nf4 import PASS as lora_nf4
 from tunecompile.passes.recognize.nf4 import PASS as nf4
 from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
-__all__ = ["grouped_linear", "lora", "nf4", "rms_norm", "rope", "swiglu"]
+__all__ = ["grouped_linear", "lora", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]

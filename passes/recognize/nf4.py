@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import dtype_of, value
+from tunecompile.canonical import dtype_of, is_barrier, value
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
 from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import replace, where_from
+from tunecompile.rewrite import erase_dead, replace, where_from
 
 _PARAMETERS = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", "absmax_8bit", "absmax_code", "absmax_offset")
 
@@ -28,13 +28,16 @@ def _inner_gemm(graph: Graph, call: Node) -> dict | None:
     body = getattr(graph.owning_module, call.args[0].target)
     outer = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), call.args[2:]))
     products = [node for node in body.graph.nodes if _is_gemm(node)]
-    for node in body.graph.nodes:  # bookkeeping only: views of the packed weight, grad mode; the product comes out first
-        if node.op == "call_method" and node.target == "view" and node.args[0] in outer:
+    for node in body.graph.nodes:
+        if node.op == "call_method" and node.target == "view" and node.args[0] in outer:  # of the packed weight
             outer[node] = outer[node.args[0]]
-        elif node.op not in ("placeholder", "output") and node not in products and node.target is not torch._C._set_grad_enabled:
+        elif is_barrier(node) and node.target is not torch._C._set_grad_enabled:
             return None
     (output,) = (node for node in body.graph.nodes if node.op == "output")
-    if len(products) != 1 or tuple(output.args[0][0]) != (products[0],):
+    others_read = any(user.args[1] != 0 and user.users for user in call.users)  # torch 2.11 returns saved views as well
+    if len(products) != 1 or output.args[0][0][0] is not products[0] or others_read:
+        return None
+    if not all(v in outer for v in products[0].all_input_nodes):
         return None
     return {k: outer[v] if isinstance(v, Node) else v for k, v in _arguments(products[0]).items()}
 
@@ -72,12 +75,10 @@ def run(graph: Graph, context: Context) -> None:
             tally.refused.append(reason + where_from(node))
             continue
         rows, columns = arguments.pop("shapeB")
-        output = next(iter(node.users)) if function else node  # getitem(call, 0)
+        output = next(user for user in node.users if user.args[1] == 0) if function else node
         arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"])}
         replace(graph, (output,), _build, arguments)
-        graph.erase_node(output)
-        if function:
-            graph.erase_node(node)
+        erase_dead(graph, [output, node, *node.users])
         tally.rewritten += 1
     context.tallies.append(tally)
 

@@ -6,21 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.op import Cost, has_triton, op
 
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
 
 def chunk_rows(vocabulary: int) -> int:
     return max(1024, CHUNK_BYTES // (4 * vocabulary))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: float, softcap: float) -> Tensor:
-    """In the dtype of the head's matrix product, as the model computes them."""
-    logits = F.linear(hidden, weight, bias)
-    if scale != 1.0:
-        logits = logits * scale
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 @op(cost=Cost.MATMUL, opaque=True)
@@ -68,7 +60,7 @@ def _chunk(hidden, weight, bias, labels, scale, softcap, ignore_index, label_smo
 def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int,
                        label_smoothing: float) -> tuple[Tensor, Tensor]:
     """(sum of losses, d(sum)/d(logits) in the dtype of the logits). The logits may be overwritten."""
-    if logits.is_cuda and _has_triton():
+    if logits.is_cuda and scale > 0 and has_triton():
         from tunecompile.templates import cross_entropy
 
         loss, _ = cross_entropy.loss_and_grad_(logits, target, ignore_index=ignore_index, softcap=softcap or None, scale=scale,
@@ -95,12 +87,6 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: fl
     if scale != 1.0:
         d = d * scale
     return loss.sum(), d.to(logits.dtype)
-
-
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton_package
-
-    return has_triton_package()
 
 
 @linear_cross_entropy.backward(saves=("hidden", "weight", "bias", "out1", "out2", "out3"), gives=("hidden", "weight", "bias"),

@@ -91,22 +91,28 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
 @lora_linear.backward_op.provider("grouped", supports=lambda grad, x, inputs, weights, biases, a, b, scales, dtype, out1:
                                   x.is_cuda and x.dtype in HALF)
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    """One dX product over the concatenated weights, into which the adapters' share of dX is accumulated."""
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return adapter_gradients(grad, x, inputs, weight, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+
+
+def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
+    """The backward with all siblings' weights in one matrix [sum(sizes), K]: one dX product, into which the adapters' share of dX
+    is accumulated, and one pass over dY for every sibling's scale * dY B."""
     rows, g = _tokens(x), _tokens(grad)
-    sizes, ranks = [w.shape[0] for w in weights], [m.shape[0] for m in a]
+    ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
-    gb = g.to(dtype) @ adapters  # [T, R]: every sibling's scale * dY B in one pass over dY
-    down = torch.cat([m.to(dtype) for m in a])
+    gb = g.to(dtype) @ adapters  # [T, R]
     if inputs:
-        dx = g @ torch.cat(weights)
+        dx = g @ weight
         parts = gb.split(ranks, 1)
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
         d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
-        dx = torch.addmm((gb @ down).to(x.dtype), g, torch.cat(weights))
+        down = torch.cat([m.to(dtype) for m in a])
+        dx = torch.addmm((gb @ down).to(x.dtype), g, weight)
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
     d_biases = [p.sum(0, dtype=torch.float32).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]
-    all_b = g.t().to(dtype) @ out1  # [N, R]: the blocks on the diagonal are dB
-    d_b = [(rows_b.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, rows_b in enumerate(all_b.split(sizes))]
+    all_b = g.t().to(dtype) @ xa  # [N, R]: the blocks on the diagonal are dB
+    d_b = [(part.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, part in enumerate(all_b.split(sizes))]
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

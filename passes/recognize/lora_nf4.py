@@ -1,0 +1,44 @@
+"""Adapted linears whose weights are all dequantised for them alone take the packed weights instead."""
+
+from torch.fx import Graph, Node
+
+from tunecompile.canonical import value
+from tunecompile.op import has_triton
+from tunecompile.ops import dequantize_4bit, lora_linear, lora_linear_nf4
+from tunecompile.pipeline import Context, Pass, Tally
+from tunecompile.rewrite import annotate, erase_dead
+
+
+def _same_format(node: Node, weights: list[Node]) -> bool:
+    """All weights come from `dequantize_4bit`, are read here only, and agree in blocks, code, double quantisation and dtype."""
+    if not all(w.target is dequantize_4bit.overload and len(w.users) == 1 for w in weights):
+        return False
+    formats = {(w.args[2] is None, w.args[7], w.args[8], w.args[9]) for w in weights}
+    return len(formats) == 1 and next(iter(formats))[3] == value(node.args[0]).dtype
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = Tally("lora_nf4")
+    for node in list(graph.nodes):
+        if node.target is not lora_linear.overload or not value(node.args[0]).is_cuda or not has_triton():
+            continue
+        x, inputs, weights, biases, a, b, scales, dtype = node.args
+        if not any(w.target is dequantize_4bit.overload for w in weights):
+            continue
+        tally.found += 1
+        if not _same_format(node, weights):
+            tally.refused.append("the weights differ in format, or are read elsewhere too")
+            continue
+        nested = weights[0].args[2] is not None
+        tensors = [[w.args[i] for w in weights] if nested or i < 2 else [] for i in range(5)]
+        rows, (blocksize, quant_type) = [w.args[5] for w in weights], weights[0].args[7:9]
+        with graph.inserting_before(node):
+            new = graph.call_function(lora_linear_nf4.overload, (x, inputs, *tensors, biases, a, b, scales, dtype, rows, blocksize, quant_type))
+        annotate(new, node)
+        node.replace_all_uses_with(new)
+        erase_dead(graph, [node, *weights])
+        tally.rewritten += 1
+    context.tallies.append(tally)
+
+
+PASS = Pass("lora_nf4", "recognize", run, requires=frozenset({"grouped_linear", "nf4"}), provides=frozenset({"lora_nf4"}))

@@ -1,0 +1,57 @@
+"""One way to start a kernel, for eager calls and for calls traced by ``make_fx``.
+
+Traced, a launch must become a ``triton_kernel_wrapper_mutation`` node, which Inductor compiles and
+starts itself; ``torch.library.wrap_triton`` does that. Eagerly the wrapper would only cost host
+time, so the kernel is started directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
+
+
+def is_tracing(args: Sequence[Any] = ()) -> bool:
+    """True when a launch must be recorded, not run: a dispatch mode is active, or an argument has no storage to read.
+
+    Any dispatch mode counts (proxy, fake, flop counter, ...): the modes that do not record run the
+    wrapped kernel, so the only price of a wrong "yes" is host time.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return True
+    return any(isinstance(a, torch.Tensor) and type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args)
+
+
+def launch(kernel: Any, grid: Grid, *args: Any, **constexprs: Any) -> None:
+    """Start ``kernel`` over ``grid``; ``num_warps`` and ``num_stages`` go among the keywords."""
+    if is_tracing(args):
+        torch.library.wrap_triton(kernel)[grid](*args, **constexprs)
+        return
+    first = next(a for a in args if isinstance(a, torch.Tensor))
+    if first.is_cuda:  # triton launches on the current device, which need not be the tensors'
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **constexprs)
+    else:
+        kernel[grid](*args, **constexprs)
+
+
+def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
+    """Whether the tensor starts at a multiple of ``to`` bytes of its storage (storages are aligned further than that)."""
+    return tensor.storage_offset() * tensor.element_size() % to == 0
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n, for sizes known at trace time (a SymInt is specialised)."""
+    return 1 << max(int(n) - 1, 0).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the GPU; 4 where there is none (interpreter), so that loops over rows are tested."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

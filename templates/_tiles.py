@@ -1,0 +1,83 @@
+"""Tile sizes by kernel, architecture, dtype and shape bucket: a table, so that no launch ever times anything.
+
+Rows are tried in order and the first that fits wins. ``cc`` is the least compute capability
+(90 = Hopper), ``itemsize`` the bytes of an element of the large tensor, ``upto`` the largest size
+(whatever size the kernel's file names) of the bucket; None fits all. A new measurement is a new row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """``block`` elements along the contiguous dimension, ``rows`` of them a program."""
+
+    block: int
+    rows: int = 1
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+class Row(NamedTuple):
+    tile: Tile
+    cc: int = 0
+    itemsize: int | None = None
+    upto: int | None = None
+
+
+TABLE: dict[str, tuple[Row, ...]] = {
+    # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
+    "nf4": (
+        Row(Tile(512, num_warps=4)),
+    ),
+    # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
+    # the second pass over a row does not go to memory again.
+    "cross_entropy": (
+        Row(Tile(16384, num_warps=32, num_stages=2), cc=90, itemsize=2),
+        Row(Tile(8192, num_warps=16, num_stages=2)),
+    ),
+    # size: hidden size. Wide rows: a program a row. Narrow ones (q and k norms): several rows a program.
+    "rms_norm": (
+        Row(Tile(0, rows=16, num_warps=4), upto=128),
+        Row(Tile(0, rows=8, num_warps=4), upto=256),
+        Row(Tile(0, rows=1, num_warps=4), upto=2048),
+        Row(Tile(0, rows=1, num_warps=8), upto=8192),
+        Row(Tile(0, rows=1, num_warps=16), upto=16384),
+        Row(Tile(0, rows=1, num_warps=32)),
+    ),
+    # size: head dimension. `rows` heads of one token a program step.
+    "rope": (
+        Row(Tile(0, rows=16, num_warps=4), upto=128),
+        Row(Tile(0, rows=8, num_warps=4)),
+    ),
+    # size: columns of gate. `block` columns of one row a program.
+    "swiglu": (
+        Row(Tile(1024, num_warps=4), itemsize=4),
+        Row(Tile(1024, num_warps=4), upto=2048),
+        Row(Tile(2048, num_warps=8)),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=None)
+def _capability(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
+    """The first row of ``kernel``'s table that fits."""
+    for row in TABLE[kernel]:
+        if cc >= row.cc and row.itemsize in (None, itemsize) and (row.upto is None or size <= row.upto):
+            return row.tile
+    raise LookupError(f"no tile for {kernel}: compute capability {cc}, {itemsize} bytes an element, size {size}")
+
+
+def pick(kernel: str, tensor: torch.Tensor, size: int) -> Tile:
+    """The tile of ``kernel`` for ``tensor``'s device and dtype and this ``size``."""
+    cc = _capability(tensor.device.index) if tensor.is_cuda and torch.cuda.is_available() else 0
+    return find(kernel, cc, tensor.element_size(), size)

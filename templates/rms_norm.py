@@ -1,0 +1,153 @@
+"""RMS norm of the last dimension, forward and backward, optionally fused with the residual addition before it.
+
+RMSNorm (https://arxiv.org/abs/1910.07467) as the model families write it, for ``xhat = x.float() * rsqrt(mean(x^2) + eps)``:
+Llama, Qwen: ``xhat.to(x.dtype) * weight`` (``round_before_scale``); Gemma: ``(xhat * (1 + weight.float())).to(x.dtype)``
+(``offset=1``); OLMo 2: the same with ``offset=0``. The backward pass reads x again instead of keeping xhat or the statistics.
+
+Inputs may be strided in their (up to three) leading dimensions, so the norms of q and k read the fused projection in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import launch, multiprocessors, next_power_of_2
+
+
+@triton.jit
+def _start_of(row, n1, n2, s0, s1, s2):
+    """Offset of row number ``row`` of a tensor [n0, n1, n2, :] with strides s0, s1, s2."""
+    row = row.to(tl.int64)
+    return row // (n1 * n2) * s0 + row // n2 % n1 * s1 + row % n2 * s2
+
+
+@triton.jit
+def forward_kernel(
+    x, residual, weight, y, total,  # residual, weight, total: may be None
+    n_rows, n1, n2, xs0, xs1, xs2, rs0, rs1, rs2,
+    N: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < n_rows)[:, None] & (column < N)[None, :]
+    value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0)
+    place = (row.to(tl.int64) * N)[:, None] + column[None, :]
+    if HAS_RESIDUAL:
+        other = tl.load(residual + _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)  # what the next layer adds to
+        tl.store(total + place, value, mask=mask)
+    value = value.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
+    if ROUND_FIRST:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHT:
+        value = value * (tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET)[None, :]
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    grad, x, residual_grad, weight, dx, dweight,  # residual_grad, weight, dweight: may be None
+    n_rows, n1, n2, gs0, gs1, gs2, xs0, xs1, xs2, rs0, rs1, rs2,
+    N: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A program takes every num_programs-th group of ROWS rows and sums their weight gradient in registers."""
+    column = tl.arange(0, BLOCK)
+    scale = tl.full([BLOCK], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET
+    partial = tl.zeros([BLOCK], tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        row = group * ROWS + tl.arange(0, ROWS)
+        mask = (row < n_rows)[:, None] & (column < N)[None, :]
+        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
+        xhat = value * inverse
+        if WEIGHT_GRAD:
+            if ROUND_FIRST:
+                partial += tl.sum(g * xhat.to(x.dtype.element_ty).to(tl.float32), 0)
+            else:
+                partial += tl.sum(g * xhat, 0)
+        g = g * scale[None, :]
+        result = inverse * (g - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
+        if HAS_RESIDUAL:
+            where = _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
+            result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
+    if WEIGHT_GRAD:
+        tl.store(dweight + tl.program_id(0).to(tl.int64) * N + column, partial, mask=column < N)
+
+
+def _rows(t):
+    """``t`` with a unit column stride, its leading sizes (n1, n2), and three leading strides."""
+    if t.dim() > 4:
+        t = t.reshape(-1, t.shape[-1])
+    if t.stride(-1) != 1:
+        t = t.contiguous()
+    sizes, strides = (1, 1, 1) + tuple(t.shape[:-1]), (0, 0, 0) + t.stride()[:-1]
+    return t, sizes[-2:], strides[-3:]
+
+
+def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual=None, tile=None):
+    """y, contiguous in x's shape; with ``residual``: (y, x + residual rounded to x.dtype), y being the norm of that sum.
+
+    x: [..., N], bf16, fp16 or fp32. weight: [N] of any float dtype, or None. y has x's dtype, or, rounded before the scale,
+    what x and weight promote to, as the PyTorch expression has.
+    """
+    n = x.shape[-1]
+    if weight is not None and weight.shape != (n,):
+        raise ValueError(f"weight {tuple(weight.shape)} for rows of {n}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"residual {tuple(residual.shape)}, {residual.dtype} for x {tuple(x.shape)}, {x.dtype}")
+    dtype = torch.promote_types(x.dtype, weight.dtype) if round_before_scale and weight is not None else x.dtype
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, (n1, n2), strides = _rows(x)
+    residual, _, residual_strides = (None, None, (0, 0, 0)) if residual is None else _rows(residual)
+    rows = x.numel() // n
+    tile = tile or _tiles.pick("rms_norm", x, n)
+    launch(
+        forward_kernel, (triton.cdiv(rows, tile.rows),),
+        x, residual, weight, y, total, rows, n1, n2, *strides, *residual_strides,
+        N=n, EPS=float(eps), OFFSET=float(offset), ROUND_FIRST=bool(round_before_scale),
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, ROWS=tile.rows, BLOCK=next_power_of_2(n),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )
+    return y if residual is None else (y, total)
+
+
+def backward(grad, x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual_grad=None, need_weight_grad=False,
+             tile=None):
+    """dx, contiguous, in x's dtype; with ``need_weight_grad``: (dx, dweight fp32 [N]).
+
+    grad: gradient of y. x: what was normed (the sum, when a residual was added). residual_grad: gradient that reaches x by
+    the residual path, added to dx. All [..., N], each with its own leading strides.
+    """
+    n = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if grad.shape != x.shape or (residual_grad is not None and residual_grad.shape != x.shape):
+        raise ValueError(f"gradients must have x's shape, {tuple(x.shape)}")
+    grad, _, grad_strides = _rows(grad)
+    x, (n1, n2), strides = _rows(x)
+    residual_grad, _, residual_strides = (None, None, (0, 0, 0)) if residual_grad is None else _rows(residual_grad)
+    rows = x.numel() // n
+    tile = tile or _tiles.pick("rms_norm", x, n)
+    programs = triton.cdiv(rows, tile.rows)
+    partial = None
+    if need_weight_grad:  # few programs, so that few partial sums are left: those that fit on the GPU at once
+        programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
+        partial = torch.empty((programs, n), dtype=torch.float32, device=x.device)
+    launch(
+        backward_kernel, (programs,),
+        grad, x, residual_grad, weight, dx, partial, rows, n1, n2, *grad_strides, *strides, *residual_strides,
+        N=n, EPS=float(eps), OFFSET=float(offset), ROUND_FIRST=bool(round_before_scale),
+        HAS_RESIDUAL=residual_grad is not None, HAS_WEIGHT=weight is not None, WEIGHT_GRAD=need_weight_grad,
+        ROWS=tile.rows, BLOCK=next_power_of_2(n), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )
+    return (dx, partial.sum(0)) if need_weight_grad else dx

@@ -1,0 +1,103 @@
+"""Gated activation, ``act(gate) * up`` with act SiLU or tanh-GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
+
+gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into one
+buffer, the gradient of that output, so no concatenation is needed. It can also give the product again, which the down
+projection's weight gradient needs, for one write and no read more.
+
+Both activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import launch, next_power_of_2
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+
+
+@triton.jit
+def _gate(g, ACTIVATION: tl.constexpr):
+    """sigmoid(s) and g * ds/dg."""
+    if ACTIVATION == "silu":
+        return tl.sigmoid(g), g
+    else:
+        return tl.sigmoid(g * GELU * (1.0 + 0.044715 * g * g)), g * GELU * (1.0 + 3 * 0.044715 * g * g)
+
+
+@triton.jit
+def forward_kernel(gate, up, out, columns, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    s, _ = _gate(g, ACTIVATION)
+    tl.store(out + row * columns + column, (g * s * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(grad, gate, up, both, out, columns, grad_stride, gate_stride, up_stride,
+                    ACTIVATION: tl.constexpr, RECOMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    d = tl.load(grad + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    s, slope = _gate(g, ACTIVATION)
+    act = g * s
+    both += row * 2 * columns + column  # d_gate, then d_up
+    tl.store(both + columns, (d * act).to(both.dtype.element_ty), mask=mask)
+    d_act = s * (1.0 + slope * (1.0 - s))  # of g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
+    tl.store(both, (d * u * d_act).to(both.dtype.element_ty), mask=mask)
+    if RECOMPUTE:
+        tl.store(out + row * columns + column, (act * u).to(out.dtype.element_ty), mask=mask)
+
+
+def _matrix(t):
+    """``t`` as [rows, F] with unit column stride; a view for slices of a contiguous buffer."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def _tile(gate, activation, tile):
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
+    tile = tile or _tiles.pick("swiglu", gate, gate.shape[-1])
+    return tile, min(tile.block, next_power_of_2(gate.shape[-1]))
+
+
+def forward(gate, up, activation="silu", *, tile=None):
+    """act(gate) * up, contiguous. gate, up: [..., F], equal shapes and dtypes, each with its own row stride; fp32 inside."""
+    tile, block = _tile(gate, activation, tile)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, up = _matrix(gate), _matrix(up)
+    rows, columns = gate.shape
+    launch(forward_kernel, (rows, triton.cdiv(columns, block)), gate, up, out, columns, gate.stride(0), up.stride(0),
+           ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return out
+
+
+def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False, tile=None):
+    """(d_gate, d_up), the two column halves of one [..., 2F] buffer; ``joined``: that buffer instead.
+
+    ``recompute``: act(gate) * up comes last as well. grad: [..., F], any row stride.
+    """
+    tile, block = _tile(gate, activation, tile)
+    shape = gate.shape
+    both = torch.empty((*shape[:-1], 2 * shape[-1]), dtype=gate.dtype, device=gate.device)
+    out = torch.empty(shape, dtype=gate.dtype, device=gate.device) if recompute else None
+    grad, gate, up = _matrix(grad), _matrix(gate), _matrix(up)
+    rows, columns = gate.shape
+    launch(backward_kernel, (rows, triton.cdiv(columns, block)), grad, gate, up, both, out, columns,
+           grad.stride(0), gate.stride(0), up.stride(0),
+           ACTIVATION=activation, RECOMPUTE=recompute, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    result = (both,) if joined else both.split(shape[-1], -1)
+    if recompute:
+        result = (*result, out)
+    return result[0] if len(result) == 1 else result

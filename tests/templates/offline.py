@@ -1,0 +1,116 @@
+"""Launches of every template, recorded with fake arguments: for what can be checked of the kernels without a GPU.
+
+Run as a script, in a process without TRITON_INTERPRET (the interpreter replaces triton.jit): ``offline.py compile 90 100``
+prints a JSON line for each kernel compiled for sm_90 and sm_100, ``offline.py trace`` one for each launch function traced as
+Inductor's passes trace it.
+"""
+
+import json
+import sys
+
+import torch
+
+
+def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
+    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
+    def e(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype)
+
+    def packed(n, k):
+        blocks = n * k // 64
+        return [e(n * k // 2, 1, dtype=torch.uint8), e(blocks, dtype=torch.uint8), e(256, dtype=torch.float32),
+                e(blocks // 256, dtype=torch.float32), e(dtype=torch.float32)]
+
+    def nested(function, *extra, **options):
+        def call(p, a, code, scale, offset, *rest):
+            return function(p, a, (1024, 4096), torch.bfloat16, *rest,
+                            absmax_code=code, absmax_scale=scale, absmax_offset=offset, **options)
+        return call, packed(1024, 4096) + list(extra)
+
+    labels = e(8, dtype=torch.int64)
+    q, k = e(2, 64, 32, 128).transpose(1, 2), e(2, 64, 8, 128).transpose(1, 2)
+    table = e(1, 64, 128)
+    w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
+    gate, up = wide[:, :14336], wide[:, 14336:]
+    return {
+        "nf4_gather": nested(nf4.dequantize),
+        "nf4_tree": nested(nf4.dequantize, gather=False),
+        "nf4_extended": nested(nf4.dequantize_extended, e(1024, 16, dtype=torch.float32), ranks=32, rank_offset=16, scale=2.0),
+        "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
+        "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+                              [e(8, 49152), labels]),
+        "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
+        "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
+        "rms_norm_backward": (lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True), [x, x, w, x]),
+        "rms_norm_heads": (lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False), [q, q, e(128)]),
+        "rope": (lambda q, k, c, s: rope.forward(q, k, c, s), [q, k, table, table]),
+        "rope_backward": (lambda q, k, v, c, s: rope.backward(q, k, c, s, dv=v), [q, k, k, table[..., :64], table[..., :64]]),
+        "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
+        "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
+    }
+
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int64: "*i64"}
+
+
+def compile_for(architectures, modules):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    launches = []
+    for module in modules:
+        module.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
+    _tiles = modules[0]._tiles
+    for cc in architectures:
+        _tiles.pick = lambda kernel, tensor, size, cc=cc: _tiles.find(kernel, cc, tensor.element_size(), size)
+        for name, (function, args) in cases(*modules).items():
+            launches.clear()
+            function(*args)
+            (kernel, args, options), = launches
+            warps, stages = options.pop("num_warps"), options.pop("num_stages", 3)
+            signature, constants, attributes = {}, dict(options), {}
+            for i, (argument, value) in enumerate(zip(kernel.arg_names, args)):
+                if value is None or isinstance(value, int) and value == 1:
+                    constants[argument] = value  # as triton's launcher specialises
+                else:
+                    signature[argument] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+                    if isinstance(value, torch.Tensor) or value % 16 == 0:
+                        attributes[(i,)] = [["tt.divisibility", 16]]
+            signature = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+            compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps, "num_stages": stages})
+            ptx = compiled.asm["ptx"]
+            print(json.dumps({"name": name, "cc": cc, "shared": compiled.metadata.shared, "wide_stores": "st.global.v4.b32" in ptx,
+                              "wide_loads": "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx}), flush=True)
+
+
+def trace(modules):
+    """make_fx over fake tensors, functionalised, as passes/lower does; a stub driver lets torch analyse what a kernel writes."""
+    import triton
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+    triton.runtime.driver.set_active(Driver())
+    for name, (function, args) in cases(*modules).items():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            graph = make_fx(torch.func.functionalize(function))(*(mode.from_tensor(a) for a in args)).graph
+        nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+        written = [sorted(n.kwargs.get("tensors_to_clone", ())) for n in nodes]
+        copies = [str(n.target) for n in graph.nodes if any(s in str(n.target) for s in ("clone", "copy", "scatter"))]
+        print(json.dumps({"name": name, "targets": [str(n.target) for n in nodes], "written": written, "copies": copies}), flush=True)
+
+
+if __name__ == "__main__":
+    from tunecompile.templates import cross_entropy, nf4, rms_norm, rope, swiglu
+
+    everything = (nf4, cross_entropy, rms_norm, rope, swiglu)
+    compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -1,0 +1,56 @@
+"""Every template compiled for the cards users own, and traced for Inductor, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Shared memory a block may use, in bytes (CUDA programming guide, technical specifications by compute capability).
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def start(*arguments):
+    """offline.py in a process of its own: the interpreter of the other tests replaces triton.jit for good."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, Path(__file__).with_name("offline.py"), *map(str, arguments)],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    architectures = sorted(SHARED_LIMIT)
+    return [line for p in [start("compile", *architectures[:3]), start("compile", *architectures[3:])] for line in finish(p)]
+
+
+@pytest.mark.parametrize("cc", SHARED_LIMIT)
+def test_compiles_within_the_card(compiled, cc):
+    kernels = {line["name"]: line for line in compiled if line["cc"] == cc}
+    assert len(kernels) >= 13
+    for name, line in kernels.items():
+        assert line["shared"] <= SHARED_LIMIT[cc], name
+        assert line["wide_stores"] and line["wide_loads"], f"{name}: no 16-byte accesses on sm_{cc}"
+
+
+def test_traced_launches_become_nodes_that_write_what_they_should():
+    written = {"nf4": ["out"], "cross_entropy": ["logits", "losses", "lses"], "rms_norm": ["total", "y"], "rms_norm_wide": ["y"],
+               "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"], "rope": ["k_out", "q_out"], "rope_backward": ["q_out"],
+               "swiglu": ["out"], "swiglu_backward": ["both", "out"]}
+    lines = finish(start("trace"))
+    assert len(lines) >= 13
+    for line in lines:
+        name = line["name"]
+        expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
+        assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
+        # No clone, copy or scatter around the launch, but for logits, an argument that is overwritten.
+        assert line["copies"] == (["aten.copy_.default"] if name.startswith("cross_entropy") else []), line

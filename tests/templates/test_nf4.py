@@ -1,0 +1,151 @@
+"""NF4 dequantisation against an independent decoder, bit for bit, and against bitsandbytes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tunecompile.templates import nf4  # noqa: E402
+
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)]
+CODES = {"nf4": NF4, "fp4": FP4}
+
+
+class Weight:
+    """Random packed weights, with absmax in fp32 or double-quantised."""
+
+    def __init__(self, n, k, device, *, blocksize=64, nested=True, quant_type="nf4", seed=0):
+        g = torch.Generator().manual_seed(seed)
+        elements = n * k
+        blocks = -(-elements // blocksize)
+        self.shape, self.blocksize, self.quant_type = (n, k), blocksize, quant_type
+        self.packed = torch.randint(0, 256, ((elements + 1) // 2, 1), generator=g, dtype=torch.uint8).to(device)
+        if nested:
+            self.absmax = torch.randint(0, 256, (blocks,), generator=g, dtype=torch.uint8).to(device)
+            self.nested = dict(absmax_code=torch.linspace(-1, 1, 256).pow(3).to(device),
+                               absmax_scale=torch.rand(-(-blocks // 256), generator=g).add(0.1).to(device),
+                               absmax_offset=torch.tensor(0.7, device=device))
+        else:
+            self.absmax, self.nested = torch.rand(blocks, generator=g).add(0.1).to(device), {}
+
+    def arguments(self, dtype):
+        return (self.packed, self.absmax, self.shape, dtype)
+
+    @property
+    def options(self):
+        return dict(blocksize=self.blocksize, quant_type=self.quant_type, **self.nested)
+
+    def reference(self, dtype, cast):
+        n, k = self.shape
+        packed = self.packed.flatten().cpu().long()
+        nibbles = torch.stack([packed // 16, packed % 16], 1).flatten()[: n * k]  # the even element is the high nibble
+        value = torch.tensor(CODES[self.quant_type], dtype=torch.float32)[nibbles]
+        scale = self.absmax.cpu()
+        if self.nested:
+            code, outer, offset = (t.cpu() for t in self.nested.values())
+            scale = code[scale.long()] * outer.repeat_interleave(256)[: len(scale)] + offset
+        scale = scale.repeat_interleave(self.blocksize)[: n * k]
+        return cast(value * scale, dtype).view(n, k).to(self.packed.device)
+
+
+@pytest.mark.parametrize("gather", (True, False), ids=("gather", "tree"))
+@pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_bit_equal(device, cast, dtype, nested, gather):
+    w = Weight(9, 576, device, nested=nested)
+    assert torch.equal(nf4.dequantize(*w.arguments(dtype), gather=gather, **w.options), w.reference(dtype, cast))
+
+
+@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
+@pytest.mark.parametrize("n,k,blocksize", [(1, 64, 64), (3, 8, 64), (5, 100, 64), (3, 7, 32), (1, 1, 64), (2, 4096, 128), (37, 24, 4096)])
+def test_shapes(device, cast, n, k, blocksize, quant_type):
+    w = Weight(n, k, device, blocksize=blocksize, quant_type=quant_type)
+    assert torch.equal(nf4.dequantize(*w.arguments(torch.bfloat16), **w.options), w.reference(torch.bfloat16, cast))
+
+
+def test_high_nibble_is_the_even_element(device):
+    packed = torch.tensor([[0x0F], [0x7F], [0x1E], [0xF0]], dtype=torch.uint8, device=device)
+    y = nf4.dequantize(packed, torch.tensor([2.0], device=device), (1, 8), torch.float32)
+    assert y.flatten().tolist() == [2 * NF4[i] for i in (0, 15, 7, 15, 1, 14, 15, 0)]
+
+
+def test_absmax_product_is_rounded_before_the_offset_is_added(device, cast):
+    """A fused multiply-add gives another last bit for some of these."""
+    w = Weight(256, 64, device, seed=3)
+    code, outer, offset = w.nested.values()
+    fused = (code.double()[w.absmax.long()] * outer.double().repeat_interleave(256)[: len(w.absmax)] + offset.double()).float()
+    packed = torch.full_like(w.packed, 0xFF)  # code 1.0: the result is the block's scale
+    y = nf4.dequantize(packed, w.absmax, w.shape, torch.float32, **w.options)
+    w.packed = packed
+    assert torch.equal(y, w.reference(torch.float32, cast))
+    assert not torch.equal(y[:, 0], fused), "the inputs do not tell the two apart"
+
+
+def test_unaligned_storage_and_flat_packed(device, cast):
+    w = Weight(6, 16, device)
+    shifted = torch.cat([w.packed.new_zeros(1), w.packed.flatten()])[1:]
+    assert torch.equal(nf4.dequantize(shifted, w.absmax, w.shape, torch.bfloat16, **w.options), w.reference(torch.bfloat16, cast))
+
+
+def test_siblings_share_one_buffer(device, cast):
+    q, k = Weight(5, 64, device, seed=1), Weight(3, 64, device, seed=2)
+    out = torch.full((9, 70), 3.0, dtype=torch.bfloat16, device=device)
+    nf4.dequantize(*q.arguments(torch.bfloat16), out=out, **q.options)
+    part = nf4.dequantize(*k.arguments(torch.bfloat16), out=out, out_row_offset=5, **k.options)
+    assert part.data_ptr() == out[5].data_ptr()
+    assert torch.equal(out[:5, :64], q.reference(torch.bfloat16, cast)) and torch.equal(out[5:8, :64], k.reference(torch.bfloat16, cast))
+    assert (out[:, 64:] == 3).all() and (out[8] == 3).all()
+
+
+@pytest.mark.parametrize("ranks,sizes", [(16, (8, 8)), (12, (4, 3))], ids=("ranks_8_8", "ranks_4_3_of_12"))
+@pytest.mark.parametrize("b_dtype", (torch.bfloat16, torch.float32))
+def test_extended(device, cast, b_dtype, ranks, sizes):
+    q, v = Weight(70, 64, device, seed=1), Weight(3, 64, device, seed=2)
+    out = torch.full((80, 64 + ranks), float("nan"), dtype=torch.bfloat16, device=device)
+    expected = out.clone()
+    row = start = 0
+    for w, r in zip((q, v), sizes):
+        b = torch.randn(w.shape[0], 2 * r, generator=torch.Generator().manual_seed(r)).to(device, b_dtype)[:, :r]  # row-strided
+        n = w.shape[0]
+        nf4.dequantize_extended(*w.arguments(torch.bfloat16), b, scale=0.3, rank_offset=start, ranks=ranks, out=out,
+                                out_row_offset=row, **w.options)
+        expected[row:row + n] = 0
+        expected[row:row + n, :64] = w.reference(torch.bfloat16, cast)
+        expected[row:row + n, 64 + start:64 + start + r] = cast(b.float() * 0.3, torch.bfloat16)
+        row, start = row + n, start + r
+    assert torch.equal(out.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+def test_extended_allocates_and_takes_no_b(device, cast):
+    w = Weight(4, 16, device)
+    out = nf4.dequantize_extended(*w.arguments(torch.float16), None, ranks=3, **w.options)
+    assert out.shape == (4, 19) and torch.equal(out[:, :16], w.reference(torch.float16, cast)) and (out[:, 16:] == 0).all()
+
+
+def test_refuses_what_it_cannot_hold(device):
+    w = Weight(4, 16, device)
+    with pytest.raises(ValueError, match="cannot hold"):
+        nf4.dequantize(*w.arguments(torch.bfloat16), out=torch.zeros(4, 8, dtype=torch.bfloat16, device=device), **w.options)
+    with pytest.raises(ValueError, match="absmax"):
+        nf4.dequantize(w.packed, w.absmax, w.shape, torch.bfloat16)
+    with pytest.raises(ValueError, match="does not fit"):
+        nf4.dequantize_extended(*w.arguments(torch.bfloat16), torch.zeros(4, 8, device=device), ranks=4, **w.options)
+
+
+@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
+@pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
+def test_against_bitsandbytes(device, cast, nested, quant_type):
+    """bitsandbytes' own quantiser, state and dequantiser; real size on the GPU."""
+    bnb = pytest.importorskip("bitsandbytes.functional")
+    n, k = (4096, 14336) if device.type == "cuda" else (130, 128)
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    packed, state = bnb.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested)
+    options = dict(blocksize=state.blocksize, quant_type=quant_type)
+    if nested:
+        options |= dict(absmax_code=state.state2.code, absmax_scale=state.state2.absmax, absmax_offset=state.offset)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        state.dtype = torch.float32 if device.type == "cpu" else dtype
+        expected = cast(bnb.dequantize_4bit(packed, state), dtype)
+        assert torch.equal(nf4.dequantize(packed, state.absmax, (n, k), dtype, **options), expected)

@@ -1,0 +1,73 @@
+"""Gated activations against fp64 autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from tunecompile.templates import swiglu  # noqa: E402
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REFERENCE = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+
+
+def reference(gate, up, activation, grad=None):
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    y = REFERENCE[activation](g) * u
+    return y.detach() if grad is None else torch.autograd.grad(y, (g, u), grad.double())
+
+
+def make(shape, device, dtype, seed, spread=2.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread).to(device, dtype)
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 2, 576), (3, 1536)])
+def test_against_fp64(device, error, bound, dtype, activation, shape):
+    gate, up, grad = (make(shape, device, dtype, i) for i in range(3))
+    y = reference(gate, up, activation)
+    d_gate, d_up = reference(gate, up, activation, grad)
+    assert error(swiglu.forward(gate, up, activation), y) < bound(dtype)
+    got = swiglu.backward(grad, gate, up, activation, recompute=True)
+    for value, expected in zip(got, (d_gate, d_up, y)):
+        assert value.dtype == dtype and error(value, expected) < bound(dtype)
+    assert got[0].data_ptr() + shape[-1] * got[0].element_size() == got[1].data_ptr()  # the halves of one buffer
+    both = swiglu.backward(grad, gate, up, activation, joined=True)
+    assert both.is_contiguous() and torch.equal(both, torch.cat(got[:2], -1))
+
+
+@pytest.mark.parametrize("order", ("gate_up", "up_gate"))
+def test_column_slices_of_one_projection(device, error, order):
+    buffer, wide = make((5, 200), device, torch.float32, 0), make((5, 103), device, torch.float32, 1)
+    gate, up = (buffer[:, :100], buffer[:, 100:]) if order == "gate_up" else (buffer[:, 100:], buffer[:, :100])
+    grad = wide[:, 3:]
+    assert error(swiglu.forward(gate, up), reference(gate, up, "silu")) < 2e-6
+    for got, expected in zip(swiglu.backward(grad, gate, up), reference(gate, up, "silu", grad)):
+        assert error(got, expected) < 2e-6
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_large_gates(device, error, activation):
+    gate = torch.tensor([[-200.0, -30.0, -1.0, 0.0, 1.0, 30.0, 200.0]], device=device)
+    up, grad = torch.full_like(gate, 2.0), torch.full_like(gate, 3.0)
+    assert error(swiglu.forward(gate, up, activation), reference(gate, up, activation)) < 2e-6
+    for got, expected in zip(swiglu.backward(grad, gate, up, activation), reference(gate, up, activation, grad)):
+        assert got.isfinite().all() and error(got, expected) < 2e-6
+
+
+def test_unknown_activation(device):
+    with pytest.raises(ValueError, match="activation"):
+        swiglu.forward(torch.ones(1, 2, device=device), torch.ones(1, 2, device=device), "relu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize("rows,columns", [(8192, 14336), (8192, 8192), (1000, 1536)])
+def test_real_size(gpu_only, device, error, bound, activation, rows, columns):
+    buffer = make((rows, 2 * columns), device, torch.bfloat16, 0)
+    gate, up = buffer[:, :columns], buffer[:, columns:]
+    grad = make((rows, columns), device, torch.bfloat16, 1)
+    assert error(swiglu.forward(gate, up, activation), reference(gate, up, activation)) < bound(torch.bfloat16)
+    for got, expected in zip(swiglu.backward(grad, gate, up, activation), reference(gate, up, activation, grad)):
+        assert error(got, expected) < bound(torch.bfloat16)

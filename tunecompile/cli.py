@@ -1,0 +1,165 @@
+"""The command line: `tunecompile compare` and `tunecompile demo`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError as missing:  # the one extra that cannot be reported through typer itself
+    sys.exit(f"error: the command line needs {missing.name}, which is not installed. Install it: pip install 'tunecompile[cli]'")
+
+from tunecompile.compare.errors import BadOption, MissingExtra
+from tunecompile.compare.spec import Job, parse_shape, resolve_systems
+from tunecompile.errors import TunecompileError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Compiles the fine-tuning step of language models, and shows what that gains.")
+
+Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, and their -checkpoint variants.")]
+Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
+
+
+@app.command()
+def compare(
+    model: Annotated[str, typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")],
+    data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).")] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base as it is.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
+    steps: Annotated[int, typer.Option(min=1)] = 20,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 512,
+    pad_to: Annotated[int, typer.Option(min=1, help="Pad lengths to a multiple of this, for every system.")] = 64,
+    too_long: Annotated[str, typer.Option(help="What to do with longer rows: error or drop.")] = "error",
+    shape: Annotated[str, typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without data.")] = "4x2048",
+    lr: Annotated[float, typer.Option(min=0)] = 2e-4,
+    systems: Systems = "eager,compile,liger,unsloth,tunecompile",
+    trainer: Annotated[str, typer.Option(help="sft: TRL's SFTTrainer; loop: a plain PyTorch loop.")] = "sft",
+    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    turns: Annotated[Optional[bool], typer.Option("--turns/--one-by-one", help="Alternate the systems step by step; default on a CPU.")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Check losses and gradients against a high-precision reference.")] = True,
+    reference_steps: Annotated[int, typer.Option(min=1, help="Steps of the reference's loss curve.")] = 10,
+    layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.")] = None,
+    held_out: Annotated[int, typer.Option(min=0, help="Rows kept from training for the held-out loss.")] = 16,
+    out: Out = Path("reports/compare"),
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Run the same training steps under several systems, and write a report."""
+    def work() -> int:
+        from tunecompile.compare.models import is_shape
+        from tunecompile.compare.run import Comparison
+
+        job = Job(system="hf", model=model, mode=pick_mode(qlora, lora, full), trainer=one_of("--trainer", trainer, "sft", "loop"),
+                  data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
+                  too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers,
+                  device=pick_device(device), dtype=pick_dtype(dtype, pick_device(device)), checkpointing=gradient_checkpointing)
+        if is_shape(model) and data is None:
+            shapes = tuple(shape.split(","))
+            for text in shapes:
+                parse_shape(text)
+            job = job.replace(trainer="loop", shapes=shapes)
+        else:
+            job = job.replace(held_out=held_out)
+        alternate = job.device == "cpu" if turns is None else turns
+        return conduct(Comparison(resolve_systems(systems, gradient_checkpointing), job, out, reference_steps=reference_steps,
+                                  check=check, turns=alternate))
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
+def demo(
+    data: Annotated[Path, typer.Option(help="The WordNet questions: benchmarks/data/wordnet.jsonl of the source tree.")],
+    systems: Systems = "eager,tunecompile",
+    steps: Annotated[int, typer.Option(min=4)] = 30,
+    trainer: Annotated[str, typer.Option(help="sft or loop.")] = "sft",
+    out: Out = Path("reports/demo"),
+) -> None:
+    """Fetch a small real model, fine-tune it with and without tunecompile, and write a report."""
+    def work() -> int:
+        from tunecompile.compare.demo import run_demo
+
+        return run_demo(str(data), resolve_systems(systems, False), steps, one_of("--trainer", trainer, "sft", "loop"), out,
+                        device := pick_device("auto"), pick_dtype("auto", device), conduct)
+
+    raise typer.Exit(guard(work))
+
+
+def conduct(comparison, finish=None) -> int:
+    """Run a comparison with progress bars, write the reports, print a short table. Returns the exit code."""
+    for package in ("jinja2", "matplotlib"):
+        if not installed(package):
+            raise MissingExtra(what="the report", package=package, extra="cli")
+    from tunecompile.compare.console import Bars, show_summary
+    from tunecompile.compare.render import write_reports
+    from tunecompile.compare.run import passed, run_comparison
+
+    with Bars() as bars:
+        import dataclasses
+
+        result = run_comparison(dataclasses.replace(comparison, listen=bars.listen))
+        if finish:
+            finish(result, bars.listen)
+    paths = write_reports(result, comparison.out)
+    show_summary(result, paths)
+    return 0 if passed(result) else 1
+
+
+def guard(work) -> int:
+    """A user's mistake is one line and exit code 2; anything else keeps its traceback."""
+    from rich.console import Console
+
+    try:
+        return work()
+    except TunecompileError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        return 2
+
+
+def escape(text: str) -> str:
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)
+
+
+def installed(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None
+
+
+def one_of(option: str, value: str, *known: str) -> str:
+    if value not in known:
+        raise BadOption(option=option, value=value, reason=f"choose from {', '.join(known)}")
+    return value
+
+
+def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
+    chosen = [name for name, given in (("qlora", qlora), ("lora", lora), ("full", full)) if given]
+    if len(chosen) > 1:
+        raise BadOption(option="--" + " --".join(chosen), value=True, reason="only one of --qlora, --lora and --full can hold")
+    return chosen[0] if chosen else "qlora"
+
+
+def pick_device(device: str) -> str:
+    import torch
+
+    one_of("--device", device, "auto", "cpu", "cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadOption(option="--device", value=device, reason="torch sees no CUDA device here; use --device cpu")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(dtype: str, device: str) -> str:
+    one_of("--dtype", dtype, "auto", "float32", "bfloat16")
+    return dtype if dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,89 @@
+"""LoRA over 4-bit weights as one op: the dequantised weights live in one scratch buffer, and only while a product reads them."""
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import Cost, has_triton, op
+from tunecompile.ops.lora import HALF, adapter_gradients, lora_linear
+from tunecompile.ops.nf4 import dequantize_4bit
+
+
+def _weights(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> list[Tensor]:
+    nested = bool(code)
+    return [dequantize_4bit.reference(packed[i], absmax[i], code[i] if nested else None, scale[i] if nested else None,
+                                      offset[i] if nested else None, n, columns, blocksize, quant_type, dtype)
+            for i, n in enumerate(rows)]
+
+
+def _supports(x: Tensor, packed: Sequence[Tensor]) -> bool:
+    return x.is_cuda and x.dtype in HALF and has_triton() and all(p.is_contiguous() for p in packed)
+
+
+def forward_flops(x, inputs, packed, *_) -> int:
+    return 4 * (x.numel() // x.shape[-1]) * sum(p.numel() for p in packed)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def lora_linear_nf4(x: Tensor, inputs: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor], code: Sequence[Tensor],
+                    scale: Sequence[Tensor], offset: Sequence[Tensor], biases: Sequence[Tensor], a: Sequence[Tensor],
+                    b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, rows: Sequence[int], blocksize: int,
+                    quant_type: str) -> tuple[Tensor, Tensor]:
+    """`lora_linear` over weights `dequantize_4bit` makes: W_i is [rows[i], K] in x's dtype.
+
+    packed, absmax: one each a weight; code, scale, offset: the three tensors of double quantisation, or empty.
+    """
+    weights = _weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return lora_linear.reference(x, inputs, weights, biases, a, b, scales, dtype)
+
+
+@lora_linear_nf4.provider("k_extension", supports=lambda x, inputs, packed, *_: _supports(x, packed))
+def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
+    """[x | xa] @ [W | scale B]^T: the dequantisation kernel writes W and scale B side by side, each sibling into its rows."""
+    from tunecompile.templates import nf4
+
+    tokens, ranks = x.reshape(-1, x.shape[-1]), [m.shape[0] for m in a]
+    if inputs:
+        xa = torch.cat([v.reshape(-1, v.shape[-1]).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
+    else:
+        xa = tokens.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+    extended = torch.empty((sum(rows), x.shape[-1] + sum(ranks)), dtype=x.dtype, device=x.device)
+    for i, n in enumerate(rows):
+        nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+        nf4.dequantize_extended(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]),
+                                ranks=sum(ranks), blocksize=blocksize, quant_type=quant_type, out=extended,
+                                out_row_offset=sum(rows[:i]), **nested)
+    y = torch.cat([tokens, xa.to(x.dtype)], 1) @ extended.t()
+    if biases:
+        y = y + torch.cat([bias.to(x.dtype) for bias in biases])
+    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+
+
+def backward_flops(grad, x, inputs, packed, *_) -> int:
+    return 4 * (grad.numel() // grad.shape[-1]) * sum(p.numel() for p in packed)
+
+
+@lora_linear_nf4.backward(
+    saves=("x", "inputs", "packed", "absmax", "code", "scale", "offset", "biases", "a", "b", "scales", "dtype", "rows", "blocksize",
+           "quant_type", "out1"), gives=("x", "inputs", "biases", "a", "b"), flops=backward_flops)
+def lora_linear_nf4_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor],
+                             code: Sequence[Tensor], scale: Sequence[Tensor], offset: Sequence[Tensor], biases: Sequence[Tensor],
+                             a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
+                             rows: Sequence[int], blocksize: int, quant_type: str, out1: Tensor) -> list[Tensor]:
+    """[dx, dx_i..., dbias_i..., dA_i..., dB_i...], as `lora_linear_backward`."""
+    weights = _weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return lora_linear.backward_op.reference(grad, x, inputs, weights, biases, a, b, scales, dtype, out1)
+
+
+@lora_linear_nf4.backward_op.provider("grouped", supports=lambda grad, x, inputs, packed, *_: _supports(x, packed))
+def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
+    """One scratch for the siblings' weights, one dX product."""
+    from tunecompile.templates import nf4
+
+    weight = torch.empty((sum(rows), x.shape[-1]), dtype=x.dtype, device=x.device)
+    for i, n in enumerate(rows):
+        nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+        nf4.dequantize(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, blocksize=blocksize, quant_type=quant_type, out=weight,
+                       out_row_offset=sum(rows[:i]), **nested)
+    return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
