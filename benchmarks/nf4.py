@@ -50,12 +50,10 @@ def bitsandbytes(shape):
 for n, k in ((14336, 4096), (4096, 4096), (1024, 4096)):
     shape = (n, k)
     systems = {"reference, torch.compile": reference(shape), "bitsandbytes": attempt(lambda: bitsandbytes(shape)),
-               "template": template(shape), "template, tree": template(shape, gather=False)}
+               "template": template(shape)}
     if bench.options.sweep:
         for block, warps in ((256, 2), (256, 4), (256, 8), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8)):
-            for gather in (True, False):
-                systems[f"{block} words, {warps} warps, {'gather' if gather else 'tree'}"] = template(
-                    shape, gather=gather, tile=Tile(block, num_warps=warps))
+            systems[f"{block} words, {warps} warps"] = template(shape, tile=Tile(block, num_warps=warps))
     bench(f"{n}x{k} nested", systems, inputs(n, k), bytes=n * k * (0.5 + 1 / 64 + 2), check=relative_error)
 
 n, k, rank, ranks = 14336, 4096, 16, 32

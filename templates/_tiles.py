@@ -32,12 +32,12 @@ class Row(NamedTuple):
 TABLE: dict[str, tuple[Row, ...]] = {
     # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
     "nf4": (
-        Row(Tile(512, num_warps=4)),
+        Row(Tile(256, num_warps=2)),
     ),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (
-        Row(Tile(16384, num_warps=32, num_stages=2), cc=90, itemsize=2),
+        Row(Tile(16384, num_warps=32, num_stages=1), cc=90, itemsize=2),
         Row(Tile(8192, num_warps=16, num_stages=2)),
     ),
     # size: hidden size. Wide rows: a program a row. Narrow ones (q and k norms): several rows a program.

@@ -56,7 +56,7 @@ def _block_scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask,
 @triton.jit
 def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
                    K: tl.constexpr, LDO: tl.constexpr, BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr,
-                   NESTED: tl.constexpr, FP4: tl.constexpr, PER_WORD: tl.constexpr, GATHER: tl.constexpr,
+                   NESTED: tl.constexpr, FP4: tl.constexpr, PER_WORD: tl.constexpr,
                    BLOCK: tl.constexpr):
     if PER_WORD == 8:
         word = (pid * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)  # 32 bits reach 2^34 weights; unsigned divides cheaper
@@ -73,11 +73,8 @@ def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset
         nibble = ((bits >> (4 * (1 - word % 2)).to(tl.int32)) & 15)[:, None]
     scale = _block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // PER_WORD), mask,
                          NESTED, ABSMAX_BLOCK)
-    if GATHER:
-        table = code_value(tl.arange(0, 16), FP4)
-        value = tl.reshape(tl.gather(table, tl.reshape(nibble, [BLOCK * PER_WORD]), 0), [BLOCK, PER_WORD])
-    else:
-        value = code_value(nibble, FP4)
+    table = code_value(tl.arange(0, 16), FP4)
+    value = tl.reshape(tl.gather(table, tl.reshape(nibble, [BLOCK * PER_WORD]), 0), [BLOCK, PER_WORD])
     row = word // (K // PER_WORD)
     column = (word - row * (K // PER_WORD)) * PER_WORD
     start = (row0 + row).to(tl.int64) * LDO + column
@@ -109,7 +106,6 @@ def dequantize_kernel(
     BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, NESTED: tl.constexpr, FP4: tl.constexpr,
     RANKS: tl.constexpr, RANKS_POW2: tl.constexpr, RANK: tl.constexpr, RANK_OFFSET: tl.constexpr, SCALE: tl.constexpr,
     PER_WORD: tl.constexpr,  # weights a word: 8 (int32 words), or 1 where 8 does not divide K
-    GATHER: tl.constexpr,  # lookup from shared memory; else the tree of selects
     BLOCK: tl.constexpr,  # words a program
     EXTRA_ROWS: tl.constexpr,  # rows a program of the second kind
 ):
@@ -117,17 +113,17 @@ def dequantize_kernel(
     pid = tl.program_id(0)
     if RANKS == 0:
         _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
-                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, GATHER, BLOCK)
+                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
     elif pid < main_programs:
         _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
-                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, GATHER, BLOCK)
+                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
     else:
         _write_ranks(pid - main_programs, b, stride_b, out, row0, n_rows,
                      K, LDO, RANKS, RANKS_POW2, RANK, RANK_OFFSET, SCALE, EXTRA_ROWS)
 
 
 def _start(packed, absmax, shape, out, row0, b, scale, rank_offset, ranks, *,
-           blocksize, quant_type, absmax_code, absmax_scale, absmax_offset, absmax_blocksize, gather, tile):
+           blocksize, quant_type, absmax_code, absmax_scale, absmax_offset, absmax_blocksize, tile):
     n, k = shape
     per_word = 8 if k % 8 == 0 and is_aligned(packed, to=4) else 1
     n_words = n * k // per_word
@@ -144,14 +140,14 @@ def _start(packed, absmax, shape, out, row0, b, scale, rank_offset, ranks, *,
         BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize, NESTED=absmax_code is not None, FP4=_is_fp4(quant_type),
         RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)), RANK=0 if b is None else b.shape[1],
         RANK_OFFSET=rank_offset, SCALE=float(scale),
-        PER_WORD=per_word, GATHER=gather, BLOCK=tile.block, EXTRA_ROWS=extra_rows,
+        PER_WORD=per_word, BLOCK=tile.block, EXTRA_ROWS=extra_rows,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
 
 
 def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
                absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256,
-               out=None, out_row_offset=0, gather=True, tile=None):
+               out=None, out_row_offset=0, tile=None):
     """The weight [N, K] = ``shape`` in ``dtype``.
 
     packed: uint8, N*K/2 bytes of any shape, contiguous. absmax: [ceil(N*K / blocksize)], fp32, or uint8 with absmax_code
@@ -166,14 +162,14 @@ def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
     _check_out(out, out_row_offset + n, k, dtype)
     _start(packed, absmax, (n, k), out, out_row_offset, None, 1.0, 0, 0, blocksize=blocksize, quant_type=quant_type,
            absmax_code=absmax_code, absmax_scale=absmax_scale, absmax_offset=absmax_offset,
-           absmax_blocksize=absmax_blocksize, gather=gather, tile=tile)
+           absmax_blocksize=absmax_blocksize, tile=tile)
     return out[out_row_offset:out_row_offset + n, :k]
 
 
 def dequantize_extended(packed, absmax, shape, dtype, b, *, scale=1.0, rank_offset=0, ranks=None,
                         blocksize=64, quant_type="nf4",
                         absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256,
-                        out=None, out_row_offset=0, gather=True, tile=None):
+                        out=None, out_row_offset=0, tile=None):
     """[W | 0 | scale * B | 0], [N, K + ranks]: one launch for the weight and LoRA's B (K extension: [X | XA] times this^T).
 
     b: [N, r], any float dtype, unit column stride, or None (only zeros). Its columns are ``rank_offset``.. of the ``ranks``
@@ -190,7 +186,7 @@ def dequantize_extended(packed, absmax, shape, dtype, b, *, scale=1.0, rank_offs
     _check_out(out, out_row_offset + n, k + ranks, dtype)
     _start(packed, absmax, (n, k), out, out_row_offset, b, scale, rank_offset, ranks, blocksize=blocksize,
            quant_type=quant_type, absmax_code=absmax_code, absmax_scale=absmax_scale, absmax_offset=absmax_offset,
-           absmax_blocksize=absmax_blocksize, gather=gather, tile=tile)
+           absmax_blocksize=absmax_blocksize, tile=tile)
     return out[out_row_offset:out_row_offset + n, :k + ranks]
 
 

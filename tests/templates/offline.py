@@ -33,8 +33,7 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
     w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
     gate, up = wide[:, :14336], wide[:, 14336:]
     return {
-        "nf4_gather": nested(nf4.dequantize),
-        "nf4_tree": nested(nf4.dequantize, gather=False),
+        "nf4": nested(nf4.dequantize),
         "nf4_extended": nested(nf4.dequantize_extended, e(1024, 16, dtype=torch.float32), ranks=32, rank_offset=16, scale=2.0),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),

@@ -36,7 +36,7 @@ def compiled():
 @pytest.mark.parametrize("cc", SHARED_LIMIT)
 def test_compiles_within_the_card(compiled, cc):
     kernels = {line["name"]: line for line in compiled if line["cc"] == cc}
-    assert len(kernels) >= 13
+    assert len(kernels) >= 12
     for name, line in kernels.items():
         assert line["shared"] <= SHARED_LIMIT[cc], name
         assert line["wide_stores"] and line["wide_loads"], f"{name}: no 16-byte accesses on sm_{cc}"
@@ -47,7 +47,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
                "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"], "rope": ["k_out", "q_out"], "rope_backward": ["q_out"],
                "swiglu": ["out"], "swiglu_backward": ["both", "out"]}
     lines = finish(start("trace"))
-    assert len(lines) >= 13
+    assert len(lines) >= 12
     for line in lines:
         name = line["name"]
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]

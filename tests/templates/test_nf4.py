@@ -50,12 +50,11 @@ class Weight:
         return cast(value * scale, dtype).view(n, k).to(self.packed.device)
 
 
-@pytest.mark.parametrize("gather", (True, False), ids=("gather", "tree"))
 @pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-def test_bit_equal(device, cast, dtype, nested, gather):
+def test_bit_equal(device, cast, dtype, nested):
     w = Weight(9, 576, device, nested=nested)
-    assert torch.equal(nf4.dequantize(*w.arguments(dtype), gather=gather, **w.options), w.reference(dtype, cast))
+    assert torch.equal(nf4.dequantize(*w.arguments(dtype), **w.options), w.reference(dtype, cast))
 
 
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))

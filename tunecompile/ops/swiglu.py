@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.op import Cost, has_triton, op
+from tunecompile.ops.lora import HALF
 from tunecompile.ops.rms_norm import compute_dtype
 
 GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
@@ -38,3 +39,14 @@ def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * cubic * x * x)
     wide = grad.to(x.dtype)
     return [(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]
+
+
+@gated_activation.backward_op.provider("triton", supports=lambda grad, gate, up, activation: gate.is_cuda and has_triton()
+                                       and gate.dtype == up.dtype == grad.dtype and gate.dtype in HALF and activation != "gelu"
+                                       and grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1)
+def _(grad, gate, up, activation):
+    """Both gradients side by side in one buffer, which is the gradient of a fused gate|up projection as it stands: 0.29 ms where
+    Inductor's concatenation takes 0.38 (8192x14336, bf16, H200)."""
+    from tunecompile.templates import swiglu
+
+    return list(swiglu.backward(grad, gate, up, activation))

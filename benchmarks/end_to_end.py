@@ -1,0 +1,78 @@
+"""Training steps of known architectures (random weights, random tokens), side by side: one JSON in the common shape.
+
+    python benchmarks/end_to_end.py --model llama-3.1-8b --mode qlora --shapes 4x2048,2x512 \\
+        --systems hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile --steps 5 --out benchmarks/results/NAME.json
+
+Each system has a process of its own, and with --rounds 2 each has two, in alternating order. Losses and gradients of the
+same layers, two of them, are checked against fp32 unless --no-check is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tunecompile.compare.meters import WARMUP
+from tunecompile.compare.run import Comparison, passed, run_comparison
+from tunecompile.compare.shapes import SHAPES
+from tunecompile.compare.spec import Job, resolve_systems
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    parser.add_argument("--shapes", default="4x2048")
+    parser.add_argument("--systems", default="hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile")
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARMUP} that are not")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--keep-caches", action="store_true", help="leave the compiler's caches warm")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' logs")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def show(system: str, event: str, fields: dict) -> None:
+    if event == "step" and fields["step"] in (1, fields["steps"]):
+        print(f"{system} {fields['label']}: step {fields['step']} took {fields['seconds']:.2f} s", flush=True)
+    elif event != "step":
+        print(f"{system}: {fields.get('text') or fields.get('status')}", flush=True)
+
+
+def main() -> int:
+    given = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=tuple(given.shapes.split(",")), lr=1e-4,
+              steps=WARMUP + given.steps, device=device, dtype=given.dtype or ("bfloat16" if device == "cuda" else "float32"),
+              layers=given.layers, checkpointing=given.gradient_checkpointing, trust_cache=given.keep_caches)
+    systems = resolve_systems(given.systems, given.gradient_checkpointing)
+    logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
+    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, listen=show)
+    result = run_comparison(comparison)
+    for number in range(1, given.rounds):
+        order = systems[::-1] if number % 2 else systems
+        again = run_comparison(dataclasses.replace(comparison, systems=order, check=False))
+        result["runs"] += [run | {"order": run["order"] + number * len(systems)} for run in again["runs"]]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    for run in result["runs"]:
+        figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
+            if run["status"] == "ok" else run["status"]
+        print(f"{run['system']:<24}{run['shape']:<10}{figures}")
+    for verdict in result["verdicts"]:
+        print(f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: {verdict['detail']}")
+    print(f"written to {given.out}; logs in {logs}")
+    return 0 if passed(result) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
