@@ -99,6 +99,14 @@ def _linear(node: Node) -> Spelling:
     return "call_function", F.linear, tuple(args), {}
 
 
+def _rms_norm(node: Node) -> Spelling:
+    names = ("input", "normalized_shape", "weight", "eps")
+    args = [node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in enumerate(names)]
+    if args[3] is None and (dtype := dtype_of(args[0])) is not None:
+        args[3] = torch.finfo(dtype).eps
+    return "call_function", F.rms_norm, tuple(args), {}
+
+
 def _activation(target: Callable) -> Callable[[Node], Spelling | None]:
     def spell(node: Node) -> Spelling | None:
         if node.kwargs.get("inplace") or len(node.args) > 1:
@@ -127,6 +135,7 @@ TABLE.update({name: _cast(dtype) for name, dtype in _CASTS.items()})
 TABLE.update({
     "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
     torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _activation(F.gelu),
+    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
     "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
 })
 

@@ -76,7 +76,10 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
             total.found += tally.found
             total.rewritten += tally.rewritten
             total.refused += tally.refused
-    return Report(type(model).__name__, made, [*matches.values(), *tails], notes)
+    for tally in tails:  # the head's loss is joined outside the regions
+        total = matches.setdefault(tally.family, Tally(tally.family))
+        total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
+    return Report(type(model).__name__, made, list(matches.values()), notes)
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:

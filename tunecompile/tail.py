@@ -200,8 +200,8 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
         head.refuse(reason)
         return None
     hidden = chain.hidden.reshape(-1, chain.hidden.shape[-1])
-    if hidden.shape[0] != target.shape[0]:
-        head.refuse("rows and labels differ in number")
+    if hidden.shape[0] != target.shape[0] or lazy.shape[-1] != head.module.weight.shape[0]:
+        head.refuse("rows and labels differ in number, or the vocabulary is reshaped")
         return None
     head.tally.rewritten = head.tally.found
     return _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing)

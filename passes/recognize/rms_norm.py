@@ -67,7 +67,9 @@ def then_rounded(x, weight, eps, dtype):
 
 def _torch_norm(match: Match) -> str | None:
     if match.bound["weight"] is None or not isinstance(match.bound["eps"], float):
-        return "no weight, or eps by default"
+        return "no weight, or eps is not a constant"
+    if dtype_of(match.outputs[0]) != dtype_of(match.bound["x"]):
+        return f"the result is {dtype_of(match.outputs[0])}"
     return None if len(match.bound["shape"]) == 1 else "normalised over several dimensions"
 
 

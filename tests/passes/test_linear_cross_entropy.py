@@ -1,0 +1,84 @@
+"""Head and loss in one graph: what is joined, what is left alone, and that both are right."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tunecompile
+
+VOCABULARY, HIDDEN = 64, 32
+
+
+class Model(nn.Module):
+    """No repeated layers, so the whole model with its loss is one region; `loss` is the spelling under test."""
+
+    def __init__(self, loss, bias=False):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=bias)
+        self.mix, self.loss = nn.Linear(HIDDEN, HIDDEN), loss
+
+    def forward(self, ids, labels):
+        return self.loss(self.head(torch.tanh(self.mix(self.embedding(ids)))), labels)
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+
+
+def summed(logits, labels):
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), reduction="sum") / 7
+
+
+def capped(logits, labels):
+    return F.cross_entropy((torch.tanh(logits / 5.0) * 5.0).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def scaled(logits, labels):
+    return F.cross_entropy((logits * 0.5).reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=3)
+
+
+def read_twice(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1)) + logits.square().mean()
+
+
+def class_last(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def weighted(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), weight=torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype))
+
+
+def each_row(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), reduction="none").mean()
+
+
+def sliced_after_flattening(logits, labels):
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY)[3:], labels.reshape(-1)[3:])
+
+
+def tanh_alone(logits, labels):
+    return F.cross_entropy(torch.tanh(logits).reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss, joined", [(shifted, 1), (summed, 1), (capped, 1), (scaled, 1), (read_twice, 0), (class_last, 0),
+                                          (weighted, 0), (each_row, 0), (sliced_after_flattening, 0), (tanh_alone, 0)])
+def test_loss_and_gradients(loss, joined, bias):
+    model = Model(loss, bias).double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, VOCABULARY, (2, 9))
+    labels = torch.where(torch.rand(2, 9) < 0.3, torch.tensor(-100 if loss is not scaled else 3), ids)
+    tunecompile.optimize(model, executor="eager")
+    got, expected = model(ids, labels), plain(ids, labels)
+    got.backward()
+    expected.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-8, msg=name)
+    (tally,) = [m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy"]
+    assert (tally.found, tally.rewritten) == (1, joined)
+    assert joined or tally.refused
