@@ -69,10 +69,14 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def provider(self, name: str, supports: Callable[..., bool]) -> Callable:
-        """Register a provider with the parameters of the reference; the first that supports the arguments is taken."""
+        """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
+
+        One that also takes the keyword `used` is told which of its outputs are read, and may give None for the others.
+        """
 
         def register(run: Callable) -> Callable:
-            got = tuple(inspect.signature(run).parameters)
+            parameters = inspect.signature(run).parameters.values()
+            got = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
             if got != self.parameters:
                 raise InvalidOp(name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}")
             self.providers.append(Provider(name, run, supports))
@@ -87,19 +91,20 @@ class Op:
                 return provider
         return Provider("reference", self.reference, lambda *_: True)
 
-    def backward(self, saves: Sequence[str], gives: Sequence[str], cost: Cost | None = None,
+    def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,
                  flops: Callable[..., int] | None = None) -> Callable:
-        """Register the backward, an op of its own: `(grad, *saves) -> [gradient of each of `gives`]`.
+        """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of `gives`]`.
 
-        `saves` names inputs of the op, or `out0`, `out1`, ... for its outputs; only output 0 is differentiable. An input of
-        type Tensor[] gives as many gradients as it has members. Gradients nobody needs are removed as dead code after lowering.
+        `saves` names inputs of the op, or `out0`, `out1`, ... for its outputs; the first `outputs` outputs are differentiable.
+        An input of type Tensor[] gives as many gradients as it has members; inputs in a tuple share one gradient. Gradients
+        nobody needs are removed as dead code after lowering.
         """
 
         def register(fn: Callable) -> Op:
             self.backward_op = op(cost=cost or self.cost, flops=flops)(fn)
-            if self.backward_op.parameters[1:] != tuple(saves):
-                raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[1:]}, saves are {tuple(saves)}")
-            _register_autograd(self, tuple(saves), tuple(gives))
+            if self.backward_op.parameters[outputs:] != tuple(saves):
+                raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}")
+            _register_autograd(self, tuple(saves), tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
             return self.backward_op
 
         return register
@@ -148,31 +153,32 @@ def _without_autocast(fn: Callable) -> Callable:
     return kernel
 
 
-def _register_autograd(forward: Op, saves: tuple[str, ...], gives: tuple[str, ...]) -> None:
+def _register_autograd(forward: Op, saves: tuple[str, ...], gives: tuple[tuple[str, ...], ...], differentiable: int) -> None:
     names = forward.parameters
 
     def setup_context(ctx, inputs, output):
         values = dict(zip(names, inputs))
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         values.update({f"out{i}": value for i, value in enumerate(outputs)})
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.mark_non_differentiable(*outputs[differentiable:])
         # torch's list support wants a list of gradients for every Tensor[] input, also an empty one.
-        ctx.absent = {name for name in gives if values[name] is None}
+        ctx.absent = {name for shared in gives for name in shared if values[name] is None}
         ctx.blank = {name: [None] * len(values[name]) if _is_tensor_list(values[name]) else None for name in names}
         tensors, ctx.saved_spec = torch.utils._pytree.tree_flatten([values[name] for name in saves])
         ctx.kept = [None if isinstance(value, torch.Tensor) else (value,) for value in tensors]
         ctx.save_for_backward(*(value for value in tensors if isinstance(value, torch.Tensor)))
 
-    def backward(ctx, grad, *_unused):
+    def backward(ctx, *grads):
         gradients = dict(ctx.blank)
-        if grad is not None:
+        if grads[0] is not None:
             tensors = iter(ctx.saved_tensors)
             flat = [next(tensors) if kept is None else kept[0] for kept in ctx.kept]
-            computed = iter(forward.backward_op(grad, *torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)))
-            for name in gives:
-                blank = ctx.blank[name]
+            saved = torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)
+            computed = iter(forward.backward_op(*grads[:differentiable], *saved))
+            for shared in gives:
+                blank = ctx.blank[shared[0]]
                 gradient = next(computed) if blank is None else [next(computed) for _ in blank]
-                gradients[name] = None if name in ctx.absent else gradient
+                gradients.update({name: gradient for name in shared if name not in ctx.absent})
         return tuple(gradients[name] for name in names)
 
     torch.library.register_autograd(f"{NAMESPACE}::{forward.name}", backward, setup_context=setup_context, lib=_library)

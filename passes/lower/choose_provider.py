@@ -3,6 +3,8 @@
 Providers are traced to core ATen, so Inductor fuses what they are made of as if the model had been written that way.
 """
 
+import functools
+import inspect
 import operator
 from collections import Counter
 from typing import Any, Callable
@@ -25,8 +27,17 @@ def run(graph: Graph, context: Context) -> None:
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values)
         chosen[f"{op.name}: {provider.name}"] += 1
-        expand(graph, node, provider.run)
+        run = provider.run
+        if "used" in inspect.signature(run).parameters:
+            run = functools.partial(run, used=_used(node))
+        expand(graph, node, run)
     context.providers.update(chosen)
+
+
+def _used(node: Node) -> list[bool]:
+    """Which outputs of an op that returns several somebody reads."""
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return [i in read for i in range(len(node.meta["val"]))]
 
 
 def expand(graph: Graph, node: Node, fn: Callable) -> None:
@@ -38,14 +49,16 @@ def expand(graph: Graph, node: Node, fn: Callable) -> None:
         filled = list(flat)
         for i, item in zip(inputs, nodes):
             filled[i] = item
-        return pytree.tree_leaves(fn(*pytree.tree_unflatten(filled, spec)))
+        made = fn(*pytree.tree_unflatten(filled, spec))
+        return list(made) if isinstance(made, (tuple, list)) else [made]
 
     values = [flat[i].meta["val"] for i in inputs]
     traced = trace(call, tuple(values), fake_mode_of(values))
     outputs = _inline(graph, node, traced, [flat[i] for i in inputs])
     for user in list(node.users):
         if user.target is operator.getitem:
-            user.replace_all_uses_with(outputs[user.args[1]])
+            if user.users:
+                user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
     if node.users:
         node.replace_all_uses_with(outputs[0])
@@ -57,7 +70,7 @@ def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Nod
     with graph.inserting_before(before):
         for inner in traced.graph.nodes:
             if inner.op == "output":
-                return [placed[item] for item in inner.args[0]]
+                return [placed.get(item) for item in inner.args[0]]  # None: an output nobody reads
             if inner.op == "placeholder":
                 continue
             if inner.op == "get_attr":

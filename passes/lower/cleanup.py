@@ -24,16 +24,15 @@ def run(graph: Graph, context: Context) -> None:
 
 def _whole(cat: Node) -> Node | None:
     """The tensor a concatenation puts together again from all its pieces, in order."""
-    pieces, shape = cat.args[0], cat.meta["val"].shape
+    shape = cat.meta["val"].shape
     dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape)
-    base = pieces[0].args[0] if pieces[0].target is not getitem else pieces[0].args[0].args[0]
-    start = 0
-    for piece in pieces:
-        if _piece_of(piece, dim) != (base, start):
+    pieces, offset = [_piece_of(node, dim) for node in cat.args[0]], 0
+    for node, piece in zip(cat.args[0], pieces):
+        if piece is None or piece != (pieces[0][0], offset):
             return None
-        start = start + piece.meta["val"].shape[dim]
-    same = isinstance(base, Node) and tuple(base.meta["val"].shape) == tuple(shape)
-    return base if same else None
+        offset = offset + node.meta["val"].shape[dim]
+    base = pieces[0][0]
+    return base if tuple(base.meta["val"].shape) == tuple(shape) else None
 
 
 def _piece_of(node: Node, dim: int) -> tuple[Node, int] | None:

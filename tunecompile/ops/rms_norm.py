@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.op import Cost, has_triton, op
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,11 +29,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
 @rms_norm.backward(saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"))
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> list[Tensor]:
     """[dx: as x, dweight: as weight]. 1/rms is computed again: cheaper than one more tensor to read."""
+    dx, dweight = _gradients(grad, x, weight, eps, offset, round_first)
+    return [dx.to(x.dtype), dweight.to(weight.dtype)]
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> tuple[Tensor, Tensor]:
+    """In the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * r
     scaled = grad.to(wide.dtype) * (offset + weight.to(wide.dtype))
     dx = r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     factor = normed.to(x.dtype).to(wide.dtype) if round_first else normed
-    dweight = (grad.to(wide.dtype) * factor).reshape(-1, weight.shape[0]).sum(0)
-    return [dx.to(x.dtype), dweight.to(weight.dtype)]
+    return dx, (grad.to(wide.dtype) * factor).reshape(-1, weight.shape[0]).sum(0)
+
+
+@op(cost=Cost.POINTWISE)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total, ...), total) with total = x + residual, rounded to their common dtype: what the next residual reads."""
+    total = x + residual
+    return rms_norm.reference(total, weight, eps, offset, round_first), total
+
+
+@add_rms_norm.backward(saves=("out1", "weight", "eps", "offset", "round_first"), gives=(("x", "residual"), "weight"), outputs=2)
+def add_rms_norm_backward(grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float,
+                          round_first: bool) -> list[Tensor]:
+    """[dtotal, dweight]: the norm's gradient and the residual path's, added before the one rounding."""
+    dx, dweight = _gradients(grad, out1, weight, eps, offset, round_first)
+    return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
+
+
+def _template(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.stride(-1) == 1 and x.shape[-1] >= 1024 and has_triton()
+
+
+@rms_norm.backward_op.provider("triton", supports=lambda grad, x, weight, eps, offset, round_first: _template(x, weight) and _template(grad, weight))
+def _(grad, x, weight, eps, offset, round_first, *, used):
+    from tunecompile.templates import rms_norm as template
+
+    made = template.backward(grad, x, weight, eps, offset=offset, round_before_scale=round_first, need_weight_grad=used[1])
+    return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
+
+
+@add_rms_norm.backward_op.provider("triton", supports=lambda grad, grad_total, out1, weight, eps, offset, round_first:
+                                   _template(out1, weight) and _template(grad, weight) and _template(grad_total, weight))
+def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
+    from tunecompile.templates import rms_norm as template
+
+    made = template.backward(grad, out1, weight, eps, offset=offset, round_before_scale=round_first, residual_grad=grad_total,
+                             need_weight_grad=used[1])
+    return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]

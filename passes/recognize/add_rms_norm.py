@@ -1,0 +1,33 @@
+"""A residual add whose sum is normed at once: one read of each, and their gradients meet in one pass."""
+
+from tunecompile.canonical import value
+from tunecompile.match import Match
+from tunecompile.ops import add_rms_norm, rms_norm
+from tunecompile.pipeline import Context, Pass, Tally
+from tunecompile.rewrite import apply, rewrite
+
+
+def _alike(match: Match) -> str | None:
+    x, residual = value(match.bound["x"]), value(match.bound["residual"])
+    alike = getattr(residual, "dtype", None) == x.dtype and tuple(residual.shape) == tuple(x.shape)
+    return None if alike else "the summands differ in shape or dtype"
+
+
+def _build(x, residual, weight, eps, offset, round_first):
+    made = add_rms_norm(x, residual, weight, eps, offset, round_first)
+    return made[0], made[1]
+
+
+@rewrite("add_rms_norm", to=_build, where=_alike)
+def residual_norm(x, residual, weight, eps, offset, round_first):
+    total = x + residual
+    return rms_norm(total, weight, eps, offset, round_first), total
+
+
+def run(graph, context: Context) -> None:
+    anchors = [n for n in graph.nodes if n.target is rms_norm.overload and n.args[0].target is residual_norm.pattern.outputs[1].target]
+    done, refused = apply(residual_norm, graph)
+    context.tallies.append(Tally("add_rms_norm", len(anchors), done, refused))
+
+
+PASS = Pass("add_rms_norm", "recognize", run, requires=frozenset({"rms_norm"}), provides=frozenset({"add_rms_norm"}))
