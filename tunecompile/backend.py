@@ -33,12 +33,27 @@ class Backend:
         try:
             compiled = self._compile(gm, inputs, context)
         except Exception as error:  # the user's training goes on, without us
-            log.debug("compiling %s failed", self.region, exc_info=True)
-            self.failures.append(f"{self.region} runs eagerly: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}")
-            log.warning("tunecompile: %s", self.failures[-1])
-            return gm.forward
+            self._note("is compiled without rewrites", error)
+            try:
+                return self._compile_plain(gm, inputs)
+            except Exception as second:
+                self._note("runs eagerly", second)
+                return gm.forward
         self.contexts.append(context)
         return compiled
+
+    def _note(self, what: str, error: Exception) -> None:
+        log.debug("compiling %s failed", self.region, exc_info=True)
+        lines = str(error).strip().splitlines() or [""]
+        self.failures.append(f"{self.region} {what}: {type(error).__name__}: {lines[0][:300]}")
+        log.warning("tunecompile: %s", self.failures[-1])
+
+    def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
+        """As torch.compile would; with checkpointing, the plan still recomputes."""
+        plan = [p for p in self.passes if p.stage == "plan"] if self.checkpoint else []
+        context = Context(self.region, checkpoint=self.checkpoint)
+        compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
+        return compiler(_copy(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
     def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
         work = _copy(gm)  # the original stays whole, to fall back on

@@ -89,6 +89,10 @@ class Op:
         for provider in self.providers:
             if provider.supports(*args):
                 return provider
+        return self.fallback()
+
+    def fallback(self) -> Provider:
+        """The reference as a provider."""
         return Provider("reference", self.reference, lambda *_: True)
 
     def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,

@@ -32,6 +32,7 @@ class Context:
     region: str
     checkpoint: bool = False
     tallies: list[Tally] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     providers: Counter[str] = field(default_factory=Counter)
     saved: list[Any] = field(default_factory=list)
 

@@ -67,6 +67,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     for region in regions:
         contexts = [c for backend in region.backends.values() for c in backend.contexts]
         notes += [failure for backend in region.backends.values() for failure in backend.failures]
+        notes += [note for context in contexts for note in context.notes]
         training = [c for c in contexts if c.saved] or contexts
         providers = Counter(training[-1].providers) if training else Counter()
         made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), [_bytes(c.saved) for c in training],

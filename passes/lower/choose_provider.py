@@ -26,18 +26,24 @@ def run(graph: Graph, context: Context) -> None:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values)
+        try:
+            expand(graph, node, _bind(provider.run, node))
+        except Exception as error:  # the reference says the same, only slower
+            if provider.run is op.reference:
+                raise
+            context.notes.append(f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}")
+            provider = op.fallback()
+            expand(graph, node, provider.run)
         chosen[f"{op.name}: {provider.name}"] += 1
-        run = provider.run
-        if "used" in inspect.signature(run).parameters:
-            run = functools.partial(run, used=_used(node))
-        expand(graph, node, run)
     context.providers.update(chosen)
 
 
-def _used(node: Node) -> list[bool]:
-    """Which outputs of an op that returns several somebody reads."""
+def _bind(run: Callable, node: Node) -> Callable:
+    """Tell a provider that asks for it which of the outputs somebody reads."""
+    if "used" not in inspect.signature(run).parameters:
+        return run
     read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
-    return [i in read for i in range(len(node.meta["val"]))]
+    return functools.partial(run, used=[i in read for i in range(len(node.meta["val"]))])
 
 
 def expand(graph: Graph, node: Node, fn: Callable) -> None:
