@@ -35,6 +35,7 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
     return {
         "nf4": nested(nf4.dequantize),
         "nf4_extended": nested(nf4.dequantize_extended, e(1024, 16, dtype=torch.float32), ranks=32, rank_offset=16, scale=2.0),
+        "nf4_append": (lambda a, out: nf4.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
                               [e(8, 49152), labels]),

@@ -82,7 +82,7 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
         if inputs:
             d_inputs.append(down.reshape(source.shape).to(source.dtype))
         if biases:
-            d_biases.append(grads[i].sum(0, dtype=torch.float32).to(biases[i].dtype))
+            d_biases.append(grads[i].sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(biases[i].dtype))
         d_a.append((gb.t() @ _tokens(source).to(dtype)).to(a[i].dtype))
         d_b.append(((g.t() @ xas[i]) * scales[i]).to(b[i].dtype))
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]
@@ -91,13 +91,20 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
 @lora_linear.backward_op.provider("grouped", supports=lambda grad, x, inputs, weights, biases, a, b, scales, dtype, out1:
                                   x.is_cuda and x.dtype in HALF)
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    rows = [*weights, *(m.to(x.dtype) for m in a)] if extends(x, inputs, sum(w.shape[0] for w in weights)) else weights
+    weight = rows[0] if len(rows) == 1 else torch.cat(rows)
     return adapter_gradients(grad, x, inputs, weight, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
 
 
+def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
+    """Whether dX is [dY | dY B] @ [W; A]. It costs a copy of dY; accumulating the adapters' share instead costs writing it and
+    copying it under the product (cuBLAS overwrites its addend), each as large as dX."""
+    return not inputs and 2 * rows <= x.shape[-1]
+
+
 def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
-    """The backward with all siblings' weights in one matrix [sum(sizes), K]: one dX product, into which the adapters' share of dX
-    is accumulated, and one pass over dY for every sibling's scale * dY B."""
+    """The backward with all siblings' weights in one matrix [sum(sizes), K], below which the A_i may stand: one dX product and one
+    pass over dY for every sibling's scale * dY B."""
     rows, g = _tokens(x), _tokens(grad)
     ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
@@ -108,11 +115,13 @@ def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtyp
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
         d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
-        down = torch.cat([m.to(dtype) for m in a])
-        dx = torch.addmm((gb @ down).to(x.dtype), g, weight)
+        if extends(x, inputs, sum(sizes)):
+            dx = torch.cat([g, gb.to(x.dtype)], 1) @ weight
+        else:
+            dx = torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(x.dtype), g, weight)
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
-    d_biases = [p.sum(0, dtype=torch.float32).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]
+    d_biases = [p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]
     all_b = g.t().to(dtype) @ xa  # [N, R]: the blocks on the diagonal are dB
     d_b = [(part.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, part in enumerate(all_b.split(sizes))]
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops.lora import HALF, adapter_gradients, lora_linear
+from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -81,9 +81,12 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
     """One scratch for the siblings' weights, one dX product."""
     from tunecompile.templates import nf4
 
-    weight = torch.empty((sum(rows), x.shape[-1]), dtype=x.dtype, device=x.device)
+    below = [m.shape[0] for m in a] if extends(x, inputs, sum(rows)) else []
+    weight = torch.empty((sum(rows) + sum(below), x.shape[-1]), dtype=x.dtype, device=x.device)
     for i, n in enumerate(rows):
         nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
         nf4.dequantize(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, blocksize=blocksize, quant_type=quant_type, out=weight,
                        out_row_offset=sum(rows[:i]), **nested)
+    for i, m in enumerate(a[:len(below)]):
+        nf4.append_rows(m, weight, sum(rows) + sum(below[:i]))
     return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
