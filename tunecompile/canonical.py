@@ -150,6 +150,8 @@ def canonicalize(gm: GraphModule) -> None:
 
 
 def canonicalize_graph(graph: Graph) -> None:
+    if not any(is_barrier(node) and not _switches_grad(node) for node in graph.nodes):
+        _drop_clones(graph)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -163,6 +165,19 @@ def canonicalize_graph(graph: Graph) -> None:
             if (same := _identity(node)) is not None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+
+
+def _drop_clones(graph: Graph) -> None:
+    """PEFT clones 4-bit results "defensively". Where nothing is mutated, a copy of an inner value is that value."""
+    for node in list(graph.nodes):
+        clones = node.target in ("clone", torch.clone) and len(node.args) == 1 and not node.kwargs
+        if clones and node.args[0].op != "placeholder":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _switches_grad(node: Node) -> bool:
+    return node.target is torch._C._set_grad_enabled
 
 
 def _identity(node: Node) -> Node | None:

@@ -1,5 +1,8 @@
 """Every family: all anchors rewritten, loss and gradients as eager computes them."""
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
 
@@ -46,23 +49,43 @@ def test_gradients_are_those_of_eager(family, mode):
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
 def test_half_precision_is_no_worse_than_eager(mode, autocast):
-    """Error against fp32 (on the same dequantised weights), with eager's own as the yardstick."""
+    """Error against fp32 (on the same dequantised weights), with eager's own as the yardstick. One batch's rounding is noise
+    of a third either way, so the errors of four are averaged."""
     model = zoo.make("llama").to(torch.bfloat16)
     if mode == "qlora":
         model = zoo.quantize(model, torch.bfloat16)
     if mode != "full":
         model = zoo.adapt(model)
-    reference = zoo.in_fp32(model)
-    inputs = zoo.batch(length=64)
-    _, exact = zoo.step(reference, inputs)
-    _, eager = zoo.step(model, inputs, autocast)
+    reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model, executor="eager")
-    _, ours = zoo.step(model, inputs, autocast)
-    theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
-    median = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
-    assert median(mine.values()) <= 1.05 * median(theirs.values())
-    floor = torch.finfo(torch.bfloat16).eps
-    assert max(mine[n] / max(theirs[n], floor) for n in mine) < 1.25
+    theirs, mine = Counter(), Counter()
+    for seed in range(4):
+        inputs = zoo.batch(length=64, seed=seed)
+        _, exact = zoo.step(reference, inputs)
+        theirs.update(zoo.errors(zoo.step(plain, inputs, autocast)[1], exact))
+        mine.update(zoo.errors(zoo.step(model, inputs, autocast)[1], exact))
+    assert median(mine.values()) <= median(theirs.values())
+    floor = 4 * torch.finfo(torch.bfloat16).eps
+    worst = max(mine, key=lambda name: mine[name] / max(theirs[name], floor))
+    assert mine[worst] / max(theirs[worst], floor) < 1.25, worst
+
+
+def median(values) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def test_adapters_in_half_precision():
+    """TRL keeps QLoRA's adapters in bf16, also over an fp32 base."""
+    model = zoo.adapt(zoo.quantize(zoo.make("llama")))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    loss, gradients = zoo.step(model, zoo.batch())
+    tunecompile.optimize(model, executor="eager")
+    again, same = zoo.step(model, zoo.batch())
+    assert again.item() == pytest.approx(loss.item(), rel=1e-3)
+    assert median(zoo.errors(same, gradients).values()) < 1e-2
+    assert matches(model)["lora"] == (7, 7), tunecompile.report(model)
 
 
 def test_compiles_at_most_twice_with_the_default_cache_setting():

@@ -43,6 +43,7 @@ def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, doubl
 
     device = next(model.parameters()).device
     visit(model)
+    model.is_loaded_in_4bit = True  # as from_pretrained says it: PEFT then takes its own 4-bit layer
     return model.to(device)
 
 
