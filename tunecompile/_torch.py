@@ -8,6 +8,8 @@ from typing import Any, Callable
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -17,8 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "compile_eager",
-    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "trace",
+    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "compile_eager",
+    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention",
+    "specialize_floats", "trace",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -28,6 +31,20 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     """The mode of the first fake tensor. (`detect_fake_mode` prefers the tracing context's, and Dynamo gives backends a fresh one.)"""
     leaves = torch.utils._pytree.tree_leaves(values)
     return next((value.fake_mode for value in leaves if isinstance(value, FakeTensor)), None)
+
+
+def specialize_floats(gm: torch.fx.GraphModule) -> None:
+    """Have Dynamo trace anew with constants where it made symbols of floats (an epsilon, an adapter's scale) that differ between layers.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: there were any. Dynamo catches it and comes back.
+    """
+    symbols = {v.node._expr for node in gm.graph.nodes if isinstance(v := node.meta.get("example_value"), torch.SymFloat)}
+    names = [symbol.name for symbol in symbols if getattr(symbol, "name", "").startswith("zf") and not TensorifyState.should_specialize(symbol.name)]
+    for name in names:
+        TensorifyState.specialize(name)
+    if names:
+        raise TensorifyScalarRestartAnalysis
 
 
 def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.fx.GraphModule:

@@ -30,8 +30,11 @@ class Backend:
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         context = Context(self.region, checkpoint=self.checkpoint)
+        _torch.specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
             compiled = self._compile(gm, inputs, context)
+        except _torch.TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
+            raise
         except Exception as error:  # the user's training goes on, without us
             self._note("is compiled without rewrites", error)
             try:

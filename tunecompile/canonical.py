@@ -6,6 +6,8 @@ the same table, so whatever is spelled the same way here is the same thing to th
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from typing import Any, Callable
 
@@ -36,6 +38,19 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return getattr(value(node), "dtype", None)
 
 
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}  #: numpy's names, which torch takes as well
+
+
+def _arguments(node: Node, **defaults: Any) -> list | None:
+    """The call's arguments in the order of `defaults`, by position or by name; None if it has others, or lacks a needed one (`...`)."""
+    given = dict(zip(defaults, node.args))
+    named = {_ALIASES.get(name, name): item for name, item in node.kwargs.items()}
+    if len(node.args) > len(defaults) or named.keys() - defaults.keys() or named.keys() & given.keys():
+        return None
+    values = [{**defaults, **given, **named}[name] for name in defaults]
+    return None if any(item is ... for item in values) else values
+
+
 def _binary(target: Callable) -> Callable[[Node], Spelling | None]:
     def spell(node: Node) -> Spelling | None:
         if node.kwargs or len(node.args) != 2:  # alpha=, rounding_mode=, out=: another operation
@@ -55,17 +70,17 @@ def _unary(target: Callable) -> Callable[[Node], Spelling | None]:
     return spell
 
 
-def _square(node: Node) -> Spelling:
-    return "call_function", operator.pow, (node.args[0], 2), {}
+def _square(node: Node) -> Spelling | None:
+    found = _arguments(node, input=...)
+    return found and ("call_function", operator.pow, (found[0], 2), {})
 
 
 def _mean(node: Node) -> Spelling | None:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    if dims is None or "dtype" in node.kwargs:
+    found = _arguments(node, input=..., dim=None, keepdim=False)
+    if found is None or found[1] is None:
         return None
-    dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
-    return "call_method", "mean", (node.args[0], dims, keepdim), {}
+    dims = found[1]
+    return "call_method", "mean", (found[0], tuple(dims) if isinstance(dims, (tuple, list)) else (dims,), found[2]), {}
 
 
 def _to(node: Node) -> Spelling | None:
@@ -81,50 +96,54 @@ def _cast(dtype: torch.dtype) -> Callable[[Node], Spelling | None]:
 
 
 def _type_as(node: Node) -> Spelling | None:
-    if isinstance(node.args[1], Node) and (dtype := dtype_of(node.args[1])) is not None:
-        return "call_method", "to", (node.args[0], dtype), {}
+    found = _arguments(node, input=..., other=...)
+    if found and isinstance(found[1], Node) and (dtype := dtype_of(found[1])) is not None:
+        return "call_method", "to", (found[0], dtype), {}
     return None
 
 
-def _cat(node: Node) -> Spelling:
-    tensors = node.args[0] if node.args else node.kwargs["tensors"]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return "call_function", torch.cat, (tuple(tensors), dim), {}
+def _cat(node: Node) -> Spelling | None:
+    found = _arguments(node, tensors=..., dim=0)
+    return found and ("call_function", torch.cat, (tuple(found[0]), found[1]), {})
 
 
-def _linear(node: Node) -> Spelling:
-    args = list(node.args) + [None] * (3 - len(node.args))
-    for i, name in enumerate(("input", "weight", "bias")):
-        args[i] = node.kwargs.get(name, args[i])
-    return "call_function", F.linear, tuple(args), {}
+def _linear(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., weight=..., bias=None)
+    return found and ("call_function", F.linear, tuple(found), {})
 
 
-def _rms_norm(node: Node) -> Spelling:
-    names = ("input", "normalized_shape", "weight", "eps")
-    args = [node.kwargs.get(name, node.args[i] if i < len(node.args) else None) for i, name in enumerate(names)]
-    if args[3] is None and (dtype := dtype_of(args[0])) is not None:
-        args[3] = torch.finfo(dtype).eps
-    return "call_function", F.rms_norm, tuple(args), {}
+def _rms_norm(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., normalized_shape=..., weight=None, eps=None)
+    if found is None:
+        return None
+    if found[3] is None and (dtype := dtype_of(found[0])) is not None:
+        found[3] = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # that of the arithmetic, not of the tensor
+    return "call_function", F.rms_norm, tuple(found), {}
 
 
-def _activation(target: Callable) -> Callable[[Node], Spelling | None]:
-    def spell(node: Node) -> Spelling | None:
-        if node.kwargs.get("inplace") or len(node.args) > 1:
-            return None
-        kwargs = {k: v for k, v in node.kwargs.items() if k == "approximate" and v != "none"}
-        return "call_function", target, node.args, kwargs
-
-    return spell
+def _silu(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., inplace=False)
+    return None if not found or found[1] else ("call_function", F.silu, (found[0],), {})
 
 
-def _chunk(node: Node) -> Spelling:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return "call_function", torch.chunk, (node.args[0], node.args[1], dim), {}
+def _gelu(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., approximate="none")
+    return found and ("call_function", F.gelu, (found[0],), {} if found[1] == "none" else {"approximate": found[1]})
 
 
-def _unsqueeze(node: Node) -> Spelling:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
-    return "call_method", "unsqueeze", (node.args[0], dim), {}
+def _dropout(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., p=0.5, training=True, inplace=False)
+    return None if not found or found[3] else ("call_function", F.dropout, tuple(found[:3]), {})
+
+
+def _chunk(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., chunks=..., dim=0)
+    return found and ("call_function", torch.chunk, tuple(found), {})
+
+
+def _unsqueeze(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., dim=...)
+    return found and ("call_method", "unsqueeze", tuple(found), {})
 
 
 TABLE: dict[Any, Callable[[Node], Spelling | None]] = {}
@@ -134,7 +153,7 @@ for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
 TABLE.update({name: _cast(dtype) for name, dtype in _CASTS.items()})
 TABLE.update({
     "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
-    torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _activation(F.gelu),
+    torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _silu, F.gelu: _gelu, F.dropout: _dropout,
     F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
     "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
 })
@@ -150,8 +169,6 @@ def canonicalize(gm: GraphModule) -> None:
 
 
 def canonicalize_graph(graph: Graph) -> None:
-    if not any(is_barrier(node) and not _switches_grad(node) for node in graph.nodes):
-        _drop_clones(graph)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -165,19 +182,20 @@ def canonicalize_graph(graph: Graph) -> None:
             if (same := _identity(node)) is not None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+    if not any(is_mutation(node) for node in graph.nodes):
+        _drop_clones(graph)
 
 
 def _drop_clones(graph: Graph) -> None:
-    """PEFT clones 4-bit results "defensively". Where nothing is mutated, a copy of an inner value is that value."""
+    """PEFT clones 4-bit results "defensively". Where nothing is mutated, a copy that only arithmetic reads is its original.
+
+    (What else reads it may hand on its memory: the caller may change what a region returns, and must not change two things.)
+    """
     for node in list(graph.nodes):
         clones = node.target in ("clone", torch.clone) and len(node.args) == 1 and not node.kwargs
-        if clones and node.args[0].op != "placeholder":
+        if clones and all(user.target in _BINARY or user.target in _UNARY for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def _switches_grad(node: Node) -> bool:
-    return node.target is torch._C._set_grad_enabled
 
 
 def _identity(node: Node) -> Node | None:
@@ -185,22 +203,44 @@ def _identity(node: Node) -> Node | None:
     if node.op == "call_method" and node.target == "to" and len(node.args) == 2 and isinstance(node.args[0], Node):
         if isinstance(node.args[1], torch.dtype) and dtype_of(node.args[0]) == node.args[1]:
             return node.args[0]
-    if node.target is F.dropout:
-        p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-        if (p == 0 or training is False) and isinstance(node.args[0], Node):
-            return node.args[0]
+    if node.target is F.dropout and (found := _arguments(node, input=..., p=0.5, training=True, inplace=False)):
+        if (found[1] == 0 or found[2] is False) and isinstance(found[0], Node):
+            return found[0]
     return None
+
+
+_IN_PLACE_NAMES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift", "imatmul",
+                   "setitem", "delitem")
+_IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_NAMES}
+_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE_NAMES}
+
+
+@functools.cache
+def _inplace_position(target: Any) -> int | None:
+    """Where a function of torch.nn.functional takes `inplace`, if it does."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin has no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def is_mutation(node: Node) -> bool:
+    """Whether the node changes a tensor in place."""
+    if node.op == "call_method":
+        return node.target in _IN_PLACE_METHODS or (node.target.endswith("_") and not node.target.endswith("__"))
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.target in _IN_PLACE or "out" in node.kwargs:
+        return True
+    name, position = getattr(node.target, "__name__", ""), _inplace_position(node.target)
+    inplace = node.kwargs.get("inplace", position is not None and position < len(node.args) and node.args[position])
+    return inplace is True or (name.endswith("_") and not name.startswith("_"))
 
 
 def is_barrier(node: Node) -> bool:
     """Whether nothing may be matched across this node: a mutation, or a change of grad or autocast mode."""
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    in_place = name in {"setitem", "iadd", "isub", "imul", "itruediv", "_set_grad_enabled", "_enter_autocast", "_exit_autocast"}
-    return in_place or (name.endswith("_") and not name.startswith("_")) or "out" in node.kwargs or node.kwargs.get("inplace") is True
+    modes = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+    return is_mutation(node) or (node.op == "call_function" and getattr(node.target, "__name__", "") in modes)

@@ -23,6 +23,10 @@ class InvalidOp(TunecompileError):
     template = "Op {name!r} cannot be registered: {reason}."
 
 
+class NoSecondDerivative(TunecompileError, RuntimeError):
+    template = "{name} has no derivative: gradients of gradients are not supported. Call tunecompile.restore(model) for such a loss."
+
+
 class InvalidRewrite(TunecompileError):
     template = "Rewrite {name!r} is not valid: {reason}."
 

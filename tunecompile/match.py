@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
@@ -78,13 +79,20 @@ class Matcher:
             self.epoch[node] = barriers
             self.by_target.setdefault((node.op, node.target), []).append(node)
 
-    def find(self, pattern: Pattern) -> Iterator[Match]:
-        for anchor in self.by_target.get(pattern.anchor, ()):
-            match = next((m for m in self._at(pattern, anchor) if self._closed(m)), None)
-            if match is not None:
-                yield match
+    def anchors(self, pattern: Pattern) -> list[Node]:
+        """The nodes that may be the pattern's first output."""
+        return list(self.by_target.get(pattern.anchor, ()))
 
-    def _at(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
+    def find(self, pattern: Pattern) -> Iterator[Match]:
+        """One match at each anchor that has any."""
+        for anchor in self.anchors(pattern):
+            yield from itertools.islice(self.at(pattern, anchor), 1)
+
+    def at(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
+        """All ways to read the pattern there (operands may be exchanged)."""
+        return (match for match in self._readings(pattern, anchor) if self._closed(match))
+
+    def _readings(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
         for env in _unify(pattern.outputs[0], anchor, {}):
             bound = {node.target: env[node] for node in env if node.op == "placeholder"}
             nodes = {node: found for node, found in env.items() if node.op != "placeholder"}

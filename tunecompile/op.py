@@ -26,7 +26,7 @@ from typing import Any, Callable, Sequence
 import torch
 
 from tunecompile._torch import no_autocast
-from tunecompile.errors import InvalidOp
+from tunecompile.errors import InvalidOp, NoSecondDerivative
 
 NAMESPACE = "tunecompile"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -108,6 +108,7 @@ class Op:
             self.backward_op = op(cost=cost or self.cost, flops=flops)(fn)
             if self.backward_op.parameters[outputs:] != tuple(saves):
                 raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}")
+            _refuse_second_derivative(self.backward_op)
             _register_autograd(self, tuple(saves), tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
             return self.backward_op
 
@@ -186,6 +187,15 @@ def _register_autograd(forward: Op, saves: tuple[str, ...], gives: tuple[tuple[s
         return tuple(gradients[name] for name in names)
 
     torch.library.register_autograd(f"{NAMESPACE}::{forward.name}", backward, setup_context=setup_context, lib=_library)
+
+
+def _refuse_second_derivative(backward_op: Op) -> None:
+    """Without a formula of its own torch would take the gradient for a constant, and only warn."""
+
+    def refuse(ctx, *grads):
+        raise NoSecondDerivative(name=backward_op.name)
+
+    torch.library.register_autograd(f"{NAMESPACE}::{backward_op.name}", refuse, lib=_library)
 
 
 def _is_tensor_list(value: Any) -> bool:

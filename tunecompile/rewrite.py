@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import enable_python_dispatcher, fake_mode_of
-from tunecompile.canonical import value
+from tunecompile.canonical import is_mutation, value
 from tunecompile.errors import InvalidRewrite
 from tunecompile.match import Match, Matcher, Pattern
 
@@ -48,25 +48,48 @@ def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | No
 
 
 def apply(rewrite: Rewrite, graph: Graph) -> tuple[int, list[str]]:
-    """Rewrite every match in place. Returns how many, and the reasons of those that were refused."""
-    done, refused, taken = 0, [], set()
-    for match in list(Matcher(graph).find(rewrite.pattern)):
-        if taken & set(match.nodes.values()):
+    """Rewrite every match in place. Returns how many, and the reasons of those that were refused.
+
+    What a replacement is made of is not matched again: one call applies a rewrite once to each place.
+    """
+    anchors, made, reasons = Matcher(graph).anchors(rewrite.pattern), set(), {}
+    done = 0
+    for anchor in anchors:
+        before = set(graph.nodes)
+        if anchor not in before:
             continue
-        if (reason := rewrite.where(match) or _used_early(match)) is not None:
-            refused.append(f"{rewrite.name}: {reason}{where_from(match.outputs[0])}")
-            continue
-        taken |= set(match.nodes.values())
-        wanted = inspect.signature(rewrite.to).parameters
-        bound = {name: match if name == "match" else match.bound[name] for name in wanted}
-        replace(graph, match.outputs, rewrite.to, bound)
-        erase_dead(graph, match.nodes.values())
-        done += 1
-    return done, refused
+        for match in Matcher(graph).at(rewrite.pattern, anchor):
+            if made & set(match.nodes.values()):
+                continue
+            reason = _judge(rewrite, match) or replace(graph, match.outputs, rewrite.to, _bound(rewrite, match))
+            if reason is None:
+                erase_dead(graph, match.nodes.values())
+                made |= set(graph.nodes) - before
+                reasons.pop(anchor, None)
+                done += 1
+                break
+            reasons.setdefault(anchor, f"{rewrite.name}: {reason}{where_from(anchor)}")
+    return done, list(reasons.values())
 
 
-def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], bound: dict[str, Any]) -> None:
-    """Build new nodes just after the last of `outputs` and let them take its users' place; the old nodes die unused."""
+def _judge(rewrite: Rewrite, match: Match) -> str | None:
+    """Why the match does not hold, or None."""
+    try:
+        return rewrite.where(match) or _used_early(match) or _changed_later(match)
+    except Exception as error:  # a guard that did not think of this graph costs one match, not the region
+        return f"its guard failed ({type(error).__name__}: {error})"
+
+
+def _bound(rewrite: Rewrite, match: Match) -> dict[str, Any]:
+    wanted = inspect.signature(rewrite.to).parameters
+    return {name: match if name == "match" else match.bound[name] for name in wanted}
+
+
+def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], bound: dict[str, Any]) -> str | None:
+    """Build new nodes just before the last of `outputs` and let them take its users' place; the old nodes die unused.
+
+    Nothing is changed, and the reason returned, where the new values have another shape or dtype than the old ones.
+    """
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
 
     def lift(item: Any) -> Any:
@@ -74,15 +97,28 @@ def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], 
 
     last = max(outputs, key={node: i for i, node in enumerate(graph.nodes)}.__getitem__)
     before = set(graph.nodes)
-    with graph.inserting_before(last):  # every input exists there; users of earlier outputs are moved below
-        made = build(**{name: lift(item) for name, item in bound.items()})
-    news = [item.node for item in (made if isinstance(made, (tuple, list)) else (made,))]
-    for node in graph.nodes:
-        if node not in before:
-            annotate(node, last)
+    with graph.inserting_before(last):  # every input exists there; users of earlier outputs stand below
+        built = build(**{name: lift(item) for name, item in bound.items()})
+    news = [item.node for item in (built if isinstance(built, (tuple, list)) else (built,))]
+    made = [node for node in graph.nodes if node not in before]
+    for node in made:
+        annotate(node, last)
     for old, new in zip(outputs, news):
-        new.meta.setdefault("example_value", value(old))
+        if (difference := _difference(value(old), value(new))) is not None:
+            for node in reversed(made):
+                graph.erase_node(node)
+            return difference
+    for old, new in zip(outputs, news):
         old.replace_all_uses_with(new)
+    return None
+
+
+def _difference(old: Any, new: Any) -> str | None:
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return None
+    if (old.dtype, tuple(old.shape)) == (new.dtype, tuple(new.shape)):
+        return None
+    return f"the replacement is {new.dtype} {tuple(new.shape)}, the original {old.dtype} {tuple(old.shape)}"
 
 
 def annotate(node: Node, origin: Node) -> None:
@@ -114,6 +150,13 @@ def _used_early(match: Match) -> str | None:
     last = max((nodes.index(node) for node in match.outputs), default=-1) if nodes else -1
     early = any(nodes.index(user) < last and user not in match.nodes.values() for out in match.outputs for user in out.users) if nodes else False
     return "an output is used before all of them are computed" if early else None
+
+
+def _changed_later(match: Match) -> str | None:
+    """An op saves its inputs for its backward. The model may save other values, and be free to change these."""
+    inputs = [bound for bound in match.bound.values() if isinstance(bound, Node)]
+    changed = any(is_mutation(user) and user.args[0] is node and user > match.outputs[0] for node in inputs for user in node.users if user.args)
+    return "an input is changed in place afterwards" if changed else None
 
 
 def where_from(node: Node) -> str:

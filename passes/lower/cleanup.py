@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
-        if node.target is aten.cat.default and (whole := _whole(node)) is not None:
+        if node.target is aten.cat.default and (whole := _whole(node)) is not None and not _escapes(node):
             node.replace_all_uses_with(whole)
     graph.eliminate_dead_code()
     left = sorted({OPS[node.target].name for node in graph.nodes if node.target in OPS and not OPS[node.target].opaque})
@@ -33,6 +33,17 @@ def _whole(cat: Node) -> Node | None:
         offset = offset + node.meta["val"].shape[dim]
     base = pieces[0][0]
     return base if tuple(base.meta["val"].shape) == tuple(shape) else None
+
+
+def _escapes(node: Node) -> bool:
+    """Whether the graph returns the node's memory. (The caller may change what it gets, and must not change two things.)"""
+    return any(user.op == "output" or (_is_view(user) and _escapes(user)) for user in node.users)
+
+
+def _is_view(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(returned.alias_info is not None for returned in node.target._schema.returns)
+    return node.target is getitem
 
 
 def _piece_of(node: Node, dim: int) -> tuple[Node, int] | None:

@@ -1,6 +1,8 @@
 """A residual add whose sum is normed at once: one read of each, and their gradients meet in one pass."""
 
-from tunecompile.canonical import value
+import torch
+
+from tunecompile.canonical import is_mutation, value
 from tunecompile.match import Match
 from tunecompile.ops import add_rms_norm, rms_norm
 from tunecompile.pipeline import Context, Pass, Tally
@@ -9,8 +11,11 @@ from tunecompile.rewrite import apply, rewrite
 
 def _alike(match: Match) -> str | None:
     x, residual = value(match.bound["x"]), value(match.bound["residual"])
-    alike = getattr(residual, "dtype", None) == x.dtype and tuple(residual.shape) == tuple(x.shape)
-    return None if alike else "the summands differ in shape or dtype"
+    if not isinstance(x, torch.Tensor) or not isinstance(residual, torch.Tensor):
+        return "a summand is a constant"
+    if any(is_mutation(user) for user in match.outputs[1].users):  # the op saves the sum for its backward
+        return "the sum is changed in place afterwards"
+    return None if residual.dtype == x.dtype and tuple(residual.shape) == tuple(x.shape) else "the summands differ in shape or dtype"
 
 
 def _build(x, residual, weight, eps, offset, round_first):

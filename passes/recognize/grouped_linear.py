@@ -5,20 +5,54 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import value
+from tunecompile.canonical import is_barrier, is_mutation, value
 from tunecompile.ops import lora_linear
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate
 
 
+VIEWS = {"view", "view_as", "reshape", "transpose", "permute", "chunk", "split", "unflatten", "unsqueeze", "squeeze", "contiguous", "to", getitem, torch.chunk,
+         torch.split, torch.transpose, torch.unsqueeze}
+
+
 def _siblings(graph: Graph) -> list[list[Node]]:
     """Adapted linears by what they read, their adapters' dtype and whether they have biases and inputs of their own."""
     groups: dict[tuple, list[Node]] = {}
+    epoch = 0
     for node in graph.nodes:
-        if node.target is lora_linear.overload:
+        epoch += is_barrier(node)  # never across a mutation or a change of grad mode
+        if node.target is lora_linear.overload and (y := _result(node)) is not None and not _changed_in_place(y):
             x, inputs, _, biases, *_, dtype = node.args
-            groups.setdefault((x, bool(inputs), bool(biases), dtype), []).append(node)
+            source = x.args if x.target == "to" and len(x.args) == 2 else x  # autocast gives every linear a cast of its own
+            groups.setdefault((epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y)), []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
+
+
+def _result(node: Node) -> Node | None:
+    return next((user for user in node.users if user.target is getitem and user.args[1] == 0), None)
+
+
+def _changed_in_place(y: Node) -> bool:
+    """Whether y or a view of it is mutated, which autograd forbids for pieces of one tensor."""
+    return any(is_mutation(user) or (user.target in VIEWS and _changed_in_place(user)) for user in y.users)
+
+
+def _leads_to_gradient(y: Node) -> bool:
+    """Whether anything returned depends on y by way of autograd. One that does not must keep its adapters' gradients None."""
+    seen, pending = set(), [y]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and _requires_grad(user):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _requires_grad(node: Node) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(value(node))
+    return any(getattr(leaf, "requires_grad", True) for leaf in leaves) or not leaves
 
 
 def _hoist(graph: Graph, node: Node, before: Node, order: dict[Node, int]) -> None:
@@ -50,7 +84,7 @@ def run(graph: Graph, context: Context) -> None:
             continue
         for node in group[1:]:
             _hoist(graph, node, first, order)
-        ys = tuple(next(user for user in node.users if user.args[1] == 0) for node in group)
+        ys = tuple(_result(node) for node in group)
         _merge(graph, group, ys)
         tally.rewritten += len(group)
     context.tallies.append(tally)
@@ -73,7 +107,6 @@ def _merge(graph: Graph, group: list[Node], ys: tuple[Node, ...]) -> None:
     for old, node in zip(ys, group):
         graph.erase_node(old)
         graph.erase_node(node)
-
 
 
 PASS = Pass("grouped_linear", "recognize", run, requires=frozenset({"lora"}), provides=frozenset({"grouped_linear"}))

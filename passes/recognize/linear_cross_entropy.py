@@ -113,7 +113,9 @@ def run(graph: Graph, context: Context) -> None:
                 loss = loss / (target != arguments["ignore_index"]).sum()
             return loss.to(value(node).dtype)
 
-        replace(graph, (node,), build, bound)
+        if (reason := replace(graph, (node,), build, bound)) is not None:
+            tally.refused.append(reason + where_from(node))
+            continue
         erase_dead(graph, [node, *climbed])
         tally.rewritten += 1
     context.tallies.append(tally)

@@ -17,6 +17,8 @@ def _adapter(match: Match) -> str | None:
         return "the scale is not a constant"
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or b.shape[0] != weight.shape[0] or a.shape[1] != weight.shape[1]:
         return "the adapter's shapes do not fit the weight's"
+    if value(bound["adapter_input"]).shape != value(bound["x"]).shape:
+        return "the adapter's input has another shape"
     if weight.requires_grad:
         return "the base weight is trained as well"
     base = dtype_of(_base(match))

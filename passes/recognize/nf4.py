@@ -77,7 +77,9 @@ def run(graph: Graph, context: Context) -> None:
         rows, columns = arguments.pop("shapeB")
         output = next(user for user in node.users if user.args[1] == 0) if function else node
         arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"])}
-        replace(graph, (output,), _build, arguments)
+        if (reason := replace(graph, (output,), _build, arguments)) is not None:
+            tally.refused.append(reason + where_from(node))
+            continue
         erase_dead(graph, [output, node, *node.users])
         tally.rewritten += 1
     context.tallies.append(tally)

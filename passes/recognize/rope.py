@@ -19,8 +19,8 @@ def _halves(match: Match) -> str | None:
     if tuple(out.shape) != tuple(x.shape):
         return "cos and sin are larger than x"
     cos, sin = value(match.bound["cos"]), value(match.bound["sin"])
-    if cos.dtype != sin.dtype or cos.requires_grad or sin.requires_grad:
-        return "cos and sin differ in dtype or need a gradient"
+    if (reason := _tables(cos, sin)) is not None:
+        return reason
     return None if out.dtype == torch.promote_types(x.dtype, cos.dtype) else f"the result is {out.dtype}"
 
 
@@ -29,9 +29,18 @@ def rotate_half(x, cos, sin, half):
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
+def _tables(cos, sin) -> str | None:
+    """The op has no gradient for its tables."""
+    if not isinstance(cos, torch.Tensor) or not isinstance(sin, torch.Tensor):
+        return "cos and sin are no tensors"
+    return "cos and sin differ in dtype or need a gradient" if cos.dtype != sin.dtype or cos.requires_grad or sin.requires_grad else None
+
+
 def _half_tables(match: Match) -> str | None:
-    x, cos = value(match.bound["x"]), value(match.bound["cos"])
-    if match.bound["two"] != 2 or cos.shape[-1] * 2 != x.shape[-1]:
+    x, cos, sin = (value(match.bound[name]) for name in ("x", "cos", "sin"))
+    if (reason := _tables(cos, sin)) is not None:
+        return reason
+    if match.bound["two"] != 2 or cos.shape[-1] * 2 != x.shape[-1] or sin.shape[-1] != cos.shape[-1]:
         return "not halves"
     if tuple(value(match.outputs[0]).shape) != tuple(x.shape) or value(match.outputs[0]).dtype != torch.promote_types(x.dtype, cos.dtype):
         return "the result has another shape or dtype"

@@ -41,8 +41,12 @@ def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor]
     return code[absmax.long()] * scale[outer] + offset
 
 
-@dequantize_4bit.provider("bitsandbytes", supports=lambda packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns,
-                          blocksize, quant_type, dtype: hasattr(torch.ops.bitsandbytes, "dequantize_4bit"))
+def _bitsandbytes_is_right(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> bool:
+    """Its CPU kernel (0.50) begins a new block at each row; its quantiser and its GPU kernels do not."""
+    return hasattr(torch.ops.bitsandbytes, "dequantize_4bit") and (packed.is_cuda or columns % blocksize == 0)
+
+
+@dequantize_4bit.provider("bitsandbytes", supports=_bitsandbytes_is_right)
 def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
     if absmax_code is not None:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(absmax, absmax_scale, absmax_code, 256, torch.float32)

@@ -1,0 +1,60 @@
+"""LoRA over packed weights is LoRA over the weights they stand for."""
+
+import pytest
+import torch
+
+from tests.ops.checks import assert_fake_is_real
+from tests.ops.test_lora import arguments, leaves, with_leaves
+from tunecompile.ops import lora_linear, lora_linear_nf4
+
+pytest.importorskip("bitsandbytes")
+from tests.ops.test_nf4 import quantized  # noqa: E402
+
+
+def pair(dtype, double, sizes, ranks, adapters=None, **case):
+    """Arguments of `lora_linear` on dequantised weights, and of `lora_linear_nf4` on the packed ones."""
+    x = torch.randn(2, 3, 64).to(dtype)
+    dense = arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, **case)
+    made = [quantized(n, 64, double=double, dtype=dtype) for n in sizes]
+    dense[2] = [expected for _, expected in made]
+    columns = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
+    packed = [x, dense[1], *columns, *dense[3:], list(sizes), 64, "nf4"]
+    return dense, packed
+
+
+def packed_leaves(packed, new):
+    x, inputs, p, m, c, s, o, biases, a, b, scales, dtype, *rest = packed
+    x, inputs, _, biases, a, b, _, _ = with_leaves([x, inputs, None, biases, a, b, None, None], new)
+    return [x, inputs, p, m, c, s, o, biases, a, b, scales, dtype, *rest]
+
+
+@pytest.mark.parametrize("case", [dict(), dict(bias=True), dict(own=True, bias=True)], ids=str)
+@pytest.mark.parametrize("sizes, ranks", [((6,), (2,)), ((8, 3, 5), (4, 1, 2))])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("dtype, adapters", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)])
+def test_values_and_gradients_are_those_of_the_dense_op(dtype, adapters, double, sizes, ranks, case):
+    dense, packed = pair(dtype, double, sizes, ranks, adapters, **case)
+    ours, theirs = ([t.detach().requires_grad_() for t in leaves(dense)] for _ in range(2))
+    y, xa = lora_linear_nf4(*packed_leaves(packed, ours))
+    expected, expected_xa = lora_linear(*with_leaves(dense, theirs))
+    assert torch.equal(y, expected) and torch.equal(xa, expected_xa)
+    grad = torch.randn(y.shape).to(dtype)
+    y.backward(grad)
+    expected.backward(grad)
+    assert all(torch.equal(o.grad, t.grad) and o.grad.dtype == o.dtype for o, t in zip(ours, theirs))
+    assert_fake_is_real(lora_linear_nf4, *packed)
+    assert_fake_is_real(lora_linear_nf4.backward_op, grad, *packed, xa.detach())
+
+
+def test_gradcheck():
+    x = torch.randn(3, 64, dtype=torch.float64)
+    dense = arguments(x, (4, 3), (2, 1), bias=True, own=True)
+    made = [quantized(n, 64, dtype=torch.float32)[0] for n in (4, 3)]
+    packed = [x, dense[1], *[[m[i] for m in made] for i in range(5)], *dense[3:], [4, 3], 64, "nf4"]
+    new = [t.detach().requires_grad_() for t in leaves(dense)]
+    assert torch.autograd.gradcheck(lambda *n: lora_linear_nf4(*packed_leaves(packed, n))[0], new, fast_mode=True)
+
+
+def test_opcheck():
+    dense, packed = pair(torch.float32, True, (4, 3), (2, 1), bias=True, own=True)
+    torch.library.opcheck(lora_linear_nf4.overload, tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in leaves(dense)])))

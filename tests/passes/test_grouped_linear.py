@@ -1,0 +1,115 @@
+"""Siblings that share x become one op, unless something stands between them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.conftest import check, family, random
+from tests.passes.test_lora import Siblings, lora, operands
+
+PASSES = family("lora", "grouped_linear")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("number", [2, 3])
+def test_siblings(number, bias, dtype):
+    layer = Siblings(number, bias=bias, dtype=dtype)
+    check(layer, random(2, 3, 8, dtype=dtype), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), tol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_dynamic_shapes():
+    layer = Siblings(3)
+    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), rows=(0, 1))
+
+
+def test_work_between_the_siblings():
+    def fn(x, *o):
+        q = torch.sin(lora(x, *o[:3]))
+        k = lora(x, *o[3:]) * q
+        return q, k
+
+    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+def test_a_sibling_that_is_not_read():
+    check(lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:]).detach()), random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+
+
+def test_one_weight_twice():
+    check(lambda x, *o: lora(x, *o) * lora(x, *o, scale=2.0), random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+def test_with_and_without_bias_and_of_another_input():
+    check(lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:])), random(2, 3, 8), *operands(), *operands(bias=True), passes=PASSES, expect={"lora_linear": 2})
+    check(lambda x, *o: (lora(x, *o[:3]), lora(torch.sin(x), *o[3:])), random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 2})
+
+
+def test_weights_computed_from_the_first_ones_result():
+    check(lambda x, *o: (lambda q: (q, lora(x, o[3] * q.detach().mean(), *o[4:])))(lora(x, *o[:3])), random(2, 3, 8), *operands(), *operands(), passes=PASSES,
+          expect={"lora_linear": 2})
+
+
+def test_an_input_computed_from_the_first_ones_result():
+    def fn(x, *o):
+        q = lora(x, *o[:3])
+        z = F.dropout(q[..., :1] + x, 0.0)
+        return q, F.linear(x, o[3]) + F.linear(F.linear(z, o[4]), o[5]) * 0.5
+
+    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+
+
+@pytest.mark.parametrize("what", ["x", "adapter", "weight"])
+def test_never_across_a_mutation(what):
+    def fn(x, w, a, b, w2, a2, b2):
+        x, a2, w2 = x * 1.0, a2 * 1.0, w2 * 1.0
+        q = lora(x, w, a, b)
+        {"x": x, "adapter": a2, "weight": w2}[what].add_(1.0)
+        return q, lora(x, w2, a2, b2)
+
+    check(fn, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), *(t.detach() for t in operands()), passes=PASSES)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_never_across_a_change_of_grad_mode(frozen):
+    def fn(x, *o):
+        made = []
+        for i in range(2):
+            with torch.set_grad_enabled(i != frozen):
+                made.append(lora(x, *o[3 * i:3 * i + 3]))
+        return made[0] * made[1]
+
+    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+
+
+def test_a_result_that_is_changed_in_place():
+    def fn(x, *o):
+        q, k = lora(x, *o[:3]), lora(x, *o[3:])
+        q += 1.0
+        return q * k
+
+    check(fn, random(2, 3, 8), *operands(), *operands(), passes=[])
+
+
+def test_autocast_with_fp32_parameters():
+    layer = Siblings(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(layer, random(2, 3, 8), passes=PASSES, parameters=layer.trained(), tol=2e-2)
+
+
+def test_autocast_with_fp32_parameters_is_grouped():
+    layer = Siblings(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), tol=2e-2)
+
+
+def test_dropout_on_one_sibling_only():
+    def fn(x, *o):
+        return lora(x, *o[:3]), F.linear(x, o[3]) + F.linear(F.linear(F.dropout(x, 1.0), o[4]), o[5]) * 0.5
+
+    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 2})
+
+
+def test_dropout_with_p_1_draws_nothing():
+    layer = Siblings(2, dropout=1.0)
+    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained())

@@ -1,0 +1,285 @@
+"""Low-rank adapters as PEFT and others write them; what is no adapter of a frozen linear."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.passes.conftest import PIPELINE, assert_same, check, family, random, results
+from tunecompile.backend import Backend
+
+PASSES = family("lora")
+GROUPED = family("lora", "grouped_linear")
+
+
+def operands(n=6, k=8, r=2, dtype=torch.float32, adapters=None, bias=False):
+    made = [random(n, k, dtype=dtype, grad=False), random(r, k, dtype=adapters or dtype), random(n, r, dtype=adapters or dtype)]
+    return made + ([random(n, dtype=dtype)] if bias else [])
+
+
+def lora(x, w, a, b, bias=None, scale=0.5):
+    return F.linear(x, w, bias) + F.linear(F.linear(x, a), b) * scale
+
+
+SPELLINGS = [lora, lambda x, w, a, b: 0.5 * F.linear(F.linear(x, a), b) + F.linear(x, w), lambda x, w, a, b: torch.add(F.linear(x, w), torch.mul(F.linear(F.linear(x, a), b), 2)),
+             lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype), lambda x, w, a, b: lora(x, w, a, b, scale=1.0)]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_matches(spelling):
+    check(spelling, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (1, 1, 8), (2, 0, 8)])
+def test_any_rank_of_the_input(shape):
+    check(lora, random(*shape), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+def test_bias_and_other_widths():
+    check(lora, random(2, 3, 8), *operands(bias=True), passes=PASSES, expect={"lora_linear": 1})
+    check(lora, random(2, 3, 8), *operands(n=1, r=1, bias=True), passes=PASSES, expect={"lora_linear": 1})
+
+
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float16], ids=str)
+def test_fp32_adapters_on_a_half_precision_base(base):
+    def peft(x, w, a, b):
+        result = F.linear(x, w)
+        dtype = result.dtype
+        result = result + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5
+        return result.to(dtype)
+
+    w, a, b = operands(dtype=base, adapters=torch.float32)
+    check(peft, random(2, 3, 8, dtype=base), w, a, b, passes=PASSES, expect={"lora_linear": 1}, tol=1e-2)
+
+
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(params):
+    def fn(x, w, a, b):
+        with torch.autocast("cpu", torch.bfloat16):
+            return lora(x, w, a, b)
+
+    check(fn, random(2, 3, 8, dtype=params), *operands(dtype=params), passes=PASSES, tol=1.5e-2)
+    check(fn, random(2, 3, 8), *operands(dtype=torch.float32), passes=PASSES, tol=1.5e-2)
+
+    def around(x, w, a, b):
+        return lora(x, w, a, b)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        check(around, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1}, tol=1.5e-2)
+
+
+def test_two_adapters_on_one_base():
+    check(lambda x, w, a, b, c, d: lora(x, w, a, b) + F.linear(F.linear(x, c), d) * 3.0, random(2, 3, 8), *operands(), *operands(r=3)[1:], passes=PASSES)
+
+
+def test_an_adapter_with_its_own_input():
+    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(2, 3, 8), random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+def test_dynamic_shapes():
+    layer = Siblings(1)
+    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, rows=(0, 1), parameters=layer.trained())
+
+
+def test_a_dynamic_scale_is_made_a_constant():
+    layer = Siblings(1)
+    check(layer, random(2, 3, 8), passes=PASSES, dynamic=True, parameters=layer.trained())
+
+
+def test_two_layers_of_one_region_with_two_scales():
+    backend = Backend("test", PIPELINE, "eager")
+    layer = torch.compile(lambda layer, x: layer(x), backend=backend)
+    for scale in (0.5, 2.0, 3.0):
+        one = Siblings(1)
+        one.scales = [scale]
+        x = random(2, 3, 8)
+        assert_same(list(layer(one, x)), list(one(x)), 1e-5)
+    assert not backend.failures
+    assert all({t.family: t.rewritten for t in c.tallies}["lora"] == 1 for c in backend.contexts)
+
+
+MUTATIONS = {
+    "tensor scale": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * a.sum(),
+    "no scale": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b),
+    "activation between": lambda x, w, a, b: F.linear(x, w) + F.linear(torch.tanh(F.linear(x, a)), b) * 0.5,
+    "difference": lambda x, w, a, b: F.linear(x, w) - F.linear(F.linear(x, a), b) * 0.5,
+    "product": lambda x, w, a, b: F.linear(x, w) * (F.linear(F.linear(x, a), b) * 0.5),
+    "bias on the way down": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a, b[0]), b) * 0.5,
+    "bias on the way up": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b, w[:, 0]) * 0.5,
+    "down is read": lambda x, w, a, b: (lambda d: (F.linear(x, w) + F.linear(d, b) * 0.5, d))(F.linear(x, a)),
+    "base is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(F.linear(x, w)),
+    "delta is read": lambda x, w, a, b: (lambda y: (F.linear(x, w) + y) * y)(F.linear(F.linear(x, a), b) * 0.5),
+    "matmul": lambda x, w, a, b: x @ w.t() + F.linear(F.linear(x, a), b) * 0.5,
+    "base scaled": lambda x, w, a, b: F.linear(x, w) * 2.0 + F.linear(F.linear(x, a), b) * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_does_not_match(name):
+    check(MUTATIONS[name], random(2, 6, 8), *operands(), passes=PASSES, expect={})
+
+
+def test_a_trained_base():
+    w, a, b = operands()
+    check(lora, random(2, 3, 8), w.requires_grad_(), a, b, passes=PASSES, expect={})
+    check(lambda x, v, w, a, b: lora(x, w + v, a, b), random(2, 3, 8), random(6, 8), *operands(), passes=PASSES, expect={})
+
+
+def test_broadcast_delta():
+    """A single row of B added to every column."""
+    check(lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b[:1]) * 0.5, random(2, 3, 8), *operands(), passes=PASSES, expect={})
+    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(2, 3, 8), random(8), *operands(), passes=PASSES)
+    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(3, 8), random(2, 3, 8), *operands(), passes=PASSES)
+
+
+def test_another_result_dtype():
+    check(lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 0.5, random(2, 3, 8, dtype=torch.bfloat16), *operands(dtype=torch.bfloat16, adapters=torch.float32),
+          passes=PASSES, expect={}, tol=1e-2)
+
+
+def test_never_across_a_mutation():
+    def between(x, w, a, b):
+        y = x * 1.0
+        base = F.linear(y, w)
+        y.add_(1.0)
+        return base + F.linear(F.linear(y, a), b) * 0.5
+
+    def base(x, w, a, b):
+        y = F.linear(x, w)
+        y += F.linear(F.linear(x, a), b) * 0.5
+        return y
+
+    check(between, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), passes=PASSES, expect={})
+    check(base, random(2, 3, 8), *operands(), passes=PASSES)
+
+
+def test_an_adapter_of_an_adapter():
+    check(lambda x, *o: lora(lora(x, *o[:3]), *o[3:]), random(2, 3, 8), *operands(n=8), *operands(), passes=PASSES, expect={"lora_linear": 2})
+
+
+# PEFT itself
+
+class Block(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 8, bias=bias), nn.Linear(8, 4, bias=bias), nn.Linear(8, 6, bias=bias)
+
+    def forward(self, x):
+        return self.o(torch.tanh(self.q(x)) * self.k(x).repeat(1, 1, 2))
+
+
+def peft_block(biased=False, dtype=torch.float32, **options):
+    peft = pytest.importorskip("peft")
+    block = Block(biased).to(dtype)
+    block.requires_grad_(False)
+    settings = dict(r=2, lora_alpha=8, lora_dropout=0.0, target_modules=["q", "k", "o"])
+    model = peft.inject_adapter_in_model(peft.LoraConfig(**{**settings, **options}), block)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.3)
+        if "bias" in options and name.endswith("bias"):
+            p.requires_grad_()
+    return model.train()
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(r=4), dict(use_rslora=True), dict(rank_pattern={"q": 3}), dict(alpha_pattern={"k": 1}), dict(bias=True), dict(lora_bias=False)], ids=str)
+def test_peft(options):
+    bias = options.pop("bias", False)
+    model = peft_block(bias, **options)
+    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model))
+
+
+def test_peft_trained_biases():
+    model = peft_block(True, bias="all")
+    assert any(n.endswith("bias") for n, p in model.named_parameters() if p.requires_grad)
+    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model))
+
+
+@pytest.mark.parametrize("options", [dict(use_dora=True), dict(lora_bias=True)], ids=str)
+def test_peft_variants_that_are_no_plain_adapters(options):
+    bias = "lora_bias" in options
+    model = peft_block(bias, **options)
+    check(model, random(2, 3, 8), passes=PASSES, expect={}, parameters=trained(model))
+
+
+def test_peft_in_bf16_with_fp32_adapters():
+    model = peft_block(dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = p.data.float()
+    check(model, random(2, 3, 8, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model), tol=2e-2)
+
+
+def test_peft_merged_or_disabled_adapters():
+    model = peft_block()
+    for module in model.modules():
+        if hasattr(module, "enable_adapters"):
+            module.enable_adapters(False)
+    check(model, random(2, 3, 8), passes=PASSES, expect={})
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_dropout_draws_one_mask_for_forward_and_backward(checkpoint, grouped):
+    """The result is linear in x for a given mask, so <dy, y> = <dx, x> holds only if backward used the forward's mask; and the adapter's
+    part is linear in B: <dB, B> = <dy, y - base>."""
+    layer = Siblings(2 if grouped else 1, dropout=0.5).double()
+    backend = Backend("test", PIPELINE, "eager", checkpoint=checkpoint)
+    x = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+    y = torch.cat(torch.compile(layer, backend=backend)(x), -1)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert not backend.failures
+    torch.testing.assert_close((grad * y).sum(), (x.grad * x).sum())
+    base = torch.cat([F.linear(x, w) for w in layer.w], -1)
+    share = ((y - base) * grad).detach()
+    start = 0
+    for w, a, b in zip(layer.w, layer.a, layer.b):
+        mine = share[..., start:start + w.shape[0]].sum()
+        torch.testing.assert_close((b.grad * b).sum(), mine)
+        torch.testing.assert_close((a.grad * a).sum(), mine)
+        start += w.shape[0]
+    again = torch.cat(torch.compile(layer, backend=backend)(x), -1)
+    assert not torch.equal(again, y), "a mask is drawn for every step"
+
+
+def test_dropout_masks_of_siblings_differ():
+    layer = Siblings(2, dropout=0.5, same=True)
+    backend = Backend("test", PIPELINE, "eager")
+    q, k = torch.compile(layer, backend=backend)(torch.randn(4, 16, 8, requires_grad=True))
+    assert {t.family: t.rewritten for t in backend.contexts[0].tallies}["grouped_linear"] == 2
+    assert not torch.equal(q, k)
+
+
+class Siblings(nn.Module):
+    """Adapted linears of one input, PEFT's spelling."""
+
+    def __init__(self, number, dropout=0.0, bias=False, ranks=(2, 3, 1), sizes=(6, 4, 5), same=False, dtype=torch.float32):
+        super().__init__()
+        sizes, ranks = (sizes[:1] * 3, ranks[:1] * 3) if same else (sizes, ranks)
+
+        def each(make):
+            made = [make(i) for i in range(number)]
+            return nn.ParameterList(made[:1] * number if same else made)
+
+        self.w = each(lambda i: nn.Parameter(torch.randn(sizes[i], 8, dtype=dtype), requires_grad=False))
+        self.a = each(lambda i: nn.Parameter(torch.randn(ranks[i], 8)))
+        self.b = each(lambda i: nn.Parameter(torch.randn(sizes[i], ranks[i])))
+        self.bias = each(lambda i: nn.Parameter(torch.randn(sizes[i], dtype=dtype))) if bias else [None] * number
+        self.dropout, self.scales = dropout, [0.5, 2.0, 1.0] if not same else [0.5] * 3
+
+    def trained(self):
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def one(self, i, x):
+        result = F.linear(x, self.w[i], self.bias[i])
+        dtype = result.dtype
+        own = F.dropout(x.to(self.a[i].dtype), self.dropout, self.training) if self.dropout else x.to(self.a[i].dtype)
+        return (result + F.linear(F.linear(own, self.a[i]), self.b[i]) * self.scales[i]).to(dtype)
+
+    def forward(self, x):
+        return tuple(self.one(i, x) for i in range(len(self.w)))

@@ -1,0 +1,202 @@
+"""The matcher on small graphs: what binds, what commutes, what is closed, and how rewrites are applied."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.conftest import Recorder
+from tunecompile.canonical import canonicalize_graph
+from tunecompile.errors import InvalidRewrite
+from tunecompile.match import Matcher, Pattern, cast
+from tunecompile.pipeline import recognize
+from tunecompile.rewrite import apply, rewrite
+
+
+def graph(fn):
+    made = torch.fx.symbolic_trace(fn).graph
+    canonicalize_graph(made)
+    return made
+
+
+def find(pattern, fn):
+    return list(Matcher(graph(fn)).find(Pattern.trace(pattern)))
+
+
+def names(match):
+    return {k: getattr(v, "name", v) for k, v in match.bound.items()}
+
+
+def test_commutative_operands_and_captured_scalars():
+    (m,) = find(lambda x, w, e: w * torch.rsqrt(x + e), lambda a, b: torch.rsqrt(1e-5 + a) * b)
+    assert names(m) in ({"x": "a", "w": "b", "e": 1e-5}, {"x": 1e-5, "w": "b", "e": "a"})
+    (m,) = find(lambda x, e: torch.rsqrt(x.pow(2) + e), lambda a: torch.rsqrt(1e-5 + a.square()))
+    assert names(m) == {"x": "a", "e": 1e-5}
+
+
+@pytest.mark.parametrize("fn", [lambda a, b: torch.tanh(a - b), lambda a, b: torch.tanh(b - a)])
+def test_subtraction_does_not_commute(fn):
+    (m,) = find(lambda x, y: torch.tanh(torch.sin(x) - y), lambda a, b: torch.tanh(torch.sin(a) - b))
+    assert names(m) == {"x": "a", "y": "b"}
+    assert not find(lambda x, y: torch.tanh(torch.sin(x) - y), lambda a, b: torch.tanh(b - torch.sin(a)))
+
+
+def test_one_parameter_is_one_value():
+    pattern = lambda x, y: torch.sin(x) * x + y  # noqa: E731
+    assert find(pattern, lambda a, b: torch.sin(a) * a + b)
+    assert not find(pattern, lambda a, b: torch.sin(a) * b + b)
+    assert find(lambda x, s: torch.sin(x * s) + s, lambda a: torch.sin(a * 2.0) + 2.0)
+    assert not find(lambda x, s: torch.sin(x * s) + s, lambda a: torch.sin(a * 2.0) + 3.0)
+
+
+def test_constants_in_a_pattern_are_demanded():
+    assert find(lambda x: x.pow(2) * 0.5, lambda a: a.square() * 0.5)
+    assert not find(lambda x: x.pow(2) * 0.5, lambda a: a.square() * 0.25)
+    assert not find(lambda x: x.pow(2) * 0.5, lambda a: a.pow(3) * 0.5)
+    assert find(lambda x: x.pow(2) * 1.0, lambda a: a.pow(2.0) * 1)
+    assert not find(lambda x: x.mean(-1, keepdim=True) + 1, lambda a: a.mean(-1, keepdim=False) + 1)
+
+
+def test_an_inner_value_with_another_user():
+    pattern = lambda x: torch.tanh(torch.sin(x))  # noqa: E731
+    assert find(pattern, lambda a: torch.tanh(torch.sin(a)))
+    assert not find(pattern, lambda a: (lambda s: torch.tanh(s) + s)(torch.sin(a)))
+    assert find(pattern, lambda a: (lambda t: t + t * 2)(torch.tanh(torch.sin(a)))), "outputs may have any number of users"
+
+
+@pytest.mark.parametrize("mutate", [lambda v: v.add_(1), lambda v: torch.relu_(v), lambda v: F.relu(v, inplace=True)])
+def test_a_barrier_between(mutate):
+    def fn(a, b):
+        s = torch.sin(a)
+        mutate(b)
+        return torch.tanh(s)
+
+    def outside(a, b):
+        mutate(b)
+        t = torch.tanh(torch.sin(a))
+        mutate(t)
+        return t
+
+    pattern = lambda x: torch.tanh(torch.sin(x))  # noqa: E731
+    assert not find(pattern, fn)
+    assert find(pattern, outside)
+
+
+def test_slices_and_ellipsis():
+    pattern = lambda x, h: torch.cat((-x[..., h:], x[..., :h]), -1)  # noqa: E731
+    (m,) = find(pattern, lambda a: torch.cat((-a[..., 4:], a[..., :4]), -1))
+    assert m.bound["h"] == 4
+    assert not find(pattern, lambda a: torch.cat((-a[..., 4:], a[..., :3]), -1))
+    assert not find(pattern, lambda a: torch.cat((-a[..., 4:], a[:, :4]), -1))
+    assert not find(pattern, lambda a: torch.cat((-a[..., 4::2], a[..., :4]), -1))
+
+
+def test_optional_casts():
+    pattern = lambda x: torch.tanh(cast(torch.sin(cast(x))))  # noqa: E731
+    for fn in (lambda a: torch.tanh(torch.sin(a)), lambda a: torch.tanh(torch.sin(a.float())), lambda a: torch.tanh(torch.sin(a).half()),
+               lambda a: torch.tanh(torch.sin(a.double()).to(torch.float32))):
+        (m,) = find(pattern, fn)
+        assert names(m) == {"x": "a"}
+    assert not find(pattern, lambda a: torch.tanh(torch.sin(a).float().half()))
+
+
+def test_several_outputs():
+    pattern = lambda x, y: (torch.tanh(x + y), x + y)  # noqa: E731
+    (m,) = find(lambda x, y: (lambda s: (torch.tanh(s), s))(x + y), lambda a, b: (lambda s: torch.tanh(s) * s)(a + b))
+    assert [n.name for n in m.outputs] == ["tanh", "add"]
+    assert pattern
+
+
+def test_a_rewrite_takes_what_its_pattern_binds():
+    with pytest.raises(InvalidRewrite):
+        rewrite("bad", to=lambda z: z)(lambda x: torch.sin(x))
+
+
+@rewrite("sinc", to=lambda x: torch.sin(x) * 0.5 + torch.sin(x) * 0.5)
+def same_sine(x):
+    return torch.sin(torch.abs(x))
+
+
+def run(rule, fn, *args):
+    """Through Dynamo: new nodes get values and lint."""
+    outcome = {}
+
+    class Once(Recorder):
+        def __call__(self, gm, inputs):
+            outcome["done"], outcome["refused"] = apply(rule, gm.graph)
+            gm.graph.lint()
+            gm.recompile()
+            assert all("example_value" in n.meta for n in gm.graph.nodes if n.op in ("call_function", "call_method"))
+            return gm.forward
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=Once([]))(*args), outcome
+
+
+def test_apply_replaces_every_match_and_gives_new_nodes_their_values():
+    x = torch.rand(3)
+    got, outcome = run(same_sine, lambda x: torch.sin(torch.abs(x)) + torch.sin(torch.abs(x * 2)), x)
+    assert outcome["done"] == 2
+    torch.testing.assert_close(got, torch.sin(x) + torch.sin(2 * x))
+
+
+def test_a_match_that_reads_another_match():
+    x = torch.rand(3)
+    got, outcome = run(same_sine, lambda x: torch.sin(torch.abs(torch.sin(torch.abs(x)))), x)
+    torch.testing.assert_close(got, torch.sin(torch.sin(x)))
+    assert outcome["done"] == 2
+
+
+def test_refusals_name_the_reason_and_the_line():
+    rule = rewrite("never", to=lambda x: x, where=lambda m: "because")(lambda x: torch.sin(torch.abs(x)))
+    x = torch.rand(3)
+    got, outcome = run(rule, lambda x: torch.sin(torch.abs(x)), x)
+    assert outcome["done"] == 0 and "never: because at test_matcher.py:" in outcome["refused"][0]
+    assert torch.equal(got, torch.sin(x))
+
+
+def test_overlapping_matches_are_taken_once():
+    rule = rewrite("pair", to=lambda x: torch.neg(torch.neg(torch.neg(torch.neg(x)))))(lambda x: torch.neg(torch.neg(x)))
+    x = torch.rand(3)
+    got, outcome = run(rule, lambda x: -(-(-x)), x)
+    assert torch.equal(got, -x) and outcome["done"] == 1
+
+
+def test_a_guard_sees_every_binding():
+    def where(m):
+        return None if isinstance(m.bound["s"], float) else "no constant"
+
+    rule = rewrite("shift", to=lambda x, s: torch.sin(x + s), where=where)(lambda x, s: torch.sin(s + x))
+    got, outcome = run(rule, lambda x: torch.sin(x + 2.0), torch.rand(3))
+    assert outcome["done"] == 1
+
+
+def test_a_guard_that_raises():
+    rule = rewrite("bad_guard", to=lambda x: x, where=lambda m: m.bound["x"].nonsense)(lambda x: torch.sin(torch.abs(x)))
+    run(rule, lambda x: torch.sin(torch.abs(x)), torch.rand(3))
+
+
+@pytest.mark.parametrize("to", [lambda x: torch.sin(x).double(), lambda x: torch.sin(x).sum()])
+def test_a_replacement_of_another_dtype_or_shape(to):
+    rule = rewrite("changes", to=to)(lambda x: torch.sin(torch.abs(x)))
+    x = torch.rand(3)
+    got, _ = run(rule, lambda x: torch.sin(torch.abs(x)), x)
+    assert got.dtype == x.dtype and got.shape == x.shape
+
+
+def test_outputs_used_before_all_are_there():
+    rule = rewrite("two", to=lambda x, y: (torch.tanh(x + y), x + y))(lambda x, y: (lambda s: (torch.tanh(s), s))(x + y))
+    a, b = torch.rand(3), torch.rand(3)
+    got, outcome = run(rule, lambda a, b: (lambda s: torch.cos(s) * torch.tanh(s))(a + b), a, b)
+    torch.testing.assert_close(got, torch.cos(a + b) * torch.tanh(a + b))
+    assert outcome["done"] + len(outcome["refused"]) == 1
+
+
+def test_recognise_counts_anchors_and_names_what_is_left():
+    family = recognize("sines", [same_sine], anchors=lambda g: [n for n in g.nodes if n.target is torch.abs])
+    recorder = Recorder([family])
+    torch._dynamo.reset()
+    torch.compile(lambda x: torch.sin(torch.abs(x)) + torch.cos(torch.abs(x)), backend=recorder)(torch.rand(3))
+    (tally,) = recorder.seen.contexts[0].tallies
+    assert (tally.found, tally.rewritten) == (2, 1) and "part of no known pattern at test_matcher.py" in tally.refused[0]
+
+

@@ -1,0 +1,95 @@
+"""bitsandbytes layers, alone and below adapters."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.conftest import check, family, random
+
+bnb = pytest.importorskip("bitsandbytes")
+PASSES = family("nf4")
+ALL = family("nf4", "lora", "grouped_linear", "lora_nf4")
+
+
+def linear(n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None):
+    made = bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double)
+    options = {} if blocksize is None else {"blocksize": blocksize}
+    made.weight = bnb.nn.Params4bit(torch.randn(n, k, dtype=dtype), requires_grad=False, quant_type=quant_type, compress_statistics=double, **options)
+    if bias:
+        made.bias = nn.Parameter(torch.randn(n, dtype=dtype))
+    return made.to("cpu").train()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer(dtype, quant_type, double, bias):
+    layer = linear(bias=bias, dtype=dtype, double=double, quant_type=quant_type)
+    check(layer, random(2, 3, 64, dtype=dtype), passes=PASSES, expect={"dequantize_4bit": 1}, parameters=[p for p in [layer.bias] if p is not None],
+          tol=2e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (1, 1, 64), (5, 64)])
+def test_any_rank_of_the_input(shape):
+    check(linear(bias=True), random(*shape), passes=PASSES, tol=2e-5)
+
+
+def test_blocks_of_another_size():
+    check(linear(k=128, blocksize=128), random(2, 3, 128), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+
+
+def test_an_input_of_another_dtype_than_the_computation():
+    layer = linear(dtype=torch.bfloat16)
+    check(layer, random(2, 3, 64), passes=PASSES, tol=1.5e-2)
+
+
+def test_two_layers_in_a_row():
+    first, second = linear(n=64), linear()
+    check(lambda x: second(first(x)), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 2}, tol=2e-5)
+
+
+def test_a_frozen_input():
+    check(lambda x, y: linear_(x) * y, random(2, 3, 64, grad=False), random(2, 3, 6), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+
+
+linear_ = linear()
+
+
+def test_dynamic_shapes():
+    check(linear(), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5, dynamic=True)
+
+
+class Pair(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.q, self.k = linear(**options), linear(n=4, **options)
+
+    def forward(self, x):
+        return self.q(x), self.k(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_below_adapters(bias, dtype):
+    peft = pytest.importorskip("peft")
+    pair = Pair(bias=bias, dtype=dtype)
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q", "k"]), pair).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+        if name.endswith("bias"):
+            p.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    check(model, random(2, 3, 64, dtype=dtype), passes=ALL, expect={"dequantize_4bit": 2, "lora_linear": 1}, parameters=trained, tol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_input_mutated_between_two_layers():
+    def fn(x):
+        y = x * 1.0
+        a = layers.q(y)
+        y.add_(1.0)
+        return a, layers.k(y)
+
+    layers = Pair()
+    check(fn, random(2, 3, 64), passes=ALL, tol=2e-5)

@@ -1,0 +1,373 @@
+"""RMSNorm in the spellings of real models, and near misses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.passes.conftest import check, family, random
+
+PASSES = family("rms_norm")
+EPS = 1e-3
+
+
+def llama(x, w):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + EPS)
+    return w * x.to(dtype)
+
+
+def swapped(x, w):
+    h = x.float()
+    return (torch.rsqrt(EPS + torch.mean(torch.square(h), dim=-1, keepdim=True)) * h).type_as(x) * w
+
+
+def product(x, w):
+    h = x.type(torch.float32)
+    return torch.mul(w, (h * (h * h).mean(dim=[-1], keepdim=True).add(EPS).rsqrt()).to(dtype=x.dtype))
+
+
+def power(x, w):
+    h = x.to(dtype=torch.float32)
+    return w * (h * torch.rsqrt((h**2.0).mean((-1,), True) + EPS)).to(x)
+
+
+def method_mean(x, w):
+    h = x.float()
+    return w * torch.multiply(h, torch.rsqrt(torch.add(torch.pow(h, 2).mean(-1, True), EPS))).to(x.dtype)
+
+
+def t5(x, w):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return w * (x * torch.rsqrt(variance + EPS)).to(w.dtype)
+
+
+def olmo(x, w):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return (w * x).to(dtype)
+
+
+def olmo_wide_weight(x, w):
+    h = x.float()
+    return ((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)) * w.float()).to(x.dtype)
+
+
+def gemma(x, w):
+    def norm(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+    return (norm(x.float()) * (1.0 + w.float())).type_as(x)
+
+
+def gemma_backwards(x, w):
+    h = x.float()
+    return ((w.float() + 1) * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS))).to(x.dtype)
+
+
+def functional(x, w):
+    return F.rms_norm(x, (x.shape[-1],), w, EPS)
+
+
+def keywords(x, w):
+    return F.rms_norm(x, normalized_shape=(x.shape[-1],), weight=w, eps=EPS)
+
+
+SPELLINGS = [llama, swapped, product, power, method_mean, t5, olmo, olmo_wide_weight, gemma, gemma_backwards, functional, keywords]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_matches(spelling, dtype):
+    check(spelling, random(2, 3, 8, dtype=dtype), random(8, dtype=dtype), passes=PASSES, expect={"rms_norm": 1}, tol=1e-5 if dtype == torch.float32 else 1.2e-2)
+
+
+@pytest.mark.parametrize("spelling", [llama, gemma, olmo, functional])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_weight_of_another_dtype(spelling, dtypes):
+    """Whether it matches or not: values and dtypes are eager's."""
+    check(spelling, random(2, 3, 8, dtype=dtypes[0]), random(8, dtype=dtypes[1]), passes=PASSES, tol=1.2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_torch_module(eps, dtype):
+    """Small inputs tell one eps from another. torch's default is the epsilon of the arithmetic, fp32, not of the tensor."""
+    module = nn.RMSNorm(8, eps=eps).to(dtype)
+    check(module, random(2, 3, 8, dtype=dtype, scale=1e-3), passes=PASSES, parameters=list(module.parameters()), expect={"rms_norm": 1},
+          tol=1e-5 if dtype == torch.float32 else 1.2e-2)
+
+
+@pytest.mark.parametrize("fn", [lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)), lambda x, w: F.rms_norm(x, (8,), w, 1e-3)])
+def test_dynamic_shapes(fn):
+    check(fn, random(2, 3, 8), random(8), passes=PASSES, expect={"rms_norm": 1}, dynamic=True)
+
+
+def test_a_dynamic_epsilon_is_made_a_constant():
+    check(functional, random(2, 3, 8), random(8), passes=PASSES, dynamic=True)
+
+
+def test_several_in_a_row_through_other_work():
+    def fn(x, w, v):
+        return llama(torch.sin(llama(x, w)), v) + gemma(x, v)
+
+    check(fn, random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"rms_norm": 3})
+
+
+def test_a_norm_of_a_norm():
+    check(lambda x, w, v: llama(llama(x, w), v), random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"rms_norm": 2})
+
+
+def stat(x, w, e=EPS):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e)
+
+
+def eps_outside(x, w):
+    return w * (x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + EPS))
+
+
+def eps_in_the_square(x, w):
+    return w * (x * torch.rsqrt((x + EPS).pow(2).mean(-1, keepdim=True)))
+
+
+def eps_in_the_mean(x, w):
+    return w * (x * torch.rsqrt((x.pow(2) + EPS).mean(-1, keepdim=True)))
+
+
+def other_dim(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + EPS))
+
+
+def all_dims(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean() + EPS))
+
+
+def two_dims(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + EPS))
+
+
+def no_keepdim(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS))
+
+
+def a_sum(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS))
+
+
+def cube(x, w):
+    return w * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS))
+
+
+def no_rsqrt(x, w):
+    return w * (x * (x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def square_root(x, w):
+    return w * (x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def centred(x, w):
+    return w * ((x - x.mean(-1, keepdim=True)) * stat(x, w))
+
+
+def of_another(x, w):
+    return w * (torch.sin(x) * stat(x, w))
+
+
+def divided(x, w):
+    return (x * stat(x, w)) / w
+
+
+def added(x, w):
+    return (x * stat(x, w)) + w
+
+
+
+def inner_user(x, w):
+    r = stat(x, w)
+    return w * (x * r), r
+
+
+def inner_variance(x, w):
+    v = x.pow(2).mean(-1, keepdim=True)
+    return w * (x * torch.rsqrt(v + EPS)) + v
+
+
+def inner_normed(x, w):
+    n = x * stat(x, w)
+    return w * n + n
+
+
+def tensor_eps(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w.abs().sum()))
+
+
+def negated(x, w):
+    return w * (x * -stat(x, w))
+
+
+def narrow_then_wide(x, w):
+    h = x.half()
+    return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def in_fp64(x, w):
+    h = x.double()
+    return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+MUTATIONS = [eps_outside, eps_in_the_square, eps_in_the_mean, other_dim, all_dims, two_dims, no_keepdim, a_sum, cube, no_rsqrt, square_root, centred,
+             of_another, divided, added, inner_user, inner_variance, inner_normed, tensor_eps, negated, narrow_then_wide, in_fp64]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_does_not_match(mutation):
+    check(mutation, random(8, 8), random(8), passes=PASSES, expect={}, tol=1e-5 if mutation is not narrow_then_wide else 5e-3)
+
+
+@pytest.mark.parametrize("shape", [(1,), (8, 8), (3, 1), ()])
+def test_weight_of_another_shape(shape):
+    check(llama, random(2, 8, 8) if shape != (3, 1) else random(2, 3, 8), random(*shape), passes=PASSES, expect={})
+
+
+def test_narrow_statistics():
+    def fn(x, w):
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={}, tol=2e-2)
+
+
+def test_unrounded_result():
+    """bf16 in, fp32 out: what is normed is the fp32 copy, since rounding to bf16 would be ours, not the model's."""
+    def fn(x, w):
+        h = x.float()
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={"rms_norm": 1}, tol=1e-2)
+
+
+def test_torch_norm_of_several_dims_or_without_weight():
+    check(lambda x, w: F.rms_norm(x, (3, 8), w, EPS), random(2, 3, 8), random(3, 8), passes=PASSES, expect={})
+    check(lambda x: F.rms_norm(x, (8,), None, EPS), random(2, 3, 8), passes=PASSES, expect={})
+    check(lambda x, w, b: F.layer_norm(x, (8,), w, b), random(2, 3, 8), random(8), random(8), passes=PASSES, expect={})
+
+
+def between(mutate):
+    def fn(x, w):
+        y = x * 1.0
+        variance = y.pow(2).mean(-1, keepdim=True)
+        mutate(y)
+        return w * (y * torch.rsqrt(variance + EPS))
+
+    return fn
+
+
+@pytest.mark.parametrize("mutate", [lambda y: y.add_(1), lambda y: y.__setitem__((0, 0), 5.0), lambda y: torch.sin_(y), lambda y: F.relu(y, inplace=True),
+                                    lambda y: y[0].zero_(), lambda y: F.relu_(y), lambda y: torch.add(y, 1, out=y), 
+                                    lambda y: y.__ipow__(2),
+                                    lambda y: F.silu(y, True),
+                                    lambda y: F.dropout(y, 1.0, True, True)])
+def test_never_across_a_mutation(mutate):
+    check(between(mutate), random(4, 8, grad=False), random(8, grad=False), passes=PASSES, expect={})
+
+
+def test_never_across_a_change_of_grad_mode():
+    def fn(x, w):
+        with torch.no_grad():
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return w * (x * scale)
+
+    check(fn, random(4, 8), random(8), passes=PASSES, expect={})
+
+
+def test_detached_statistics():
+    check(lambda x, w: w * (x * stat(x, w).detach()), random(4, 8), random(8), passes=PASSES, expect={})
+    check(lambda x, w: w * (x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + EPS)), random(4, 8), random(8), passes=PASSES, expect={})
+
+
+@pytest.mark.parametrize("fn", [lambda x, w: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w,
+                                lambda x, w: w * x * stat(x, w), lambda x, w: x * stat(x, w) * (1.0 - w),
+                                lambda x, w: w * (F.normalize(x, dim=-1) * 8**0.5)])
+def test_spellings_not_known_yet_are_right(fn):
+    check(fn, random(4, 8), random(8), passes=PASSES)
+
+
+# the residual add before a norm
+
+ADD = family("rms_norm", "add_rms_norm")
+
+
+def residual(x, r, w):
+    total = x + r
+    return llama(total, w), total
+
+
+def test_residual():
+    check(residual, random(2, 3, 8), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
+    check(lambda x, w: residual(x, x, w), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
+    check(residual, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=ADD,
+          expect={"add_rms_norm": 1}, tol=1.2e-2)
+
+
+@pytest.mark.parametrize("other", [(8,), (2, 1, 8), ()])
+def test_residual_that_is_broadcast(other):
+    check(residual, random(2, 3, 8), random(*other), random(8), passes=ADD, expect={"rms_norm": 1})
+    check(lambda r, x, w: residual(r, x, w), random(*other), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
+
+
+def test_residual_of_another_dtype():
+    check(residual, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1}, tol=1e-2)
+
+
+def test_total_read_before_the_norm():
+    check(lambda x, r, w: (lambda t: torch.sin(t) * llama(t, w) + t)(x + r), random(2, 3, 8), random(2, 3, 8), random(8), passes=ADD)
+
+
+def test_constant_summand():
+    check(lambda x, w: llama(x + 1.0, w), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
+
+
+def test_constant_first_summand():
+    check(lambda x, w: llama(1.0 + x, w), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
+
+
+def test_two_residuals_in_a_row():
+    def fn(x, r, w, v):
+        n, total = residual(x, r, w)
+        return residual(torch.sin(n), total, v)
+
+    check(fn, random(2, 3, 8), random(2, 3, 8), random(8), random(8), passes=ADD, expect={"add_rms_norm": 2})
+
+
+def accumulate(x, r, w):
+    total = x + r
+    n = llama(total, w)
+    total += torch.sin(n)
+    return total
+
+
+def test_total_mutated_after_the_norm():
+    check(accumulate, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=[], tol=1.2e-2)
+
+
+def test_total_mutated_after_the_norm_without_gradients():
+    check(accumulate, random(2, 3, 8, grad=False), random(2, 3, 8, grad=False), random(8, grad=False), passes=ADD)
+
+
+def test_never_across_a_mutation_of_a_summand_or_the_total():
+    def summand(x, r, w):
+        x = x * 1.0
+        total = x + r
+        x.add_(1.0)
+        return llama(total, w) + total
+
+    def sum_(x, r, w):
+        total = x + r
+        total.mul_(3.0)
+        return llama(total, w) + total
+
+    for fn in (summand, sum_):
+        check(fn, random(4, 8, grad=False), random(4, 8, grad=False), random(8, grad=False), passes=ADD, expect={"rms_norm": 1})
