@@ -10,6 +10,9 @@ os.environ.pop("TUNECOMPILE", None)
 
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton.jit runs, Triton's own library included, so before any import of it
+
 
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():

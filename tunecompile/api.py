@@ -53,10 +53,11 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `optimize` exactly: every slot, hook and checkpointing function is put back. Returns the same object.
 
     Raises:
-        NotOptimized: `model` is not the object that was optimized.
+        NotOptimized: neither `model` nor the model its adapters wrap was optimized.
     """
-    _state(model).detach()
-    del model.__dict__[_ATTRIBUTE]
+    state = _state(model)
+    state.detach()
+    del state.model.__dict__[_ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
     return model
 
 
@@ -77,17 +78,18 @@ def _state(model: nn.Module) -> "State":
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
-    """What a copy of the model holds in place of our state and hooks: copies are not optimized."""
+    """What a copy of the model holds in place of our hook: copies are not optimized."""
+
+
+def _get_forget() -> Any:
+    return _forget
 
 
 class _NotCopied:
     """Copies and pickles of a model leave this behind."""
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return _forget
-
     def __reduce__(self) -> Any:
-        return getattr, (__import__(__name__, fromlist=["_forget"]), "_forget")
+        return _get_forget, ()
 
 
 @dataclass
@@ -96,6 +98,7 @@ class StepFlag:
     decided for itself would run a re-entrant checkpoint's first forward and its recompute in different ways."""
 
     active: bool = False
+    entered: bool = False  #: whether any step has begun at all
 
 
 class EntryHook(_NotCopied):
@@ -107,19 +110,44 @@ class EntryHook(_NotCopied):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         step = self.state.step
-        step.active = module.training and torch.is_grad_enabled()
+        step.entered = True
+        step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not step.active:
             return None
         self.state.follow_checkpointing()
+        self.state.follow_head()
         if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
 
 
-def _no_checkpoint(function: Any, *args: Any, **_options: Any) -> Any:
-    """Stands for a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan."""
-    return function(*args)
+class PassThrough:
+    """Stands for a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the model,
+    which are not optimized, get the function itself."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __call__(self, function: Any, *args: Any, **_options: Any) -> Any:
+        return function(*args)
+
+    def __reduce__(self) -> Any:
+        return _identity, (self.function,)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+class WatchedHead(HeadSlot):
+    """A head's slot that knows whether it was ever called: trainers may compute the loss from the head's weight by themselves."""
+
+    called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        return super().__call__(*args, **kwargs)
 
 
 @dataclass
@@ -135,10 +163,10 @@ class State(_NotCopied):
     heads: list[Head] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    checkpointing: dict[nn.Module, Any] = field(default_factory=dict)
+    embeddings: nn.Module | None = None
 
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def attach(self) -> None:
         stacks = find_layers(self.model)
@@ -178,7 +206,7 @@ class State(_NotCopied):
 
     def _attach_head(self) -> None:
         find = getattr(self.model, "get_output_embeddings", None)
-        module = find() if callable(find) else None
+        module = self.embeddings = find() if callable(find) else None
         if not isinstance(module, nn.Module):
             self.notes.append("no output embedding was found: head and loss run as they are")
             return
@@ -186,37 +214,70 @@ class State(_NotCopied):
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1))
-        module._compiled_call_impl = HeadSlot(self.step, head)
+        module._compiled_call_impl = WatchedHead(self.step, head)
         self.heads.append(head)
+
+    def follow_head(self) -> None:
+        """An adapter may have put another module in the head's place since the last step."""
+        if self.embeddings is not None and (found := self.model.get_output_embeddings()) is not self.embeddings:
+            self.notes.append(f"the head became a {type(found).__name__} after `optimize`")
+            self._detach_heads()
+            self._attach_head()
 
     def follow_checkpointing(self) -> None:
         """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside."""
         for slot in self.slots:
-            wanted = bool(getattr(slot.layer, "gradient_checkpointing", False))
+            slot.checkpoint = bool(getattr(slot.layer, "gradient_checkpointing", False))
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
-            if wanted and function is not None and function is not _no_checkpoint:
-                self.checkpointing[slot.layer] = function
-                slot.layer._gradient_checkpointing_func = _no_checkpoint
-            slot.call = slot.region.variant(wanted)
+            if slot.checkpoint and function is not None and not isinstance(function, PassThrough):
+                slot.layer._gradient_checkpointing_func = PassThrough(function)
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
         for slot in self.slots:
-            slot.layer._compiled_call_impl = None
+            _empty(slot.layer, slot)
+            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+            if isinstance(function, PassThrough):
+                slot.layer._gradient_checkpointing_func = function.function
+        self._detach_heads()
+
+    def _detach_heads(self) -> None:
         for head in self.heads:
-            head.module._compiled_call_impl = None
-        for layer, function in self.checkpointing.items():
-            if layer.__dict__.get("_gradient_checkpointing_func") is _no_checkpoint:
-                layer._gradient_checkpointing_func = function
+            if isinstance(slot := head.module._compiled_call_impl, WatchedHead):
+                _empty(head.module, slot)
+        self.heads.clear()
+
+    def _note_unused_heads(self) -> list[str]:
+        """A head that no training step called, where there were steps."""
+        if not any(region.variants for region in self.regions):
+            return []
+        unused = [head for head in self.heads if not getattr(head.module._compiled_call_impl, "called", True)]
+        forward = self.model.__dict__.get("forward") or getattr(self._base(), "__dict__", {}).get("forward")
+        where = getattr(forward, "__globals__", {}).get("__name__", "another package")  # `__module__` is the wrapped function's
+        who = f"{where} replaced the model's forward and" if forward else "the loop"
+        return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in unused]
+
+    def _base(self) -> Any:
+        """The model below adapters."""
+        find = getattr(self.model, "get_base_model", None)
+        return find() if callable(find) else self.model
 
     def report(self) -> Report:
-        return summarize(self.model, self.regions, [head.tally for head in self.heads], self.notes)
+        return summarize(self.model, self.regions, [head.tally for head in self.heads],
+                         self.notes + self._note_unused_heads())
+
+
+def _empty(module: nn.Module, slot: Any) -> None:
+    """Take our slot out, as if it had never been filled. (`module.compile()` called since then stays.)"""
+    if module.__dict__.get("_compiled_call_impl") is slot:
+        del module.__dict__["_compiled_call_impl"]
 
 
 class WholeSlot(Slot):
     """A model without repeated layers: entry and region are one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.step.entered = True
         self.step.active = self.layer.training and torch.is_grad_enabled()
         return super().__call__(*args, **kwargs)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from tunecompile.backend import Backend, Executor
 from tunecompile.pipeline import Pass
@@ -33,17 +34,19 @@ def find_layers(model: nn.Module) -> list[Layers]:
     """
     found: list[Layers] = []
 
-    def visit(module: nn.Module, path: str) -> None:
+    def visit(module: nn.Module, path: str, runner: nn.Module) -> None:
+        if type(module).forward is not nn.Module.forward:
+            runner = module  # a container without a forward (a ModuleDict, say) never runs: its parent calls the layers
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
             members = tuple(child.children())
             repeated = isinstance(child, (nn.ModuleList, nn.Sequential)) and len(members) >= 2
             if repeated and len({type(m) for m in members}) == 1 and all(next(m.children(), None) is not None for m in members):
-                found.append(Layers(where, module if isinstance(child, nn.ModuleList) else child, members))
+                found.append(Layers(where, runner if isinstance(child, nn.ModuleList) else child, members))
             else:
-                visit(child, where)
+                visit(child, where, runner)
 
-    visit(model, "")
+    visit(model, "", model)
     return found
 
 
@@ -53,6 +56,8 @@ def structure(module: nn.Module) -> tuple:
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
+        layer._compiled_call_impl.note_eager()
     return layer._call_impl(*args, **kwargs)
 
 
@@ -62,22 +67,125 @@ def _own_code(name: str) -> Callable:
     return types.FunctionType(code, _region.__globals__, name)
 
 
+def _tensors(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
+    """(where, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
+    for where, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Tensor):
+            yield where, value
+        elif isinstance(value, tuple):
+            yield from (((where, i), item) for i, item in enumerate(value) if isinstance(item, Tensor))
+
+
+@dataclass
+class Sizes:
+    """Which dimensions of which arguments follow the batch's rows and length.
+
+    The first shape is compiled as it is. From the second on, all dimensions that follow are symbolic together; left alone,
+    Dynamo would learn them one at a time, with a compilation each. What follows is learnt from the shapes seen: a dimension
+    that equals the length by chance drops out at the next one. It is never taken back in, since Dynamo compiles anew for a mark
+    it has not seen.
+    """
+
+    first: tuple[int, ...] | None = None
+    last: tuple[int, ...] | None = None
+    following: dict[Any, dict[int, int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(tensors: Sequence[tuple[Any, Tensor]]) -> tuple[int, ...]:
+        """Rows and length: the leading sizes of the first argument that has any."""
+        for _, tensor in tensors:
+            if tensor.dim() > 1:
+                return tuple(tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1])
+        return ()
+
+    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+        if sizes == self.first or not sizes:
+            return
+        if sizes != self.last:
+            self._learn(tensors, sizes)
+        if self.first is None:
+            self.first = sizes
+            return
+        for where, tensor in tensors:
+            dims = self.following.get(where)
+            if dims and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+                torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+
+    def _learn(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+        self.last = sizes
+        for where, tensor in tensors:
+            known = self.following.get(where)
+            if known is None:  # which of rows and length a dimension follows: the one it equals
+                known = {dim: sizes.index(size) for dim, size in enumerate(tensor.shape) if size in sizes}
+            self.following[where] = {dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]}
+
+
+class Variant:
+    """A region under one plan, for one kind of call, with a code object of its own: so that a few kinds of calls (with a mask,
+    without a gradient, of one row) and a few adapters do not add up to Dynamo's limit, beyond which layers run eagerly."""
+
+    def __init__(self, name: str, backend: Backend):
+        self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
+        self.call = torch.compile(_own_code(name), backend=self.compile)
+
+    def compile(self, gm: GraphModule, inputs: list) -> Callable:
+        self.graphs += 1
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        if getattr(reason, "graph_break", False):
+            self.breaks.append(_one_line(reason))
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            # Passes evaluate what they rewrite. A checkpoint around the layer would count what that saves, and then miss it in
+            # the recomputation, which compiles nothing.
+            return self.backend(gm, inputs)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _one_line(reason: Any) -> str:
+    """A graph break's reason and the user's line."""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    text = str(reason.reason).strip().splitlines()[0][:200]
+    return f"{text} at {frame.filename}:{frame.lineno}" if frame else text
+
+
 @dataclass
 class Region:
-    """One compiled function for all layers of one structure; one variant for each plan."""
+    """One compiled function for all layers of one structure; a few variants for each plan."""
 
     name: str
     passes: Sequence[Pass]
     executor: Executor
     backends: dict[bool, Backend] = field(default_factory=dict)
-    compiled: dict[bool, Callable] = field(default_factory=dict)
+    variants: dict[tuple, Variant] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
+    bypassed: bool = False
 
-    def variant(self, checkpoint: bool) -> Callable:
-        if checkpoint not in self.compiled:
+    def variant(self, checkpoint: bool, kind: tuple) -> Variant:
+        """The variant for this plan and this kind of call."""
+        key = (checkpoint, *kind)
+        if key not in self.variants:
             name = f"{self.name}_checkpointed" if checkpoint else self.name
-            self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint)
-            self.compiled[checkpoint] = torch.compile(_own_code(name), backend=self.backends[checkpoint])
-        return self.compiled[checkpoint]
+            if checkpoint not in self.backends:
+                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint)
+            self.variants[key] = Variant(name, self.backends[checkpoint])
+        return self.variants[key]
+
+    def notes(self) -> list[str]:
+        """What did not run as compiled, or not in one piece."""
+        said = [failure for backend in self.backends.values() for failure in backend.failures]
+        said += [f"{self.name} is compiled in pieces: {reason}" for variant in self.variants.values() for reason in variant.breaks]
+        for variant in self.variants.values():
+            if not variant.graphs and not variant.eager:  # its own function ran under Dynamo, but nothing in it could be traced
+                said.append(f"{self.name} ran eagerly: it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile")
+            if variant.eager:
+                why = "Dynamo could not trace it" if variant.graphs < torch._dynamo.config.recompile_limit else \
+                    f"Dynamo's limit of {torch._dynamo.config.recompile_limit} graphs is reached (layers, adapters or arguments differ too much)"
+                said.append(f"{self.name} ran eagerly {variant.eager} times: {why}")
+        if self.bypassed:
+            said.append(f"{self.name} ran eagerly: its layers were called without the module that owns them, which begins a training step")
+        return said
 
 
 class Slot:
@@ -85,9 +193,28 @@ class Slot:
 
     def __init__(self, step: "Any", layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
-        self.call = region.variant(False)
+        self.checkpoint = False
+        self.variant: Variant | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.step.active:
-            return self.call(self.layer, *args, **kwargs)
-        return self.layer._call_impl(*args, **kwargs)
+        if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
+            return self.layer._call_impl(*args, **kwargs)
+        tensors = list(_tensors(args, kwargs))
+        sizes = Sizes.of(tensors)
+        self.region.sizes.mark(tensors, sizes)
+        kind = (torch.is_grad_enabled(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
+        self.variant = self.region.variant(self.checkpoint, kind)
+        return self.variant.call(self.layer, *args, **kwargs)
+
+    def _trains(self) -> bool:
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run since the
+            # one it repeats, so the step's flag says nothing here.
+            return self.layer.training and torch.is_grad_enabled()
+        if not self.step.active and not self.step.entered and self.layer.training and torch.is_grad_enabled():
+            self.region.bypassed = True
+        return self.step.active
+
+    def note_eager(self) -> None:
+        if self.variant is not None:
+            self.variant.eager += 1

@@ -66,7 +66,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     layers = _layer_counts(model)
     for region in regions:
         contexts = [c for backend in region.backends.values() for c in backend.contexts]
-        notes += [failure for backend in region.backends.values() for failure in backend.failures]
+        notes += region.notes()
         notes += [note for context in contexts for note in context.notes]
         training = [c for c in contexts if c.saved] or contexts
         providers = Counter(training[-1].providers) if training else Counter()
@@ -80,7 +80,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     for tally in tails:  # the head's loss is joined outside the regions
         total = matches.setdefault(tally.family, Tally(tally.family))
         total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
-    return Report(type(model).__name__, made, list(matches.values()), notes)
+    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)))
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:

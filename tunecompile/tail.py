@@ -35,8 +35,10 @@ class Head:
     module: nn.Module
     tally: Tally
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.module._call_impl(hidden)
+    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+        """The head, applied under the autocast dtype that held when it was called (None: under none)."""
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+            return self.module._call_impl(hidden)
 
     def refuse(self, reason: str) -> None:
         if reason not in self.tally.refused:
@@ -55,18 +57,19 @@ class LazyLogits(Tensor):
     """Logits that are computed when somebody reads them. Shape, dtype and device are those of the real ones."""
 
     @staticmethod
-    def __new__(cls, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor):
+    def __new__(cls, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None):
         needs_grad = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
         return Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=hidden.device,
                                              requires_grad=torch.is_grad_enabled() and needs_grad)
 
-    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor):
+    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None):
         self._head, self._hidden, self._steps, self._meta, self._real = head, hidden, steps, meta, None
+        self._head_autocast = autocast
 
     def materialize(self) -> Tensor:
         """The logits themselves, part of the autograd graph like any others."""
         if self._real is None:
-            value = self._head.logits(self._hidden)
+            value = self._head.logits(self._hidden, self._head_autocast)
             for step in self._steps:
                 value = step.function(value, *step.args, **step.kwargs)
             self._real = value
@@ -81,7 +84,7 @@ class LazyLogits(Tensor):
         others = itertools.chain(args[1:], kwargs.values())
         if func in _DEFERRED and isinstance(lazy, LazyLogits) and lazy._real is None and not any(map(_holds_tensor, others)):
             if (meta := _try_meta(func, lazy._meta, args[1:], kwargs)) is not None:
-                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta)
+                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta, lazy._head_autocast)
         if func is F.cross_entropy and isinstance(lazy, LazyLogits) and lazy._real is None:
             loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if loss is not None:
@@ -134,8 +137,9 @@ def defer(head: Head, hidden: Tensor) -> Tensor:
     """The head's output, deferred."""
     weight = head.module.weight
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden.dtype, weight.dtype)
-    return LazyLogits(head, hidden, (), torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device="meta"))
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast or torch.promote_types(hidden.dtype, weight.dtype)
+    return LazyLogits(head, hidden, (), torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device="meta"), autocast)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,7 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
 def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:
     module = lazy._head.module
     weight, bias = module.weight, module.bias
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := lazy._head_autocast) is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     loss = linear_cross_entropy(hidden, weight, bias, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
                                 hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))[0]

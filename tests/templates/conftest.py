@@ -1,12 +1,7 @@
 """Templates run on the GPU where there is one, else in Triton's interpreter on the CPU: one test for both."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton.jit runs, so before any template is imported
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,0 +1,492 @@
+"""Real training loops: losses and gradients as without `optimize`, whatever the batches, precision and checkpointing."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tunecompile
+from tests.models import zoo
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def small(family: str = "llama", **changes) -> nn.Module:
+    return zoo.make(family, num_hidden_layers=2, **changes)
+
+
+def pair(build=small) -> tuple[nn.Module, nn.Module]:
+    """(optimized, as it was), with the same weights."""
+    reference = build().train()
+    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+
+
+def equal(model: nn.Module, reference: nn.Module, run, limit: float = 1e-4) -> None:
+    """`run(model)` is a loss: the same on both, and so are its gradients."""
+    losses = []
+    for m in (model, reference):
+        m.zero_grad(set_to_none=True)
+        torch.manual_seed(5)
+        loss = run(m)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, nan_ok=True)
+    mine, exact = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
+    assert set(mine) == set(exact)
+    floor = 1e-4 * max((g.norm().item() for g in exact.values()), default=0)  # the q and k of a single token get noise
+    worst = {n: ((mine[n] - g).norm() / g.norm().clamp_min(max(floor, 1e-12))).item() for n, g in exact.items()}
+    assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def fell_back(model: nn.Module) -> list[str]:
+    return [note for note in tunecompile.report(model).notes if "eager" in note or "pieces" in note]
+
+
+# -- a plain loop -------------------------------------------------------------------------------------------------------
+
+
+def test_plain_loop_with_accumulation_and_clipping():
+    model, reference = pair(lambda: zoo.adapt(small()))
+    curves = []
+    for m in (model, reference):
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        curve = []
+        for step in range(6):
+            loss = m(**zoo.batch(seed=step)).loss / 2
+            loss.backward()
+            curve.append(loss.item())
+            if step % 2:
+                curve.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert tunecompile.report(model).compiles == 2 and not fell_back(model)
+
+
+@pytest.mark.parametrize("write", [
+    lambda logits, labels: F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)),
+    lambda logits, labels: F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[..., 1:].contiguous().view(-1)),
+    lambda logits, labels: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().flatten(0, 1), labels.flatten()),
+    lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
+    lambda logits, labels: F.cross_entropy(logits.view(-1, logits.shape[-1]) / 0.7, labels.view(-1), reduction="none").mean(),
+    lambda logits, labels: -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).mean(),
+    lambda logits, labels: F.kl_div(logits.log_softmax(-1), logits.detach().roll(1, 0).softmax(-1), reduction="batchmean"),
+    lambda logits, labels: sum(F.cross_entropy(row, label) for row, label in zip(logits, labels)),
+    lambda logits, labels: F.cross_entropy(torch.cat([logits, logits * 2]).flatten(0, 1), labels.repeat(2, 1).flatten()),
+    lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-4 * logits.logsumexp(-1).square().mean(),
+    lambda logits, labels: F.cross_entropy(logits.masked_fill(torch.arange(logits.shape[-1]) > 200, -1e9).flatten(0, 1), labels.clamp(max=200).flatten()),
+    lambda logits, labels: F.cross_entropy(logits.squeeze(0).unsqueeze(0).view(-1, logits.shape[-1]), labels.view(-1).clamp(min=0), ignore_index=0),
+], ids=["reshape", "ellipsis", "smoothing", "transposed", "no reduction", "gathered", "distilled", "by row", "stacked", "z-loss", "masked", "ignore"])
+def test_losses_in_the_users_loop(write):
+    model, reference = pair(lambda: small(num_attention_heads=2))
+    inputs = zoo.batch()
+    equal(model, reference, lambda m: write(m(inputs["input_ids"]).logits, inputs["labels"]))
+
+
+def test_logits_can_be_logged():
+    model, reference = pair()
+    ours, theirs = model(**zoo.batch()), reference(**zoo.batch())
+    (ours.loss.backward(), theirs.loss.backward())
+    assert torch.allclose(ours.logits.detach(), theirs.logits, atol=1e-5)
+    assert (ours.logits.argmax(-1) == zoo.batch()["labels"]).float().mean().item() == (theirs.logits.argmax(-1) == zoo.batch()["labels"]).float().mean().item()
+    assert torch.allclose(torch.tensor(ours.logits.tolist()), theirs.logits, atol=1e-5)
+    assert torch.allclose(ours.logits.cpu().detach()[0, 0], theirs.logits[0, 0], atol=1e-5)
+    with torch.no_grad():
+        assert ours.logits.softmax(-1).sum().item() == pytest.approx(theirs.logits.softmax(-1).sum().item())
+
+
+def test_two_forwards_before_one_backward():
+    model, reference = pair()
+    first, second = zoo.batch(seed=1), zoo.batch(seed=2, rows=3)
+    equal(model, reference, lambda m: m(**first).loss + 2 * m(**second).loss)
+
+
+def test_evaluation_between_forward_and_backward():
+    """A reference model's logits, say: the step's decision must not reach the recomputation."""
+    def run(m):
+        loss = m(**zoo.batch()).loss
+        m.eval()
+        with torch.no_grad():
+            m(**zoo.batch(seed=2))
+        m.train()
+        return loss
+
+    model, reference = pair()
+    equal(model, reference, run)
+    for m in (model, reference):
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    equal(model, reference, run)
+
+
+def test_forward_without_gradients_between_steps():
+    model, reference = pair()
+    for seed in range(2):
+        equal(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
+        with torch.no_grad():
+            assert model(**zoo.batch(seed=seed)).loss.item() == pytest.approx(reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5)
+    assert tunecompile.report(model).compiles == 1
+
+
+def test_gradients_of_the_inputs_and_hidden_states():
+    model, reference = pair()
+    states = []
+
+    def run(m):
+        x = torch.randn(2, 16, 64, requires_grad=True)
+        out = m(inputs_embeds=x, output_hidden_states=True)
+        loss = out.logits.square().mean() + sum(h.square().mean() * i for i, h in enumerate(out.hidden_states))
+        states.append((x, out.hidden_states))
+        return loss
+
+    equal(model, reference, run)
+    (x, ours), (y, theirs) = states
+    assert len(ours) == len(theirs) == 3
+    assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
+    for mine, exact in zip(ours, theirs):
+        assert torch.allclose(mine, exact, atol=1e-4)
+
+
+def test_attentions_are_returned():
+    model, reference = pair(lambda: small(attn_implementation="eager"))
+    ours, theirs = (m(**zoo.batch(), output_attentions=True).attentions for m in (model, reference))
+    assert len(ours) == len(theirs) == 2 and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs))
+
+
+def test_hooks_on_layers_fire():
+    model, reference = pair()
+    seen: dict = {}
+    for m in (model, reference):
+        for layer in m.model.layers:
+            layer.register_forward_hook(lambda module, args, out, m=m: seen.setdefault(id(m), []).append((out[0] if isinstance(out, tuple) else out).detach().norm()))
+            layer.mlp.register_full_backward_hook(lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm()))
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert len(seen[id(model)]) == len(seen[id(reference)]) == 4
+    assert torch.allclose(torch.stack(seen[id(model)]), torch.stack(seen[id(reference)]), rtol=1e-4)
+
+
+# -- batches ------------------------------------------------------------------------------------------------------------
+
+
+def padded(side: str, rows: int = 3, length: int = 12) -> dict:
+    inputs = zoo.batch(rows=rows, length=length)
+    mask = torch.ones_like(inputs["input_ids"])
+    for row in range(rows):
+        part = slice(0, 3 * row) if side == "left" else slice(length - 3 * row, length)
+        mask[row, part] = 0
+    inputs["labels"] = inputs["input_ids"].masked_fill(mask == 0, -100)
+    return {**inputs, "attention_mask": mask}
+
+
+def packed() -> dict:
+    from transformers import DataCollatorWithFlattening
+
+    rows = [{"input_ids": zoo.batch(rows=1, length=n, seed=n)["input_ids"][0].tolist()} for n in (5, 9, 3)]
+    return DataCollatorWithFlattening(return_position_ids=True)(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_padded_and_packed_batches(family):
+    model, reference = pair(lambda: small(family, **({"sliding_window": 4} if family == "gemma3" else {})))
+    for inputs in (padded("left"), padded("right"), {**packed(), "use_cache": False}):  # with a cache, transformers does not unpack
+        equal(model, reference, lambda m: m(**inputs).loss)
+    packed_alone = packed()
+    assert model(**packed_alone).loss.item() == pytest.approx(reference(**packed_alone, use_cache=False).loss.item(), rel=1e-5)
+    assert not fell_back(model)
+
+
+def test_batches_of_one_row_one_token_and_no_label():
+    model, reference = pair()
+    for rows, length in ((1, 16), (3, 1), (1, 1), (2, 16)):
+        inputs = zoo.batch(rows=rows, length=length)
+        equal(model, reference, lambda m: m(inputs["input_ids"]).logits.square().mean())
+    masked = zoo.batch()
+    masked["labels"].fill_(-100)
+    assert model(**masked).loss.isnan() and reference(**masked).loss.isnan()
+    equal(model, reference, lambda m: m(**masked, num_items_in_batch=torch.tensor(8)).loss)  # one empty micro-batch of several
+    some = zoo.batch()
+    equal(model, reference, lambda m: m(**some, num_items_in_batch=torch.tensor(57)).loss)
+    equal(model, reference, lambda m: m(**some, num_items_in_batch=57).loss)
+    assert not fell_back(model)
+
+
+def test_twenty_shapes_compile_a_handful_of_times():
+    model, reference = pair()
+    shapes = random.Random(0)
+    for seed in range(20):
+        inputs = zoo.batch(rows=shapes.randint(2, 6), length=shapes.randint(4, 40), seed=seed)
+        equal(model, reference, lambda m: m(**inputs).loss)
+    assert tunecompile.report(model).compiles == 2  # the first shape, and all others
+    for seed in range(5):
+        inputs = zoo.batch(rows=1, length=shapes.randint(4, 40), seed=seed)
+        equal(model, reference, lambda m: m(**inputs).loss)
+    assert tunecompile.report(model).compiles == 3 and not fell_back(model)
+
+
+def test_a_length_that_equals_another_size_by_chance():
+    """16 is the head's size too, 64 the hidden size: neither becomes symbolic for good, nor the length fixed."""
+    model, reference = pair()
+    for rows, length in ((2, 16), (4, 16), (2, 64), (2, 16), (3, 17), (4, 30), (16, 16), (5, 9)):
+        inputs = zoo.batch(rows=rows, length=length)
+        equal(model, reference, lambda m: m(**inputs).loss)
+    assert tunecompile.report(model).compiles <= 4 and not fell_back(model)
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("params", [torch.float32, "same"])
+def test_autocast(dtype, params):
+    model, reference = pair(lambda: small() if params == torch.float32 else small().to(dtype))
+    inputs = zoo.batch()
+
+    def run(m):
+        with torch.autocast("cpu", dtype):
+            return m(**inputs).loss
+
+    losses, mine, exact = [], {}, {}
+    for m, out in ((model, mine), (reference, exact)):
+        loss = run(m)
+        loss.backward()
+        losses.append(loss.item())
+        out.update({n: p.grad.float() for n, p in m.named_parameters()})
+    limit = 0.06 if dtype == torch.bfloat16 else 0.02
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert max(((mine[n] - g).norm() / g.norm()).item() for n, g in exact.items()) < limit
+    assert not fell_back(model)
+
+
+def test_logits_are_read_outside_autocast():
+    """As under accelerate: the forward runs under autocast, the loss outside."""
+    model, reference = pair()
+    inputs = zoo.batch()
+
+    def run(m):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = m(inputs["input_ids"]).logits
+        assert logits.dtype == torch.bfloat16
+        return F.cross_entropy(logits.float().flatten(0, 1), inputs["labels"].flatten())
+
+    losses = [run(m) for m in (model, reference)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=5e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (m(inputs["input_ids"]).logits for m in (model, reference))
+    assert (ours + 0).dtype == (theirs + 0).dtype == ours.dtype
+    assert torch.allclose((ours + 0).float(), theirs.float(), atol=0.02)
+
+
+# -- what is trained ----------------------------------------------------------------------------------------------------
+
+
+def test_frozen_layers():
+    model, reference = pair()
+    for m in (model, reference):
+        m.model.embed_tokens.requires_grad_(False)
+        m.model.layers[0].requires_grad_(False)
+        m.lm_head.requires_grad_(False)
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    for m in (model, reference):
+        m.model.layers[0].requires_grad_(True)  # gradual unfreezing
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    for m in (model, reference):
+        m.requires_grad_(False)
+        m.lm_head.requires_grad_(True)
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+
+
+def test_tied_embeddings():
+    model, reference = pair(lambda: small(tie_word_embeddings=True))
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_dropout_by_seed(checkpointing):
+    def build():
+        return zoo.adapt(small(attention_dropout=0.1), lora_dropout=0.2)
+
+    def losses(seed: int, m: nn.Module) -> list[float]:
+        torch.manual_seed(seed)
+        return [zoo.step(m, zoo.batch(seed=s))[0].item() for s in range(2)]
+
+    model, reference = pair(build)
+    if checkpointing is not None:
+        for m in (model, reference):
+            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    first = losses(1, model)
+    assert losses(1, model) == first != losses(2, model)
+    assert first == pytest.approx(losses(1, reference), rel=0.05)
+    true_slope(model)
+
+
+def true_slope(model: nn.Module) -> None:
+    """The gradient is that of the very loss that was returned: the recomputation draws the masks of the forward."""
+    inputs = zoo.batch(seed=3)
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(9)
+        return model(**inputs).loss
+
+    model.zero_grad(set_to_none=True)
+    loss().backward()
+    gradients = {n: p.grad.clone() for n, p in weights.items()}
+    norm = sum(g.square().sum() for g in gradients.values()).sqrt()
+    ends, reach = [], 3e-2
+    for sign in (1, -2):
+        with torch.no_grad():
+            for n, p in weights.items():
+                p.add_(gradients[n], alpha=float(sign * reach / norm))
+        ends.append(loss().item())
+    with torch.no_grad():
+        for n, p in weights.items():
+            p.add_(gradients[n], alpha=float(reach / norm))
+    assert (ends[0] - ends[1]) / (2 * reach) == pytest.approx(norm.item(), rel=2e-2)
+
+
+# -- checkpointing from outside -------------------------------------------------------------------------------------------
+
+
+class Outside(nn.Module):
+    """A user's own model around transformers' layers, who checkpoints them by hand."""
+
+    def __init__(self, use_reentrant: bool, dropout: float = 0.0):
+        super().__init__()
+        base = small(attention_dropout=dropout)
+        self.embed, self.layers, self.norm, self.head = base.model.embed_tokens, base.model.layers, base.model.norm, base.lm_head
+        self.rotary, self.use_reentrant = base.model.rotary_emb, use_reentrant
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        tables = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = checkpoint(layer, x, None, None, None, position_embeddings=tables, use_reentrant=False) if not self.use_reentrant else \
+                checkpoint(lambda h, layer=layer: layer(h, position_embeddings=tables), x, use_reentrant=True)
+            x = x[0] if isinstance(x, tuple) else x
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_from_outside(use_reentrant):
+    model, reference = pair(lambda: Outside(use_reentrant))
+    equal(model, reference, lambda m: m(**zoo.batch()))
+
+    def with_evaluation(m):
+        loss = m(**zoo.batch())
+        m.eval()
+        with torch.no_grad():
+            m(**zoo.batch(seed=2))
+        m.train()
+        return loss
+
+    equal(model, reference, with_evaluation)
+    assert tunecompile.report(model).compiles > 0 and not fell_back(model)
+
+
+def test_checkpointing_the_whole_model_from_outside():
+    for use_reentrant in (False, True):
+        model, reference = pair()
+        equal(model, reference, lambda m: checkpoint(lambda x: m(inputs_embeds=x).logits.square().mean(),
+                                                     torch.randn(2, 8, 64, requires_grad=True), use_reentrant=use_reentrant))
+
+
+# -- Hugging Face's Trainer ---------------------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count: int = 24):
+        sizes = random.Random(1)
+        self.rows = [zoo.batch(rows=1, length=sizes.randint(6, 20), seed=i)["input_ids"][0] for i in range(count)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.rows[i]}
+
+
+def collate(rows: list[dict]) -> dict:
+    pad = nn.utils.rnn.pad_sequence
+    ids = pad([r["input_ids"] for r in rows], batch_first=True)
+    mask = pad([torch.ones_like(r["input_ids"]) for r in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def arguments(cls, folder, **options):
+    settings = dict(output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+                    eval_strategy="steps", eval_steps=2, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no",
+                    lr_scheduler_type="constant", disable_tqdm=True, seed=1)
+    return cls(**{**settings, **options})
+
+
+def curve(trainer) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
+
+
+@pytest.mark.parametrize("options", [{"bf16": True, "gradient_checkpointing": False},
+                                     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+                                     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}],
+                         ids=["bf16", "re-entrant", "not re-entrant"])
+def test_trainer(options, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, reference = pair(lambda: zoo.adapt(small()))
+    curves = []
+    for m in (model, reference):
+        trainer = Trainer(m, arguments(TrainingArguments, tmp_path, **options), data_collator=collate, train_dataset=Rows(), eval_dataset=Rows(6))
+        trainer.train()
+        curves.append(curve(trainer))
+    assert len(curves[0]) == 10
+    assert curves[0] == pytest.approx(curves[1], rel=5e-3 if "bf16" in options else 1e-4)
+    found = {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
+    assert found["linear_cross_entropy"] == (1, 1) and found["lora"] == (7, 7)
+    assert not fell_back(model)
+
+
+# -- TRL ----------------------------------------------------------------------------------------------------------------
+
+
+def sft(model: nn.Module, folder, resume=None, **options):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in Rows()])
+    settings = dict(max_length=24, eval_strategy="no", dataloader_num_workers=0, dataset_kwargs={"skip_prepare_dataset": False}, bf16=False,
+                    pad_token="<pad>")
+    trainer = trl.SFTTrainer(model, args=arguments(trl.SFTConfig, folder, **{**settings, **options}), train_dataset=rows, processing_class=tokenizer())
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 255, **{f"w{i}": i for i in range(1, 255)}}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("options", [{"packing": True}, {"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}],
+                         ids=["packed", "padded"])
+def test_trl_sft(options, tmp_path):
+    model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "down_proj"]))
+    trainers = [sft(m, tmp_path, **options) for m in (model, reference)]
+    assert trainers[0].args.gradient_checkpointing  # TRL's default
+    assert curve(trainers[0]) == pytest.approx(curve(trainers[1]), rel=1e-4)
+    report = tunecompile.report(model)
+    assert any("the head is never called: trl" in note for note in report.notes), report
+    assert {m.family: m.rewritten for m in report.matches}["lora"] == 2 and not fell_back(model)
+
+
+def test_trl_resumes_from_a_checkpoint(tmp_path):
+    options = dict(packing=False, save_strategy="steps", save_steps=2, save_total_limit=4)
+    build = lambda: tunecompile.optimize(zoo.adapt(small(), target_modules=["up_proj"], lora_dropout=0.1), executor="eager")  # noqa: E731
+    whole = sft(build(), tmp_path / "whole", **options)
+    again = sft(build(), tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"),
+                **options)
+    assert curve(again)[-4:] == pytest.approx(curve(whole)[-4:], rel=1e-5)
+    for ours, theirs in zip(again.model.parameters(), whole.model.parameters()):
+        assert torch.allclose(ours, theirs, atol=1e-6)
