@@ -18,13 +18,13 @@ PIP_FLAGS := --disable-pip-version-check -q
 
 ifdef NO_VENV
 PY := $(PYTHON)
-READY :=
+READY := links
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: all demo test test-gpu wheel clean
+.PHONY: all demo test test-gpu wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
@@ -33,6 +33,11 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 	$(PY) -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[all,test]'
 	touch $@
+
+# What an installation does by its package mapping, done by two links that git ignores.
+links:
+	ln -sfn ../passes tunecompile/passes
+	ln -sfn ../templates tunecompile/templates
 
 demo: $(READY)
 	$(PY) -m tunecompile.cli demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
@@ -47,4 +52,4 @@ wheel: $(READY)
 	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) build dist reports .pytest_cache *.egg-info
+	rm -rf $(VENV) build dist reports .pytest_cache *.egg-info tunecompile/passes tunecompile/templates

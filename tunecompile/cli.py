@@ -77,7 +77,7 @@ def compare(
 def demo(
     data: Annotated[Path, typer.Option(help="The WordNet questions: benchmarks/data/wordnet.jsonl of the source tree.")],
     systems: Systems = "eager,tunecompile",
-    steps: Annotated[int, typer.Option(min=4)] = 30,
+    steps: Annotated[int, typer.Option(min=4)] = 24,
     trainer: Annotated[str, typer.Option(help="sft or loop.")] = "sft",
     out: Out = Path("reports/demo"),
 ) -> None:

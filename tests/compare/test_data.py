@@ -1,0 +1,107 @@
+"""Bad data is refused by name; good data becomes the batches it should."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tunecompile.compare import data, errors
+from tunecompile.compare.spec import Job
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+
+
+@pytest.fixture
+def tokenizer():
+    words = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>", "a", "b", "c", "d"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE)
+
+
+def write(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize(("rows", "error", "says"), [
+    ([], errors.EmptyData, "holds no rows"),
+    (["{"], errors.BadJson, "line 1"),
+    (["[1]"], errors.BadJson, "not an object"),
+    ([{"text": "a"}, {"question": "a", "answer": "b"}], errors.WrongColumns, "line 2.*'question', 'answer'"),
+    ([{"prompt": "a"}], errors.WrongColumns, "'prompt'"),
+    ([{"text": ""}], errors.WrongColumns, "'text'"),
+    ([{"messages": []}], errors.BadMessages, "no messages"),
+    ([{"messages": [{"role": "user"}]}], errors.BadMessages, "without role or content"),
+    ([{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}], errors.BadMessages, "no answer"),
+])
+def test_bad_rows_are_refused_with_their_line(tmp_path, rows, error, says):
+    with pytest.raises(error, match=says):
+        data.read_rows(write(tmp_path, *rows))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(errors.DataNotFound, match="absent.jsonl"):
+        data.read_rows(str(tmp_path / "absent.jsonl"))
+
+
+def test_long_rows_are_an_error_or_dropped(tokenizer, tmp_path):
+    rows = data.read_rows(write(tmp_path, {"text": "a b"}, {"text": "a b c d a b c d"}, {"text": "c d"}))
+    job = Job(system="hf", model="m", data="rows.jsonl", seq_len=4, batch=2)
+    with pytest.raises(errors.RowsTooLong, match="1 of 3 .* 9 tokens, row 2"):
+        data.split_rows(rows, tokenizer, job)
+    split = data.split_rows(rows, tokenizer, job.replace(too_long="drop"))
+    assert len(split.train) == 2 and split.dropped == 1
+    with pytest.raises(errors.TooFewRows, match="raise --seq-len"):
+        data.split_rows(rows, tokenizer, job.replace(too_long="drop", batch=3))
+
+
+def test_messages_need_a_chat_template(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(errors.NoChatTemplate, match="my/model"):
+        data.tokenise(data.check_row(chat("a", "b"), "f", 1), tokenizer, "my/model")
+
+
+def test_the_loss_is_on_the_answer_and_its_end(tokenizer):
+    example = data.tokenise(data.check_row(chat("a", "b c"), "f", 1), tokenizer, "m")
+    learned = [i for i, label in zip(example.input_ids, example.labels) if label != data.IGNORED]
+    assert tokenizer.convert_ids_to_tokens(learned) == ["b", "c", "<end>"]
+    assert data.tokenise({"prompt": "a ", "completion": "b"}, tokenizer, "m").labels == [data.IGNORED, 6, 1]
+    assert data.tokenise({"text": "a b"}, tokenizer, "m").labels == [5, 6, 1]
+
+
+def test_padding_goes_by_length_even_where_pad_is_eos():
+    examples = [data.Example([5, 1], [5, 1]), data.Example([5, 6, 1], [data.IGNORED, 6, 1])]
+    batch = data.collate(examples, pad_id=1, multiple=4)
+    assert batch["input_ids"].tolist() == [[5, 1, 1, 1], [5, 6, 1, 1]]
+    assert batch["labels"].tolist() == [[5, 1, -100, -100], [-100, 6, 1, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+
+
+def test_the_padding_token_is_moved_off_the_end_token(tokenizer):
+    tokenizer.pad_token = "<end>"
+    assert data.prepare_tokenizer(tokenizer).pad_token == "<pad>"
+
+
+def test_held_out_rows_are_never_trained_on_and_the_order_is_fixed(tokenizer):
+    rows = [{"text": f"{a} {b}"} for a in "abcd" for b in "abcd"]
+    job = Job(system="hf", model="m", held_out=4, batch=4, seq_len=8)
+    split, again = (data.split_rows(rows, tokenizer, job) for _ in range(2))
+    assert split == again and len(split.held_out) == 4
+    assert not [row for row in split.held_out if row in split.train]
+    assert data.split_rows(rows, tokenizer, job.replace(seed=1)).train != split.train
+
+
+def test_batches_go_round_again_and_random_ones_have_no_special_tokens(tokenizer):
+    rows = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    batches = data.make_batches(rows, tokenizer, Job(system="hf", model="m", batch=2, pad_to=2), 3)
+    assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [[5, 6], [7, 5], [6, 7]]
+    first, second = data.random_batches((2, 8), 1000, seed=0, count=2)
+    assert first["input_ids"].min() >= 3 and not torch.equal(first["input_ids"], second["input_ids"])

@@ -1,0 +1,73 @@
+"""The gradient check: right ones pass, and every kind of wrong one is seen."""
+
+import pytest
+import torch
+
+from tunecompile.compare.gradients import compare_gradients, judge_gradients, judge_loss, relative_error
+from tunecompile.compare.meters import median
+
+
+def dump(gradients):
+    return {"loss": 1.0, "gradients": gradients}
+
+
+@pytest.fixture
+def exact():
+    torch.manual_seed(0)
+    return {f"layers.{i}.lora_A.weight": torch.randn(16, 32, dtype=torch.float64) for i in range(8)}
+
+
+def noisy(exact, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: g + size * g.norm() * torch.randn(g.shape, generator=generator, dtype=g.dtype) / g.numel() ** 0.5 for name, g in exact.items()}
+
+
+def verdicts(exact, eager, system):
+    return [v.passed for v in judge_gradients(compare_gradients(dump(exact), dump(eager), dump(system), "float32"))]
+
+
+def test_a_more_exact_system_passes(exact):
+    assert verdicts(exact, noisy(exact, 1e-4, 1), noisy(exact, 5e-5, 2)) == [True, True, True]
+
+
+def test_a_less_exact_system_fails_by_its_median(exact):
+    assert verdicts(exact, noisy(exact, 1e-4, 1), noisy(exact, 1.1e-4, 2)) == [False, True, True]
+
+
+@pytest.mark.parametrize("wrong", [lambda g: g * 1.001, lambda g: -g, lambda g: g.roll(1, 0), lambda g: g * float("nan")])
+def test_one_planted_wrong_gradient_is_seen(exact, wrong):
+    system = noisy(exact, 5e-5, 2)
+    system["layers.3.lora_A.weight"] = wrong(system["layers.3.lora_A.weight"])
+    rows = compare_gradients(dump(exact), dump(noisy(exact, 1e-4, 1)), dump(system), "float32")
+    verdict = judge_gradients(rows)[1]
+    assert not verdict.passed and "layers.3" in verdict.detail
+
+
+def test_a_missing_and_a_zero_gradient_are_seen(exact):
+    system = noisy(exact, 5e-5, 2)
+    system["layers.3.lora_A.weight"] = None
+    system["layers.4.lora_A.weight"] = torch.zeros(16, 32)
+    rows = compare_gradients(dump(exact), dump(noisy(exact, 1e-4, 1)), dump(system), "float32")
+    assert [r["parameter"] for r in rows if not r["has_gradient"]] == ["layers.3.lora_A.weight", "layers.4.lora_A.weight"]
+    assert [v.passed for v in judge_gradients(rows)] == [True, False, False]
+
+
+def test_eagers_own_error_is_floored_where_eager_is_exact(exact):
+    eps = torch.finfo(torch.float32).eps
+    rows = compare_gradients(dump(exact), dump(exact), dump(noisy(exact, 0.5 * eps, 1)), "float32")
+    assert all(r["eager_error"] == 0 and r["yardstick"] == eps for r in rows)
+    assert judge_gradients(rows)[1].passed  # the limit for each parameter; the median knows no floor
+
+
+def test_a_gradient_that_is_nearly_zero_is_measured_against_the_floor():
+    assert relative_error(torch.full((4,), 1e-9), torch.zeros(4), floor=1e-6) == pytest.approx(2e-3)
+    assert relative_error(None, torch.ones(4), floor=1e-6) == 1.0
+
+
+def test_loss_is_judged_over_the_steps_of_the_reference():
+    assert judge_loss([3.0, 2.0], [3.1, 2.1, 9.9], [2.95, 2.05, 0.0]).passed
+    assert not judge_loss([3.0, 2.0], [3.01, 2.01], [3.1, 2.1]).passed
+
+
+def test_median():
+    assert median([3, 1, 2]) == 2 and median([4, 1, 2, 3]) == 2.5

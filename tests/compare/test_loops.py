@@ -1,0 +1,54 @@
+"""SFTTrainer and the plain loop train on the same rows in their own ways; both are measured, and an adapter survives."""
+
+import json
+
+import pytest
+
+from tunecompile.compare import worker
+from tunecompile.compare.shapes import save_shape_model
+from tunecompile.compare.spec import Job
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    save_shape_model("llama-tiny", str(made), seed=0, device="cpu", layers=1)
+    rows = [{"prompt": "a few " * (i % 3 + 1), "completion": "words"} for i in range(24)]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_the_trainer():
+    """accelerate remembers the device of the first trainer in a process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def job(folder):
+    return Job(system="hf", model=str(folder), mode="lora", data=str(folder / "rows.jsonl"), steps=4, batch=4, seq_len=64, held_out=4,
+               lr=1e-2, saved_bytes=True)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "loop"])
+def test_a_run_is_measured_and_learns(job, trainer):
+    run = worker.data_run(job.replace(trainer=trainer))["runs"][0]
+    assert run["status"] == "ok" and len(run["losses"]) == 4 and run["repeats"] == 1 and run["saved_bytes"] > 0
+    assert run["held_out_after"] < run["held_out_before"]
+    # every batch is padded to 64, and none of it is counted
+    assert 0 < run["tokens_per_s"] * run["step_ms"]["median"] / 1e3 < 4 * 64
+
+
+def test_checkpointing_keeps_less_and_changes_no_loss(job):
+    plain, checkpointed = (worker.data_run(job.replace(trainer="loop", checkpointing=on))["runs"][0] for on in (False, True))
+    assert checkpointed["losses"] == plain["losses"] and checkpointed["saved_bytes"] < plain["saved_bytes"]
+
+
+def test_answers_and_a_saved_adapter(job, tmp_path):
+    job = job.replace(trainer="loop", questions=2, adapter=str(tmp_path / "adapter"))
+    answers = worker.data_run(job)["answers"]
+    assert len(answers) == 2 and all(a["expected"] == "words" for a in answers)
+    assert worker.reload_adapter(job)["answers"] == [a["after"] for a in answers]

@@ -1,0 +1,65 @@
+"""The report from a made-up result: self-contained, complete, and honest about rows that failed."""
+
+import json
+import re
+
+import pytest
+
+from tunecompile.compare.render import run_table, write_reports
+from tunecompile.compare.run import break_even, passed
+from tunecompile.compare.spec import Job
+
+
+def run(system, ms, first, **more):
+    return {"system": system, "model": "m", "mode": "qlora", "shape": "4x64", "status": "ok", "order": 0, "tokens_per_s": 1e5 / ms,
+            "step_ms": {"median": ms, "min": ms * 0.9, "max": ms * 1.2}, "first_step_s": first, "peak_gib": 1.5, "peak_reserved_gib": None,
+            "saved_bytes": 2**20, "losses": [3.0, 2.5, 2.25], "held_out_before": 3.1, "held_out_after": 2.2, **more}
+
+
+@pytest.fixture
+def result():
+    gradients = [{"parameter": f"model.layers.{i}.mlp.up_proj.lora_{ab}.weight", "error": 1e-3, "eager_error": 2e-3, "yardstick": 2e-3,
+                  "norm_ratio": 1.0, "has_gradient": True} for i in range(3) for ab in "AB"]
+    away = {"system": "liger", "model": "m", "mode": "qlora", "shape": "4x64", "status": "not installed", "order": 1}
+    return {
+        "schema": 1, "date": "2026-01-01T00:00:00Z", "commit": "0123456789abcdef", "dirty": True, "command": "tunecompile compare",
+        "machine": {"gpu": None, "gpu_count": 0, "cpu": "some CPU", "memory_gib": 8.0}, "versions": {"torch": "2.13.0"},
+        "runs": [run("hf", 100.0, 0.5), away, run("tunecompile", 80.0, 10.5, break_even_step=501)],
+        "matches": [{"family": "rms_norm", "found": 6, "rewritten": 5, "refused": ["x < y", "x < y"]}], "gradients": gradients,
+        "verdicts": [{"name": "loss", "passed": True, "detail": "1e-6"}, {"name": "<b>bold</b>", "passed": False, "detail": "too slow"}],
+        "compiler": {"regions": [{"name": "layer", "layers": 3, "compiles": 1}], "notes": ["a note"], "compiles": 1},
+        "answers": [{"question": "What?", "before": "b", "after": "That.", "expected": "That.", "reloaded": "That."}],
+        "settings": Job(system="hf", model="m", data="d.jsonl").to_dict() | {"turns": True, "rows": 10, "dropped_rows": 2},
+        "reference": {"dtype": "float64", "losses": [3.0, 2.5]},
+    }
+
+
+def test_three_files_that_say_the_same(result, tmp_path):
+    paths = write_reports(result, tmp_path / "deep" / "er")
+    assert json.loads(paths["json"].read_text()) == result
+    for kind in ("md", "html"):
+        text = paths[kind].read_text()
+        for wanted in ("not installed", "step 501", "rms_norm", "a note", "What?", "A check fails", "too slow", "2 longer ones left out"):
+            assert wanted in text, (kind, wanted)
+    assert "80.0" in run_table(result["runs"])[1][2]
+
+
+def test_the_page_needs_nothing_from_outside_and_escapes(result, tmp_path):
+    html = write_reports(result, tmp_path)["html"].read_text()
+    assert len(re.findall(r'src="data:image/svg\+xml;base64,', html)) == 5
+    assert not re.search(r'(src|href)="(?!data:)', html) and "<script" not in html
+    assert "<b>bold</b>" not in html and "&lt;b&gt;bold" in html
+    assert html.count("x &lt; y") == 1  # a reason is told once
+
+
+def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):
+    result |= {"runs": [{**r, "status": "oom"} for r in result["runs"]], "matches": [], "gradients": [], "answers": []}
+    assert "oom" in write_reports(result, tmp_path)["html"].read_text()
+    assert not passed(result)
+
+
+def test_break_even():
+    eager = run("hf", 100.0, 0.5)
+    assert break_even(run("tunecompile", 80.0, 10.5), eager) == 501
+    assert break_even(run("tunecompile", 100.0, 10.5), eager) is None
+    assert break_even(run("tunecompile", 80.0, 0.1), eager) == 1

@@ -1,0 +1,50 @@
+"""What the README shows is true: its example of a pass runs, and finds what it says."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import tunecompile
+from tunecompile import passes
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) / 30.0) * 30.0)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_the_pass_in_the_readme_runs(monkeypatch):
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "PASS" in block)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    names = {}
+    exec(code, names)  # noqa: S102: our own README
+    monkeypatch.setattr(passes, "PIPELINE", [names["PASS"], *passes.PIPELINE])
+    model, plain = Stack(), Stack()
+    plain.load_state_dict(model.state_dict())
+    tunecompile.optimize(model, executor="eager")
+    x = torch.randn(4, 16)
+    for each in (model, plain):
+        each.train()(x).backward()
+    for ours, eager in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, eager.grad)
+    found = {m["family"]: (m["found"], m["rewritten"]) for m in tunecompile.report(model).to_dict()["matches"]}
+    assert found["soft_cap"] == (1, 1)

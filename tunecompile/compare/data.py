@@ -1,0 +1,176 @@
+"""JSON Lines -> the same batches for every system: read, check, split, tokenise, pad.
+
+Three kinds of row are understood: `messages` (chat), `prompt` with `completion`, and `text`. The loss is on the last
+assistant message or the completion alone; with `text` it is on everything.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tunecompile.compare.errors import (
+    BadJson, BadMessages, DataNotFound, EmptyData, NoChatTemplate, RowsTooLong, TooFewRows, WrongColumns,
+)
+from tunecompile.compare.spec import Job
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised row: labels equal the ids where the loss counts and IGNORED elsewhere."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows in the trainer's own format (`prompt` and `completion`, or `text`), in training order."""
+
+    train: list[dict]
+    held_out: list[dict]
+    dropped: int = 0
+
+
+def read_rows(path: str) -> list[dict]:
+    """Read and check every row, so that a mistake in the last line is found before anything is loaded."""
+    if not Path(path).is_file():
+        raise DataNotFound(path=path)
+    rows = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(check_row(parse_line(line, path, number), path, number))
+    if not rows:
+        raise EmptyData(path=path)
+    return rows
+
+
+def parse_line(line: str, path: str, number: int) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadJson(path=path, line=number, reason=error.msg) from None
+    if not isinstance(row, dict):
+        raise BadJson(path=path, line=number, reason=f"a {type(row).__name__}, not an object")
+    return row
+
+
+def check_row(row: dict, path: str, number: int) -> dict:
+    """Bring a row into one of two forms: prompt and completion (both text or both messages), or text."""
+    if "messages" in row:
+        messages = row["messages"]
+        whole = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+        if not whole or not messages:
+            raise BadMessages(path=path, line=number, reason="a message without role or content" if messages else "no messages")
+        if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            raise BadMessages(path=path, line=number, reason="there is no answer to learn")
+        plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+        return {"prompt": plain[:-1], "completion": plain[-1:]}
+    for columns in (("prompt", "completion"), ("text",)):
+        if all(isinstance(row.get(column), str) and row[column] for column in columns):
+            return {column: row[column] for column in columns}
+    raise WrongColumns(path=path, line=number, found=", ".join(map(repr, row)) or "none")
+
+
+def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
+    """Shuffle by seed, leave out what is too long, keep the held-out rows from training."""
+    lengths = [len(tokenise(row, tokenizer, job.model).input_ids) for row in rows]
+    longest = max(lengths)
+    if longest > job.seq_len and job.too_long == "error":
+        count = sum(length > job.seq_len for length in lengths)
+        raise RowsTooLong(count=count, total=len(rows), limit=job.seq_len, longest=longest, row=lengths.index(longest) + 1)
+    kept = [row for row, length in zip(rows, lengths) if length <= job.seq_len]
+    random.Random(job.seed).shuffle(kept)
+    held_out = kept[: job.held_out]
+    train = kept[job.held_out :]
+    # a small file goes round again, as a trainer's epochs do; it has to fill one batch
+    if len(train) < job.batch:
+        mend = "Lower --batch, or raise --seq-len: rows were too long." if len(kept) < len(rows) else "Lower --batch or --held-out, or add rows."
+        raise TooFewRows(path=job.data, rows=len(kept), batch=job.batch, held_out=job.held_out,
+                         needed=job.batch + job.held_out, mend=mend)
+    return Split(train, held_out, dropped=len(rows) - len(kept))
+
+
+def render_prompt(prompt, tokenizer, model: str) -> list[int]:
+    """The ids of a prompt, ready for the answer to follow."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if not tokenizer.chat_template:
+        raise NoChatTemplate(model=model)
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def tokenise(row: dict, tokenizer, model: str) -> Example:
+    """One row to ids and labels. The answer begins where the ids of prompt and whole diverge."""
+    if "text" in row:
+        ids = end_with_eos(tokenizer(row["text"])["input_ids"], tokenizer)
+        return Example(ids, list(ids))
+    prompt_ids = render_prompt(row["prompt"], tokenizer, model)
+    if isinstance(row["prompt"], str):
+        ids = end_with_eos(tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer)
+    else:
+        ids = tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=True)["input_ids"]
+    start = 0
+    while start < min(len(prompt_ids), len(ids)) and prompt_ids[start] == ids[start]:
+        start += 1
+    return Example(ids, [IGNORED] * start + ids[start:])
+
+
+def end_with_eos(ids: list[int], tokenizer) -> list[int]:
+    """The end of the answer has to be learned too."""
+    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
+def padded_length(longest: int, multiple: int) -> int:
+    return -(-longest // multiple) * multiple
+
+
+def collate(examples: list[Example], pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
+    """Right-pad to one length. What is padding comes from the lengths, never from the ids: pad may equal eos."""
+    length = padded_length(max(len(e.input_ids) for e in examples), multiple)
+    ids = torch.full((len(examples), length), pad_id)
+    labels = torch.full((len(examples), length), IGNORED)
+    mask = torch.zeros((len(examples), length), dtype=torch.long)
+    for row, example in enumerate(examples):
+        count = len(example.input_ids)
+        ids[row, :count] = torch.tensor(example.input_ids)
+        labels[row, :count] = torch.tensor(example.labels)
+        mask[row, :count] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict[str, torch.Tensor]]:
+    """`count` batches in order, beginning again when the rows run out."""
+    def batch(number: int) -> list[Example]:
+        picked = [rows[(number * job.batch + i) % len(rows)] for i in range(job.batch)]
+        return [tokenise(row, tokenizer, job.model) for row in picked]
+
+    return [collate(batch(number), tokenizer.pad_token_id, job.pad_to) for number in range(count)]
+
+
+def random_batches(shape: tuple[int, int], vocabulary: int, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """Random non-zero tokens for the shape models, the same for every system; loss on all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(3, vocabulary - 256, shape, generator=generator)
+        batches.append({"input_ids": ids, "labels": ids.clone()})
+    return batches
+
+
+def prepare_tokenizer(tokenizer):
+    """Give padding its own id where it equals the end of an answer: many collators mask by id, and would mask the end too."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        spare = [t for t in ("<|endoftext|>", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>", tokenizer.unk_token)
+                 if t and tokenizer.convert_tokens_to_ids(t) not in (None, tokenizer.eos_token_id, tokenizer.unk_token_id)]
+        spare += [tokenizer.unk_token] if tokenizer.unk_token not in (None, tokenizer.eos_token) else []
+        tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer

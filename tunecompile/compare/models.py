@@ -1,0 +1,204 @@
+"""The model under training: loaded, quantised, given an adapter, and handed to one of the systems."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tunecompile.compare.data import prepare_tokenizer
+from tunecompile.compare.errors import ModelNotFound
+from tunecompile.compare.shapes import SHAPES, build_shape_model
+from tunecompile.compare.spec import REFERENCE, TARGETS, Job
+
+
+def check_model(model: str) -> None:
+    """Say what is wrong with a model's name before anything is started."""
+    def missing(reason: str):
+        return ModelNotFound(model=model, reason=reason, shapes=", ".join(SHAPES))
+
+    folder = Path(model)
+    if model in SHAPES:
+        return
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise missing("the path exists but has no config.json" if folder.is_dir() else "that is a file, not a folder")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise missing("no such folder")
+
+
+def is_shape(model: str) -> bool:
+    return model in SHAPES and not Path(model).exists()
+
+
+def load_tokenizer(job: Job):
+    """The tokenizer with a padding token of its own, or None for a shape model."""
+    if is_shape(job.model):
+        return None
+    from transformers import AutoTokenizer
+
+    return prepare_tokenizer(AutoTokenizer.from_pretrained(job.model))
+
+
+def load_base(job: Job) -> nn.Module:
+    """The base model on the device, NF4 with double quantisation for qlora."""
+    dtype = getattr(torch, job.dtype)
+    if is_shape(job.model):
+        return build_shape_model(job.model, quantise=job.mode == "qlora", dtype=dtype, device=job.device,
+                                 seed=job.seed, layers=job.layers)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantisation = None
+    if job.mode == "qlora":
+        quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                          bnb_4bit_compute_dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(job.model, quantization_config=quantisation, dtype=dtype,
+                                                device_map={"": 0 if job.device == "cuda" else job.device})
+
+
+def add_adapter(model: nn.Module, job: Job) -> nn.Module:
+    """LoRA on all seven linears of a decoder layer, or on all linears where these names do not occur."""
+    if job.mode == "full":
+        return model.requires_grad_(True)
+    from peft import LoraConfig, get_peft_model
+
+    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    targets = [name for name in TARGETS if name in present] or "all-linear"
+    return get_peft_model(model, LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, target_modules=targets,
+                                            task_type="CAUSAL_LM"))
+
+
+def load_unsloth(job: Job) -> nn.Module:
+    """Unsloth loads, quantises and adapts by its own functions; `import unsloth` has to come first in the process."""
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(job.model, max_seq_length=max(job.seq_len, 32768),
+                                                 load_in_4bit=job.mode == "qlora", dtype=getattr(torch, job.dtype))
+    return FastLanguageModel.get_peft_model(
+        model, r=job.rank, lora_alpha=job.alpha, lora_dropout=0, target_modules=list(TARGETS),
+        use_gradient_checkpointing="unsloth" if job.checkpoints else False)
+
+
+def load_model(job: Job) -> nn.Module:
+    """The model as the training code gets it, before the system's own call."""
+    if job.engine == "unsloth":
+        model = load_unsloth(job)
+    else:
+        model = load_base(job)
+        if job.engine == REFERENCE:
+            model = to_reference(model, reference_dtype(job))
+        model = add_adapter(model, job)
+        if job.engine == REFERENCE:
+            model = model.to(reference_dtype(job))
+        model.config.use_cache = False
+    set_initial_adapter(model, job.seed)
+    return model
+
+
+def apply_system(model: nn.Module, engine: str) -> nn.Module:
+    """The one thing in which the systems differ."""
+    if engine == "compile":
+        model.compile()
+    elif engine == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=getattr(model, "get_base_model", lambda: model)())
+    elif engine == "tunecompile":
+        import tunecompile
+
+        model = tunecompile.optimize(model)
+    return model
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module):
+    """Eval mode for everything but quantised linears, and no gradients.
+
+    In eval mode bitsandbytes repacks NF4 weights for inference on CPUs with AVX512-BF16. The packed weight stays for
+    good, is less exact, and passes no gradient back: training after an evaluation would silently go wrong.
+    """
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and type(module).__module__.startswith("bitsandbytes"):
+            module.training = True
+    with torch.no_grad():
+        yield
+    model.train()
+
+
+# ---------------------------------------------------------------- the adapter's values
+
+def named_values(name: str, like: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
+    """Random values fixed by the parameter's name and exact in bfloat16: equal in every process and precision."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    values = torch.empty(like.shape).normal_(0, scale, generator=generator).to(torch.bfloat16)
+    return values.to(like.device, like.dtype)
+
+
+def short_name(name: str) -> str:
+    """A parameter's name without what wrappers put in front, so that systems can be compared."""
+    return name.replace("base_model.model.", "").replace("_orig_mod.", "").replace(".default", "")
+
+
+@torch.no_grad()
+def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> None:
+    """A as LoRA draws it; B zero, or small and random for a gradient check (with B zero every gradient of A is zero)."""
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.copy_(named_values(short_name(name), parameter, (3 * parameter.shape[1]) ** -0.5, seed))
+        elif "lora_B" in name:
+            parameter.copy_(named_values(short_name(name), parameter, b_scale, seed) if b_scale else torch.zeros_like(parameter))
+
+
+# ---------------------------------------------------------------- the reference
+
+def reference_dtype(job: Job) -> torch.dtype:
+    """fp32 judges bf16, fp64 judges fp32. TRL keeps QLoRA adapters in bf16, which fp32 judges."""
+    bf16_adapter = job.trainer == "sft" and job.mode == "qlora"
+    return torch.float64 if job.dtype == "float32" and not bf16_adapter else torch.float32
+
+
+def to_reference(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same weights in high precision: quantised linears become plain ones that hold the dequantised values."""
+    with contextlib.suppress(ImportError):
+        import bitsandbytes as bnb
+
+        for path, module in list(model.named_modules()):
+            if isinstance(module, bnb.nn.Linear4bit):
+                values = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+                plain.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+                plain.bias = module.bias
+                parent, _, child = path.rpartition(".")
+                setattr(model.get_submodule(parent), child, plain)
+    for mark in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
+        if mark in vars(model):
+            delattr(model, mark)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.requires_grad_(False)
+    return model.to(dtype)
+
+
+class Float64(TorchFunctionMode):
+    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wider = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+def precision(job: Job) -> contextlib.AbstractContextManager:
+    """What the forward pass runs under: autocast for bf16, as trainers do; the reference's own mode; nothing for fp32."""
+    if job.engine == REFERENCE:
+        return Float64() if reference_dtype(job) is torch.float64 else contextlib.nullcontext()
+    if job.dtype == "bfloat16":
+        return torch.autocast(job.device, dtype=torch.bfloat16)
+    return contextlib.nullcontext()

@@ -1,0 +1,151 @@
+"""The result as files: report.json, report.md and one self-contained report.html."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tunecompile.compare import plots
+from tunecompile.compare.gradients import LIMIT
+
+COLUMNS = (  # heading, how to read it off a run
+    ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+    ("step, ms", lambda r: f"{r['step_ms']['median']:,.1f}"),
+    ("fastest to slowest", lambda r: f"{r['step_ms']['min']:,.1f} to {r['step_ms']['max']:,.1f}"),
+    ("peak memory, GiB", lambda r: f"{r['peak_gib']:.2f}"),
+    ("reserved, GiB", lambda r: number(r.get("peak_reserved_gib"), ".2f")),
+    ("saved for backward, MiB", lambda r: number(r.get("saved_bytes"), ",.1f", 2**20)),
+    ("first step, s", lambda r: f"{r['first_step_s']:.1f}"),
+    ("compiling pays back after", lambda r: break_even_text(r)),
+    ("launches a step", lambda r: number(r.get("launches_per_step"), ",.0f")),
+    ("host, ms a step", lambda r: number(r.get("host_ms_per_step"), ",.1f")),
+    ("held-out loss", lambda r: held_out_text(r)),
+    ("last loss", lambda r: f"{r['losses'][-1]:.4f}"),
+)
+
+
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    return "" if value is None else format(value / scale, form)
+
+
+def break_even_text(run: dict) -> str:
+    if "break_even_step" not in run:
+        return ""
+    step = run["break_even_step"]
+    return "never" if step is None else f"step {step:,}"
+
+
+def held_out_text(run: dict) -> str:
+    return f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}" if "held_out_after" in run else ""
+
+
+def run_table(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows; a column that nobody fills is left out, a row that is not ok says why."""
+    filled = [(name, read) for name, read in COLUMNS if any(r["status"] == "ok" and read(r) for r in runs)]
+    several = len({r["shape"] for r in runs}) > 1
+    head = ["system", *(["shape"] if several else []), *(name for name, _ in filled)]
+    rows = []
+    for run in runs:
+        first = [run["system"], *([run["shape"]] if several else [])]
+        cells = [read(run) for _, read in filled] if run["status"] == "ok" else [run["status"], *[""] * (len(filled) - 1)]
+        rows.append(first + cells)
+    return head, rows
+
+
+def facts(result: dict) -> list[tuple[str, str]]:
+    """What was run, on what: the lines under the title."""
+    settings, machine, run = result["settings"], result["machine"], result["runs"][0]
+    where = f"{machine['gpu_count']} x {machine['gpu']}; {machine['cpu']}" if machine["gpu"] else machine["cpu"]
+    how = {"qlora": "QLoRA: NF4 base, double-quantised, ", "lora": "LoRA, ", "full": "full fine-tuning, "}[settings["mode"]]
+    adapter = "" if settings["mode"] == "full" else f"r={settings['rank']}, alpha={settings['alpha']}, "
+    shape = ", ".join(settings["shapes"]) if settings["shapes"] else (
+        f"{settings['batch']} rows a step, at most {settings['seq_len']} tokens, padded to multiples of {settings['pad_to']} for every system")
+    source = "random tokens" if settings["shapes"] else f"{settings['rows']:,} rows of {Path(settings['data']).name}"
+    if settings["dropped_rows"]:
+        source += f" ({settings['dropped_rows']} longer ones left out)"
+    lines = [
+        ("Model", f"{run['model']}. {how}{adapter}computed in {settings['dtype']}"),
+        ("Training", f"{settings['steps']} steps by {'TRL SFTTrainer' if settings['trainer'] == 'sft' else 'a plain PyTorch loop'}, "
+                     f"lr {settings['lr']:g}, seed {settings['seed']}" + (", gradient checkpointing" if settings["checkpointing"] else "")),
+        ("Data", f"{source}; {shape}"),
+        ("Machine", f"{where}; {machine['memory_gib']} GiB"),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
+        ("Measured", f"{result['date']}" + (f", commit {result['commit'][:12]}{' with changes' if result['dirty'] else ''}" if result["commit"] else "")),
+    ]
+    return lines
+
+
+def method(result: dict) -> list[str]:
+    """How the figures came about, in sentences."""
+    settings = result["settings"]
+    turns = ("The systems' processes take turns, one step each, so that whatever else the machine does falls on all alike."
+             if settings["turns"] else "The systems' processes run one after the other, each alone.")
+    lines = ["Every system trains on the same batches in the same order, in its own process, from the same adapter values, "
+             "with cold compiler caches. " + turns,
+             "Step time is the median from the fourth step on; tokens/s counts real tokens, not padding.",
+             "Saved for backward: storages that autograd keeps between forward and backward, each once, parameters left out; "
+             "counted in one extra step that is not timed."]
+    if any(r["system"] in ("hf", "hf-checkpoint") for r in result["runs"]):
+        lines.insert(1, "hf is the Hugging Face model as it comes: eager, the yardstick for speed and for error.")
+    if result["gradients"]:
+        where = "a two-layer model of the same shape" if settings["shapes"] else "the model"
+        lines.append(f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
+                     "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero.")
+    if any(r.get("peak_reserved_gib") is None and r["status"] == "ok" for r in result["runs"]):
+        lines.append("Peak memory on a CPU is resident memory from the fourth step on, with Python and all libraries.")
+    return lines
+
+
+def error_summary(gradients: list[dict]) -> list[list[str]]:
+    """Gradient errors by kind of parameter."""
+    from tunecompile.compare.meters import median
+
+    groups: dict[str, list[dict]] = {}
+    for row in gradients:
+        parts = [p for p in row["parameter"].split(".") if not p.isdigit() and p not in ("model", "layers", "weight")]
+        groups.setdefault(" ".join(parts), []).append(row)
+    table = []
+    for name, rows in groups.items():
+        ratios = [r["error"] / r["yardstick"] for r in rows]
+        table.append([name, str(len(rows)), f"{median([r['eager_error'] for r in rows]):.2e}", f"{median([r['error'] for r in rows]):.2e}",
+                      f"{median(ratios):.3f}", f"{max(ratios):.3f}", f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}"])
+    return table
+
+
+def figures(result: dict) -> list[tuple[str, str]]:
+    """The pictures with their captions."""
+    ok = [r for r in result["runs"] if r["status"] == "ok"]
+    if not ok:
+        return []
+    cuda = bool(result["machine"]["gpu"]) and ok[0].get("peak_reserved_gib") is not None
+    shape = ok[0]["shape"]
+    made = [("Loss, laid over each other", plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")))]
+    if result["gradients"]:
+        made.append(("Gradient error of every trainable parameter", plots.gradient_scatter(result["gradients"], LIMIT)))
+    made.append(("Time of a step", plots.step_time_bars(ok)))
+    made.append(("Peak memory", plots.memory_bars(ok, "peak_gib", 1, "GiB allocated" if cuda else "GiB resident")))
+    if any(r.get("saved_bytes") is not None for r in ok):
+        made.append(("Saved between forward and backward", plots.memory_bars(ok, "saved_bytes", 2**20, "MiB")))
+    return made
+
+
+def make_environment():
+    from jinja2 import Environment, PackageLoader, select_autoescape
+
+    return Environment(loader=PackageLoader("tunecompile.compare", "."), autoescape=select_autoescape(["html.jinja", "html"]),
+                       trim_blocks=True, lstrip_blocks=True)
+
+
+def write_reports(result: dict, out: Path) -> dict[str, Path]:
+    """Write the three files and return where they are."""
+    out.mkdir(parents=True, exist_ok=True)
+    head, rows = run_table(result["runs"])
+    fields = {"result": result, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
+              "errors": error_summary(result["gradients"]), "passed": all(v["passed"] for v in result["verdicts"])}
+    environment = make_environment()
+    paths = {kind: out / f"report.{kind}" for kind in ("json", "md", "html")}
+    paths["json"].write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    paths["md"].write_text(environment.get_template("report.md.jinja").render(fields), encoding="utf-8")
+    html = environment.get_template("report.html.jinja").render(fields, figures=figures(result))
+    paths["html"].write_text(html, encoding="utf-8")
+    return paths

@@ -1,0 +1,235 @@
+"""The comparison: check what was asked for, run every system and the reference, judge, and collect one result."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import multiprocessing
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tunecompile.compare import data, machine, models
+from tunecompile.compare.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
+from tunecompile.compare.gradients import Verdict, compare_gradients, judge_gradients, judge_loss
+from tunecompile.compare.meters import WARMUP
+from tunecompile.compare.processes import Listener, Worker, run_workers
+from tunecompile.compare.shapes import SHAPES, save_shape_model
+from tunecompile.compare.spec import REFERENCE, Job, System
+from tunecompile.errors import TunecompileError
+
+STEP_LIMIT = 1.05  # a step may take this much of eager's
+CHECK_LAYERS = 2  # depth at which a shape model is checked against fp32
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare. `job` is the template; each system's job differs in its name only."""
+
+    systems: list[System]
+    job: Job
+    out: Path
+    name: str = ""  # the model's name in the results
+    reference_steps: int = 10
+    check: bool = True
+    turns: bool = False
+    listen: Listener = field(default=lambda system, event, fields: None)
+
+
+class WorkerFailed(TunecompileError):
+    template = "{message}"
+
+
+# ---------------------------------------------------------------- before anything starts
+
+def check_request(comparison: Comparison) -> None:
+    """Every mistake that can be found without training, found at once."""
+    job = comparison.job
+    if job.steps <= WARMUP:
+        raise BadOption(option="--steps", value=job.steps, reason=f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}")
+    need("the comparison", {"transformers": "hf", "accelerate": "hf"})
+    if job.mode != "full":
+        need(f"--{job.mode}", {"peft": "hf"})
+    if job.mode == "qlora":
+        need("--qlora", {"bitsandbytes": "qlora"})
+    models.check_model(job.model)
+    if job.shapes:
+        return
+    if models.is_shape(job.model):
+        raise ShapeWithData(model=job.model)
+    if job.trainer == "sft":
+        need("--trainer sft", {"trl": "trl", "datasets": "trl"})
+    if job.data is None:
+        raise DataMissing(shapes=", ".join(SHAPES))
+    rows = data.read_rows(job.data)
+    if Path(job.model).exists():  # a hub model's tokenizer is fetched by the first worker
+        data.split_rows(rows, models.load_tokenizer(job), job)
+
+
+def need(what: str, packages: dict[str, str]) -> None:
+    for package, extra in packages.items():
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(what=what, package=package, extra=extra)
+
+
+# ---------------------------------------------------------------- the runs
+
+def run_comparison(comparison: Comparison) -> dict:
+    """All systems, then the reference and the verdicts. Returns the result in the common JSON shape, and a little more."""
+    check_request(comparison)
+    job = comparison.job
+    logs = comparison.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tunecompile-gradients-") as scratch, shape_on_disk(comparison) as folder:
+        checked_here = comparison.check and not job.shapes  # a shape model is checked at a smaller depth, separately
+
+        def job_for(system: System) -> Job:
+            own = job.replace(system=system.name, model=folder if folder and system.engine == "unsloth" else job.model)
+            if system.engine not in ("hf", "tunecompile"):
+                return own.replace(questions=0, adapter=None)
+            own = own.replace(gradients=f"{scratch}/{system.name}.pt" if checked_here else None)
+            return own if system.engine == "tunecompile" else own.replace(questions=0, adapter=None)
+
+        present = [system for system in comparison.systems if system.installed]
+        results = run_jobs([job_for(system) for system in present], comparison, logs)
+        outcome = dict(zip((system.name for system in present), results))
+        reference, gradients, verdicts = None, [], []
+        if checked_here:
+            reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
+            gradients, verdicts = judge(outcome, reference, scratch, job)
+        elif comparison.check:
+            gradients, verdicts = check_shallow(comparison, present, scratch, logs)
+    return assemble(comparison, outcome, reference, gradients, verdicts)
+
+
+@contextlib.contextmanager
+def shape_on_disk(comparison: Comparison):
+    """A folder with the shape model's weights for the system that can only load from disk; None where nobody needs it."""
+    job = comparison.job
+    if not (models.is_shape(job.model) and any(s.engine == "unsloth" and s.installed for s in comparison.systems)):
+        yield None
+        return
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="tunecompile-shape-", dir=memory if memory.is_dir() else None) as folder:
+        # in a process of its own, so that no memory of the device stays taken
+        maker = multiprocessing.get_context("spawn").Process(
+            target=save_shape_model, args=(job.model, folder), kwargs={"seed": job.seed, "device": job.device, "layers": job.layers})
+        maker.start()
+        maker.join()
+        yield folder
+
+
+def run_jobs(jobs: list[Job], comparison: Comparison, logs: Path, task: str = "train") -> list[dict]:
+    turns = comparison.turns and len(jobs) > 1
+    results = run_workers([Worker(job, logs, comparison.listen, turns, task) for job in jobs])
+    for job, result in zip(jobs, results):
+        if "user_error" in result:
+            raise WorkerFailed(message=result["user_error"])
+        comparison.listen(job.system, "done", {"status": result.get("status", "ok")})
+    return results
+
+
+def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
+    return job.replace(system=REFERENCE, steps=min(comparison.reference_steps, job.steps), gradients=f"{scratch}/{REFERENCE}.pt",
+                       questions=0, held_out=job.held_out, adapter=None, checkpointing=False)
+
+
+def check_shallow(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> tuple[list[dict], list[Verdict]]:
+    """A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
+    checked = [s for s in present if s.engine in ("hf", "tunecompile")]
+    shallow = comparison.job.replace(layers=CHECK_LAYERS, shapes=comparison.job.shapes[:1], steps=WARMUP + 1, saved_bytes=False, launches=False)
+    jobs = [shallow.replace(system=s.name, gradients=f"{scratch}/{s.name}.pt") for s in checked]
+    jobs.append(shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False))
+    results = run_jobs(jobs, comparison, logs)
+    outcome = dict(zip((job.system for job in jobs), results))
+    return judge(outcome, outcome.pop(REFERENCE), scratch, shallow)
+
+
+# ---------------------------------------------------------------- the judgement
+
+def first_ok(outcome: dict, engine: str) -> tuple[str, dict] | None:
+    """The first run of that engine that went well, with its system's name."""
+    names = {"hf": ("hf", "hf-checkpoint"), "tunecompile": ("tunecompile",)}[engine]
+    for name in names:
+        runs = outcome.get(name, {}).get("runs", [])
+        if runs and runs[0].get("status") == "ok":
+            return name, runs[0]
+    return None
+
+
+def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> tuple[list[dict], list[Verdict]]:
+    """Loss and gradients of tunecompile beside eager's, both against the reference."""
+    import torch
+
+    eager, ours = first_ok(outcome, "hf"), first_ok(outcome, "tunecompile")
+    exact = first_ok({"hf": reference}, "hf")
+    if not (eager and ours and exact):
+        lacking = [name for name, run in (("eager", eager), ("tunecompile", ours), ("the reference", exact)) if not run]
+        return [], [Verdict("compared with eager and the reference", False, f"no finished run of {', '.join(lacking)}")]
+    loaded = {name: torch.load(f"{scratch}/{name}.pt") for name in (REFERENCE, eager[0], ours[0])}
+    rows = compare_gradients(loaded[REFERENCE], loaded[eager[0]], loaded[ours[0]], job.dtype)
+    return rows, [judge_loss(exact[1]["losses"], eager[1]["losses"], ours[1]["losses"]), *judge_gradients(rows)]
+
+
+def judge_speed(outcome: dict) -> list[Verdict]:
+    """Time and memory of tunecompile beside eager's."""
+    eager, ours = first_ok(outcome, "hf"), first_ok(outcome, "tunecompile")
+    if not (eager and ours):
+        return []
+    before, after = eager[1]["step_ms"]["median"], ours[1]["step_ms"]["median"]
+    verdicts = [Verdict(f"a step takes at most {STEP_LIMIT} of eager's time", after <= STEP_LIMIT * before,
+                        f"{after / before:.3f}: {after:.1f} ms against {before:.1f} ms")]
+    if "saved_bytes" in eager[1] and "saved_bytes" in ours[1]:
+        before, after = eager[1]["saved_bytes"], ours[1]["saved_bytes"]
+        verdicts.append(Verdict("fewer bytes saved for backward than eager", after < before,
+                                f"{after / before:.3f}: {after / 2**20:.1f} MiB against {before / 2**20:.1f} MiB"))
+    return verdicts
+
+
+def break_even(run: dict, eager: dict | None) -> int | None:
+    """The step after which the seconds spent on compiling are won back; None: never."""
+    if not eager or run["step_ms"]["median"] >= eager["step_ms"]["median"]:
+        return None
+    extra_ms = max(0.0, (run["first_step_s"] - eager["first_step_s"]) * 1e3)
+    return 1 + math.ceil(extra_ms / (eager["step_ms"]["median"] - run["step_ms"]["median"]))
+
+
+def assemble(comparison: Comparison, outcome: dict, reference: dict | None, gradients: list[dict], verdicts: list[Verdict]) -> dict:
+    """The common JSON shape, with what the report shows beside."""
+    job = comparison.job
+    common = {"model": comparison.name or Path(job.model).name, "mode": job.mode, "budget_gib": None, "gpus": int(job.device == "cuda"),
+              "optimizer": "adamw-fused"}
+    runs = []
+    for order, system in enumerate(comparison.systems):
+        result = outcome.get(system.name, {"status": "not installed"})
+        rows = result.get("runs") or [{"shape": shape, "status": result["status"]} for shape in job.shapes or (job.shape,)]
+        for row in rows:
+            runs.append({"system": system.name} | common | {"attention": result.get("attention"), "order": order} | row)
+    if job.device == "cuda":
+        clock = machine.gpu_clock_mhz()
+        runs = [run | {"clock_mhz": clock} if run["status"] == "ok" else run for run in runs]
+    for run in runs:
+        eager = next((r for r in runs if r["system"] in ("hf", "hf-checkpoint") and r["shape"] == run["shape"] and r["status"] == "ok"), None)
+        if run["status"] == "ok" and run is not eager:
+            run["break_even_step"] = break_even(run, eager)
+    ours = outcome.get("tunecompile", {})
+    report = ours.get("report") or {}
+    result = machine.header() | {
+        "runs": runs, "matches": report.get("matches", []), "gradients": gradients,
+        "verdicts": [asdict(v) for v in verdicts + judge_speed(outcome)],
+        "compiler": {key: report.get(key) for key in ("regions", "notes", "compiles")},
+        "answers": ours.get("answers", []),
+        "settings": job.to_dict() | {"turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
+                                     "dropped_rows": next((r["dropped_rows"] for r in outcome.values() if "dropped_rows" in r), 0)},
+    }
+    if reference and reference.get("runs") and reference["runs"][0].get("status") == "ok":
+        result["reference"] = {"dtype": str(models.reference_dtype(job)).removeprefix("torch."), "losses": reference["runs"][0]["losses"]}
+    return result
+
+
+def passed(result: dict) -> bool:
+    """Whether every system that could run ran, and every verdict holds."""
+    return all(v["passed"] for v in result["verdicts"]) and all(r["status"] in ("ok", "not installed") for r in result["runs"])
+
+

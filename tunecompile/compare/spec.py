@@ -1,0 +1,123 @@
+"""What is compared: the systems by name, and a `Job`, which is one system's whole task as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from dataclasses import dataclass
+
+from tunecompile.compare.errors import BadShape, UnknownSystem
+
+REFERENCE = "reference"  # the high-precision run that the others are judged against; not a system a user picks
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to run the same training code."""
+
+    name: str
+    engine: str  # hf, compile, liger, unsloth, tunecompile or reference
+    checkpointing: bool | None = None  # None: as the user asks
+    package: str | None = None  # what has to be importable
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("hf", "hf"),
+        System("hf-checkpoint", "hf", checkpointing=True),
+        System("compile", "compile"),
+        System("liger", "liger", package="liger_kernel"),
+        System("liger-checkpoint", "liger", checkpointing=True, package="liger_kernel"),
+        System("unsloth", "unsloth", checkpointing=True, package="unsloth"),
+        System("unsloth-no-checkpoint", "unsloth", checkpointing=False, package="unsloth"),
+        System("tunecompile", "tunecompile"),
+        System(REFERENCE, REFERENCE),
+    )
+}
+ALIASES = {"eager": "hf"}
+
+
+def resolve_systems(names: str, checkpointing: bool) -> list[System]:
+    """`eager,tunecompile` -> systems, under the names that the results use."""
+    chosen = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        name = ALIASES.get(name, name)
+        if checkpointing and f"{name}-checkpoint" in SYSTEMS:
+            name += "-checkpoint"
+        if name not in SYSTEMS or name == REFERENCE:
+            raise UnknownSystem(name=name, known=", ".join(["eager", *(n for n in SYSTEMS if n != REFERENCE)]))
+        if SYSTEMS[name] not in chosen:
+            chosen.append(SYSTEMS[name])
+    if not chosen:
+        raise UnknownSystem(name=names, known=", ".join(SYSTEMS))
+    return chosen
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """`4x2048` -> (4, 2048)."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+    if not found:
+        raise BadShape(text=text)
+    return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One system's task. Everything but `system` and the output paths is the same for all systems of a comparison."""
+
+    system: str
+    model: str  # a folder, a hub id or a shape name
+    mode: str = "qlora"  # qlora, lora or full
+    trainer: str = "sft"  # sft or loop
+    data: str | None = None
+    shapes: tuple[str, ...] = ()  # random tokens of these shapes, instead of data
+    steps: int = 20
+    batch: int = 4
+    seq_len: int = 512
+    pad_to: int = 64  # lengths are padded to a multiple of this, so that few shapes occur
+    too_long: str = "error"  # error or drop
+    lr: float = 2e-4
+    seed: int = 0
+    dtype: str = "float32"  # what is computed in: float32 or bfloat16
+    device: str = "cpu"
+    checkpointing: bool = False
+    layers: int | None = None  # shape models only: that many layers instead of all
+    rank: int = 16
+    alpha: int = 16
+    held_out: int = 0  # rows kept from training, for the held-out loss
+    questions: int = 0  # held-out questions answered before and after
+    adapter: str | None = None  # where to save the adapter
+    gradients: str | None = None  # where to save the gradients of the check step
+    saved_bytes: bool = True
+    launches: bool = True
+    trust_cache: bool = False  # keep the compiler's own caches, so that the first step is a warm one
+
+    def __post_init__(self):
+        object.__setattr__(self, "shapes", tuple(self.shapes))
+
+    @property
+    def engine(self) -> str:
+        return SYSTEMS[self.system].engine
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether this system checkpoints: its name decides, or else the user's flag."""
+        fixed = SYSTEMS[self.system].checkpointing
+        return self.checkpointing if fixed is None else fixed
+
+    @property
+    def shape(self) -> str:
+        return f"{self.batch}x{self.seq_len}"
+
+    def replace(self, **changes) -> Job:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self) | {"shapes": list(self.shapes)}  # as JSON gives it back

@@ -1,0 +1,203 @@
+"""One system in a process of its own: `python -m tunecompile.compare.worker job.json result.json`.
+
+Speaks to its parent in lines that begin with `@`; everything else it prints is for the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tunecompile.compare.spec import REFERENCE, Job
+
+
+def prepare_process(job: Job) -> None:
+    """What has to happen before torch or transformers is used: quiet libraries, cold caches, Unsloth first."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    if job.engine == "unsloth":
+        import unsloth  # noqa: F401
+
+
+def random_runs(job: Job) -> dict:
+    """A shape model on random tokens, one run for each shape in the same process."""
+    import torch
+
+    from tunecompile.compare import data, gradients, loops, models
+    from tunecompile.compare.spec import parse_shape
+
+    model = models.load_model(job)
+    vocabulary = model.config.vocab_size
+    loops.enable_checkpointing(model, job)
+    models.apply_system(model, job.engine)
+    runs = []
+    for shape in job.shapes:
+        torch.manual_seed(job.seed)
+        batches = data.random_batches(parse_shape(shape), vocabulary, job.seed, job.steps)
+        runs.append({"shape": shape} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
+        models.set_initial_adapter(model, job.seed)
+    if job.gradients:
+        batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job.seed + 1, 1)[0]
+        gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
+    return {"runs": runs, "attention": model.config._attn_implementation, "report": compiler_report(model, job)}
+
+
+def data_run(job: Job) -> dict:
+    """A model on the user's data, with the questions before and after where they are asked for."""
+    from tunecompile.compare import data, gradients, loops, meters, models
+
+    tokenizer = models.load_tokenizer(job)
+    split = data.split_rows(data.read_rows(job.data), tokenizer, job)
+    model = models.load_model(job)
+    result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
+    held_out = data.make_batches(split.held_out, tokenizer, job, -(-len(split.held_out) // job.batch)) if split.held_out else []
+    before = {"held_out_before": held_out_loss(model, held_out, job)} if held_out else {}
+    asked = questions(split, job)
+    answers = [{"before": text} for text in answer_all(model, tokenizer, asked, job)]
+
+    if job.trainer == "loop":
+        loops.enable_checkpointing(model, job)
+    initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
+    models.apply_system(model, job.engine)
+
+    def train():
+        if job.trainer == "sft":
+            return loops.train_sft(model, tokenizer, split.train, job, "train")
+        return loops.train_loop(model, data.make_batches(split.train, tokenizer, job, job.steps), job, "train")
+
+    run = {"shape": job.shape} | before | measured(model, job, train)
+    if held_out:
+        run["held_out_after"] = held_out_loss(model, held_out, job)
+    for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
+        answer |= {"question": question_of(row), "expected": answer_of(row), "after": text}
+    if job.adapter:
+        model.save_pretrained(job.adapter)
+    if job.gradients:
+        meters.say("phase", text="gradient check")
+        batch = data.make_batches(split.train, tokenizer, job, 1)[0]
+        gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients, initial)
+    return result | {"runs": [run], "answers": answers, "attention": model.config._attn_implementation,
+                     "report": compiler_report(model, job)}
+
+
+def measured(model, job: Job, train) -> dict:
+    """Train, then take the extra untimed steps that the remaining figures need."""
+    from tunecompile.compare import meters
+
+    meters.reset_memory(job.device)
+    trained = train()
+    figures = trained.clock.figures() | meters.memory_figures(job.device)
+    meters.say("phase", text="measuring memory and launches")
+    if job.saved_bytes and job.engine != REFERENCE:
+        figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))
+        trained.optimizer.zero_grad(set_to_none=True)
+    if job.launches and job.device == "cuda" and job.engine != REFERENCE:
+        figures["launches_per_step"] = meters.count_launches(trained.step)
+    return figures | {"status": "ok"}
+
+
+def held_out_loss(model, batches: list[dict], job: Job) -> float:
+    """Mean loss over the held-out rows, in eval mode."""
+    from tunecompile.compare.loops import to_device
+    from tunecompile.compare.models import evaluating, precision
+
+    with evaluating(model), precision(job):
+        return sum(float(model(**to_device(batch, job.device)).loss) for batch in batches) / len(batches)
+
+
+def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
+    """Greedy answers to the prompts of rows, as a user would ask."""
+    import torch
+
+    from tunecompile.compare.data import render_prompt
+    from tunecompile.compare.models import evaluating, precision
+
+    texts = []
+    for row in rows:
+        ids = torch.tensor([render_prompt(row["prompt"], tokenizer, job.model)], device=job.device)
+        with evaluating(model), precision(job):
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
+                                 use_cache=True, pad_token_id=tokenizer.pad_token_id)
+        texts.append(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True).strip())
+    return texts
+
+
+def questions(split, job: Job) -> list[dict]:
+    """The first held-out rows that have a prompt."""
+    return [row for row in split.held_out if "prompt" in row][: job.questions]
+
+
+def question_of(row: dict) -> str:
+    return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+
+
+def answer_of(row: dict) -> str:
+    return row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"]
+
+
+def compiler_report(model, job: Job) -> dict | None:
+    if job.engine != "tunecompile":
+        return None
+    import tunecompile
+    from tunecompile.errors import NotOptimized
+
+    try:
+        return tunecompile.report(model).to_dict()
+    except NotOptimized:  # TUNECOMPILE=0
+        return None
+
+
+def reload_adapter(job: Job) -> dict:
+    """The saved adapter in a plain model under plain PEFT: does it give the same answers?"""
+    from peft import PeftModel
+
+    from tunecompile.compare import data, models
+
+    tokenizer = models.load_tokenizer(job)
+    split = data.split_rows(data.read_rows(job.data), tokenizer, job)
+    model = PeftModel.from_pretrained(models.load_base(job), job.adapter)
+    return {"answers": answer_all(model, tokenizer, questions(split, job), job)}
+
+
+def guarded(work) -> dict:
+    """Run, and turn what goes wrong into a row's status."""
+    import torch
+
+    from tunecompile.compare import errors
+    from tunecompile.errors import TunecompileError
+
+    try:
+        return work()
+    except torch.cuda.OutOfMemoryError:
+        traceback.print_exc()
+        return {"status": "oom"}
+    except TunecompileError as error:
+        traceback.print_exc()
+        return {"status": f"error: {error}"} | ({"user_error": str(error)} if type(error).__module__ == errors.__name__ else {})
+    except Exception as error:  # noqa: BLE001: whatever a system raises is that system's row
+        traceback.print_exc()
+        return {"status": f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+
+
+def main(job_path: str, result_path: str) -> None:
+    spec = json.loads(Path(job_path).read_text())
+    task = spec.pop("task", "train")
+    job = Job(**spec)
+    prepare_process(job)
+    from tunecompile.compare.meters import say, wait_for_turn
+
+    wait_for_turn()
+    say("phase", text="loading")
+    started = time.perf_counter()
+    tasks = {"train": random_runs if job.shapes else data_run, "reload": reload_adapter}
+    result = guarded(lambda: tasks[task](job))
+    Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
