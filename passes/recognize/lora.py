@@ -46,7 +46,7 @@ def _build(x, weight, bias, a, b, scale, adapter_input, match):
     own = [] if _source(match.bound["adapter_input"]) is _source(source) else [to(match.bound["adapter_input"], adapter_input, dtype_of(down))]
     rows = to(source, x, dtype)
     made = lora_linear(rows, own, [to(match.bound["weight"], weight, dtype)], [] if bias is None else [bias], [a], [b], [float(scale)],
-                       dtype_of(down))
+                       torch.promote_types(dtype_of(down), dtype))  # where x is wider than the adapters, casting them is cheaper and more exact
     return made[0]
 
 

