@@ -54,15 +54,17 @@ class Partitioner(_Hook, CustomPartitionerFn):
         return forward, backward
 
 
-def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """What the forward graph keeps for the backward beside its inputs: name, shape, dtype, one entry a storage."""
+def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, int | torch.SymInt]]:
+    """What the forward graph keeps for the backward beside its inputs: name and bytes, one entry a storage. (A saved view keeps all of
+    its storage, as gate does that of gate|up.)"""
     returned = next(node for node in forward.graph.nodes if node.op == "output").args[0]
-    kept, seen = [], set()
+    inputs = [node.meta.get("val") for node in forward.graph.nodes if node.op == "placeholder"]
+    kept, seen = [], {fake.untyped_storage()._cdata for fake in inputs if isinstance(fake, torch.Tensor)}
     for node in returned[outputs:]:
         fake = node.meta.get("val") if isinstance(node, torch.fx.Node) and node.op != "placeholder" else None
         if isinstance(fake, torch.Tensor) and (key := fake.untyped_storage()._cdata) not in seen:
             seen.add(key)
-            kept.append((node.name, fake.shape, fake.dtype))
+            kept.append((node.name, fake.untyped_storage().nbytes()))
     return kept
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Sequence
 
-import torch
 from torch import nn
 
 from tunecompile.pipeline import Tally
@@ -88,9 +86,9 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
     return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
 
 
-def _bytes(saved: Sequence[tuple[str, torch.Size, torch.dtype]]) -> int:
+def _bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     def size(n: Any) -> int:
         return n if isinstance(n, int) else int(n.node.hint if n.node.has_hint() else 0)
 
-    return sum(math.prod(size(n) for n in shape) * dtype.itemsize for _, shape, dtype in saved)
+    return sum(size(nbytes) for _, nbytes in saved)

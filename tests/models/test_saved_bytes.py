@@ -1,0 +1,24 @@
+"""The report's saved bytes are those autograd holds between forward and backward."""
+
+import pytest
+
+import tunecompile
+from tests.models import zoo
+from tunecompile.compare.meters import count_saved_bytes
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+ROWS, LENGTH = 2, 16
+
+
+def measure(layers: int) -> tuple[int, int]:
+    """(bytes autograd saved in the whole model, bytes a layer by the report)"""
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=layers)).train(), executor="eager")
+    total = count_saved_bytes(model, lambda: model(**zoo.batch(rows=ROWS, length=LENGTH)).loss)
+    return total, tunecompile.report(model).regions[0].saved_bytes[-1]
+
+
+def test_a_layer_saves_what_the_report_says():
+    (few, by_report), (many, _) = measure(3), measure(5)
+    layer_input = ROWS * LENGTH * zoo.SMALL["hidden_size"] * 4  # saved as well, but it is the layer before that made it
+    assert (many - few) // 2 == by_report + layer_input
