@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -57,26 +57,43 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
 
 
-def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn) -> Callable:
-    from torch._inductor.compile_fx import compile_fx
+#: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead
+Wrap = Callable[[Callable, str, Sequence[int]], Callable]
+
+
+def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None) -> Callable:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.output_code import CompiledFxGraph
+
+    def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
+        code = compile_fx_inner(graph_module, example_inputs, **kwargs)
+        if wrap is not None and isinstance(code, CompiledFxGraph) and not kwargs.get("is_inference") and not code.mutated_input_idxs:
+            kind = "backward" if kwargs.get("is_backward") else "forward"
+            code.current_callable = wrap(code.current_callable, kind, kwargs.get("static_input_idxs", ()))
+        return code
 
     # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796).
     patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False}
-    return compile_fx(gm, inputs, config_patches=patches)
+    with torch._functorch.config.patch(enable_autograd_cache=wrap is None):  # what comes from that cache is not wrapped
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
-def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn) -> Callable:
+def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled: seconds instead of minutes, for tests."""
 
-    def run(graph_module: torch.fx.GraphModule, _inputs: list) -> Callable:
-        lower(graph_module.graph)
-        graph_module.recompile()
-        return make_boxed_func(graph_module.forward)
+    def compiler(kind: str | None) -> Callable:
+        def run(graph_module: torch.fx.GraphModule, _inputs: list) -> Callable:
+            lower(graph_module.graph)
+            graph_module.recompile()
+            boxed = make_boxed_func(graph_module.forward)
+            return make_boxed_func(lambda *args: wrapped(list(args))) if kind and wrap and (wrapped := wrap(boxed, kind, ())) else boxed
+
+        return run
 
     def split(joint, joint_inputs, **kwargs):
         return partition(joint, joint_inputs, compiler="inductor", **kwargs)
 
-    return aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=run, partition_fn=split,
+    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler(None), partition_fn=split,
                         decompositions=select_decomp_table)(gm, inputs)
 
 

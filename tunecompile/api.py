@@ -12,6 +12,7 @@ from torch import nn
 
 from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized
+from tunecompile.graphs import Replays
 from tunecompile.pipeline import Tally, validate
 from tunecompile.regions import Layers, Region, Slot, find_layers, structure
 from tunecompile.report import Report, summarize
@@ -164,6 +165,7 @@ class State(_NotCopied):
     notes: list[str] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     embeddings: nn.Module | None = None
+    replays: Replays = field(default_factory=Replays)
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -187,7 +189,7 @@ class State(_NotCopied):
             kind = structure(layer)
             if kind not in kinds:
                 name = "_".join((*stack.path.split("."), type(layer).__name__, *([str(len(kinds))] if kinds else [])))
-                kinds[kind] = Region(name, self.passes, self.executor)
+                kinds[kind] = Region(name, self.passes, self.executor, self.replays)
                 self.regions.append(kinds[kind])
             slot = Slot(self.step, layer, kinds[kind])
             layer._compiled_call_impl = slot
@@ -198,7 +200,7 @@ class State(_NotCopied):
         if self.model._compiled_call_impl is not None:
             self.notes.append("the model is compiled already and left as it is")
             return
-        region = Region(type(self.model).__name__, self.passes, self.executor)
+        region = Region(type(self.model).__name__, self.passes, self.executor, self.replays)
         slot = WholeSlot(self.step, self.model, region)
         self.regions.append(region)
         self.model._compiled_call_impl = slot
@@ -265,7 +267,7 @@ class State(_NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.regions, [head.tally for head in self.heads],
-                         self.notes + self._note_unused_heads())
+                         self.notes + self._note_unused_heads() + self.replays.notes())
 
 
 def _empty(module: nn.Module, slot: Any) -> None:

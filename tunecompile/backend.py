@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from tunecompile import _torch
 from tunecompile.canonical import canonicalize
+from tunecompile.graphs import Replays
 from tunecompile.partition import Lowering, Partitioner
 from tunecompile.pipeline import Context, Pass, run_stage
 
@@ -23,8 +24,10 @@ class Backend:
     `executor` "eager" runs the final graphs op by op instead of compiling them: the same passes without code generation.
     """
 
-    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", checkpoint: bool = False):
+    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", checkpoint: bool = False,
+                 replays: Replays | None = None):
         self.region, self.passes, self.executor, self.checkpoint = region, tuple(passes), executor, checkpoint
+        self.replays = replays
         self.contexts: list[Context] = []
         self.failures: list[str] = []
 
@@ -67,7 +70,18 @@ class Backend:
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         with _torch.preferred_attention(_device_type(inputs)):
-            return compiler(work, inputs, lower, partition)
+            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)))
+
+    def _replay(self, context: Context, device: str) -> _torch.Wrap | None:
+        """Launch-bound graphs are recorded once they run."""
+        replays = self.replays
+        if replays is None or replays.recorder.device != device:
+            return None
+
+        def wrap(run: Callable, kind: str, parameters: Sequence[int]) -> Callable:
+            return replays.forward(run, context.outputs, parameters) if kind == "forward" else replays.backward(run)
+
+        return wrap
 
 
 def _copy(gm: GraphModule) -> GraphModule:

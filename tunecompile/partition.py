@@ -50,7 +50,8 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         run_stage(self.passes, "plan", gm.graph, self.context)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        self.context.saved = _saved(forward, kwargs["num_fwd_outputs"])
+        self.context.outputs = kwargs["num_fwd_outputs"]
+        self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
 
 

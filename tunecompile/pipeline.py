@@ -35,6 +35,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     providers: Counter[str] = field(default_factory=Counter)
     saved: list[Any] = field(default_factory=list)
+    outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tunecompile.backend import Backend, Executor
+from tunecompile.graphs import Replays
 from tunecompile.pipeline import Pass
 
 
@@ -157,6 +158,7 @@ class Region:
     name: str
     passes: Sequence[Pass]
     executor: Executor
+    replays: Replays | None = None
     backends: dict[bool, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
@@ -168,7 +170,7 @@ class Region:
         if key not in self.variants:
             name = f"{self.name}_checkpointed" if checkpoint else self.name
             if checkpoint not in self.backends:
-                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint)
+                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint, self.replays)
             self.variants[key] = Variant(name, self.backends[checkpoint])
         return self.variants[key]
 

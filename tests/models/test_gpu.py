@@ -90,3 +90,31 @@ def test_templates_are_taken():
     assert found["lora_nf4"] == (4, 4) and found["nf4"] == (7, 7)
     chosen = tunecompile.report(model).regions[0].providers
     assert any("k_extension" in name or "grouped" in name for name in chosen), chosen
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_launch_bound_layers_are_replayed(dropout):
+    """fp32, so that nothing but a fault makes a difference; recording begins a few steps in."""
+    from tunecompile.api import _state
+
+    reference = zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=dropout).to("cuda")
+    model = tunecompile.optimize(copy.deepcopy(reference))
+    losses = []
+    for seed in range(10):
+        inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed if not dropout else 0)
+        loss, ours = zoo.step(model, inputs)
+        losses.append(loss.item())
+        if not dropout:
+            assert max(zoo.errors(ours, zoo.step(reference, inputs)[1]).values()) < 2e-3
+    report = tunecompile.report(model)
+    assert _state(model).replays.recorded == 8, report
+    if dropout:
+        assert len(set(losses)) == 10, "every replay draws its own masks"
+    else:  # what a replay hands out is not overwritten by the next
+        first, second = (zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed) for seed in (20, 21))
+        for m in (model, reference):
+            m.zero_grad(set_to_none=True)
+            a, b = m(**first).loss, m(**second).loss
+            (a + 2 * b).backward()
+        mine, theirs = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
+        assert max(zoo.errors(mine, theirs).values()) < 2e-3

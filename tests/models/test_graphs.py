@@ -1,0 +1,201 @@
+"""Replayed layers give what unrecorded ones give, whatever the loop keeps, repeats or leaves out.
+
+On a CPU a recorder stands in that does again, in place, what it was given: all but the device's own part is the real thing.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.models import zoo
+from tunecompile import graphs
+from tunecompile.api import _state
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Again:
+    """Runs the function again and writes into the first outputs' memory."""
+
+    device = "cpu"
+
+    def record(self, run):
+        first, second = list(run()), list(run())
+        own = [old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()]
+        for value in own:  # recording computes nothing
+            value.fill_(float("nan") if value.is_floating_point() else 1)
+
+        def play():
+            for old, new in zip(first, run()):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        return first, play
+
+    def timed(self, run):
+        return run(), lambda: 0.0
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """(optimized with a recorder for CPUs, as it was)"""
+    monkeypatch.setattr(graphs, "CudaRecorder", Again)
+    monkeypatch.setattr(graphs, "SAMPLES", 2)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3)).train()
+    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+
+
+def recorded(model) -> int:
+    return _state(model).replays.recorded
+
+
+def gradients(model) -> dict:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(model, reference, run) -> None:
+    found = []
+    for m in (model, reference):
+        m.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        run(m)
+        found.append(gradients(m))
+    assert max(zoo.errors(*found).values()) < 1e-4
+
+
+def once(m, **batch):
+    m(**zoo.batch(**batch)).loss.backward()
+
+
+def warm(model, steps: int = 5, **batch) -> int:
+    for step in range(steps):
+        once(model, **{"seed": step, **batch})
+    model.zero_grad(set_to_none=True)
+    return recorded(model)
+
+
+def test_every_step_is_right_before_while_and_after_recording(pair):
+    model, reference = pair
+    for seed in range(8):
+        same(model, reference, lambda m: once(m, seed=seed))
+    assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
+    assert any("CUDA graphs" in note for note in tunecompile.report(model).notes)
+
+
+def test_gradients_accumulate_and_are_not_overwritten(pair):
+    model, reference = pair
+    warm(model)
+    same(model, reference, lambda m: [once(m, seed=seed) for seed in range(3)])
+    kept = gradients(model)
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    once(model, seed=9)
+    assert all(torch.equal(held[name], value) for name, value in kept.items())
+
+
+def test_two_forwards_before_one_backward(pair):
+    model, reference = pair
+    warm(model)
+
+    def both(m):
+        first = m(**zoo.batch(seed=1)).loss
+        second = m(**zoo.batch(seed=2)).loss
+        (first + 2 * second).backward()
+
+    same(model, reference, both)
+    same(model, reference, lambda m: once(m, seed=3))
+
+
+def test_a_forward_without_a_backward(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        m(**zoo.batch(seed=1))
+    same(model, reference, lambda m: once(m, seed=2))
+    kept = model(**zoo.batch(seed=3)).loss  # its graph stays
+    same(model, reference, lambda m: once(m, seed=4))
+    before = gradients(model)
+    model.zero_grad(set_to_none=True)
+    kept.backward()
+    same_as = gradients(model)
+    reference.zero_grad(set_to_none=True)
+    once(reference, seed=3)
+    assert max(zoo.errors(same_as, gradients(reference)).values()) < 1e-4 and before
+
+
+def test_hidden_states_that_are_kept(pair):
+    model, reference = pair
+    warm(model)
+    states = [m(**zoo.batch(seed=1), output_hidden_states=True).hidden_states for m in pair]
+    model(**zoo.batch(seed=2))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+
+
+def test_shapes_come_and_go(pair):
+    model, reference = pair
+    lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2
+    for seed, length in enumerate(lengths):
+        same(model, reference, lambda m: once(m, seed=seed, length=length))
+    assert 6 <= recorded(model) <= 2 * 6 * graphs.MAX_SHAPES
+
+
+def test_parameters_that_move(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        for p in m.parameters():
+            p.data = p.data.clone() * 1.25
+    for seed in range(5):
+        same(model, reference, lambda m: once(m, seed=seed))
+
+
+def test_adapters_switched_and_disabled(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        m.add_adapter("second", copy.deepcopy(m.peft_config["default"]))
+        for name, p in m.named_parameters():
+            if "second" in name:
+                torch.nn.init.constant_(p, 0.01)
+    for name in ("second", "default", "second"):
+        for m in pair:
+            m.set_adapter(name)
+        for seed in range(4):
+            same(model, reference, lambda m: once(m, seed=seed))
+
+
+def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
+    model, reference = pair
+
+    def fail(self, run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Again, "record", fail)
+    for seed in range(5):
+        same(model, reference, lambda m: once(m, seed=seed))
+    assert any("not permitted" in note for note in tunecompile.report(model).notes) and not recorded(model)
+
+
+def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
+    monkeypatch.setattr(Again, "timed", lambda self, run: (run(), lambda: 1e9))
+    assert warm(pair[0]) == 0
+
+
+def test_weights_that_an_optimizer_changes_in_place(pair):
+    model, reference = pair
+    curves = []
+    for m in pair:
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        curve = []
+        for seed in range(8):
+            loss = m(**zoo.batch(seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4) and recorded(model) == 6

@@ -1,0 +1,307 @@
+"""Launch-bound layers are replayed as CUDA graphs, under any loop: one recording for each layer and shape.
+
+A small step takes the host longer to launch than the GPU to compute. Each compiled graph (the forward or the backward of a
+region) is therefore wrapped. Where its kernels turn out to wait for the host, it is recorded once for every layer that runs it,
+and replayed from then on: Dynamo's guards, autograd, hooks and the user's optimizer see an ordinary compiled function.
+
+What differs from one call to the next is copied into the recording's buffers, and what the caller may keep (hidden states,
+gradients) is copied out. What the forward saves for the backward stays in the recording's own memory; while an earlier
+backward is still to come, the layer runs unrecorded, so that nothing it needs is overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Callable, Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+Run = Callable[[list], Sequence[Any]]
+
+MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
+SAMPLES = 8  #: timed calls before it is decided whether a graph waits for the host
+WAITING = 1.5  #: kernels that take less than this times the host's time to launch them
+
+
+class Recorder(Protocol):
+    """Records what a function does on the device, and does it again without the function."""
+
+    device: str
+
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], None]]:
+        """(outputs in fixed memory, replay); the outputs hold their values after `replay()`."""
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], float | None]]:
+        """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
+
+
+class CudaRecorder:
+    """All recordings of a model share one memory pool: they run one after the other on one stream."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.pool = self.stream = None
+
+    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], None]]:
+        if self.pool is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return outputs, graph.replay
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], float | None]]:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        result = run()
+        end.record()
+        return result, lambda: begin.elapsed_time(end) if end.query() else None
+
+
+class Clock:
+    """Decides from the first calls whether kernels wait for the host. Never waits for the device itself."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder, self.host, self.device = recorder, [], []
+        self.waiting: bool | None = None
+
+    def time(self, run: Run, inputs: list) -> Sequence[Any]:
+        if self.waiting is False or len(self.host) > SAMPLES:
+            return run(inputs)
+        begun = time.perf_counter()
+        result, elapsed = self.recorder.timed(lambda: run(inputs))
+        self.host.append((time.perf_counter() - begun) * 1e3)
+        self.device.append(elapsed)
+        return result
+
+    def decide(self) -> bool:
+        """Whether recording pays; False as long as that is not known."""
+        if self.waiting is None and len(self.host) > SAMPLES:
+            times = [elapsed() for elapsed in self.device[1:]]
+            if None not in times:  # the first call also loads the kernels
+                self.waiting = min(times) < WAITING * min(self.host[1:])
+                self.device.clear()
+        return bool(self.waiting)
+
+
+@dataclass
+class Recording:
+    """One compiled graph for one layer and one shape, in fixed memory."""
+
+    play: Callable[[], None]
+    fixed: list[tuple[int, int]]  #: (position, address) of inputs that must be where they were
+    copied: list[tuple[int, Tensor]]  #: (position, buffer) of inputs that change
+    outputs: list[Any]
+    handed: int  #: so many outputs belong to the caller; the others are saved for the backward
+    passed: dict[int, int]  #: outputs that are copied inputs, or views of them: position of the input
+    saved: list[int]  #: outputs for the backward that lie in the recording's own memory
+    lent: list[Tensor] = field(default_factory=list)  #: what was given out of the recording's own memory
+    backward: "Recording | None" = None
+
+    def free(self) -> bool:
+        """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""
+        return all(value._use_count() == 1 for value in self.lent)
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether what must not move has not moved."""
+        return all(inputs[position].data_ptr() == address for position, address in self.fixed)
+
+    def replay(self, inputs: Sequence[Any]) -> list[Any]:
+        if self.copied:
+            torch._foreach_copy_([buffer for _, buffer in self.copied], [inputs[position] for position, _ in self.copied])
+        self.play()
+        return self.collect(inputs)
+
+    def collect(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs: copies for the caller, the memory itself for the backward."""
+        given = list(self.outputs)
+        fresh = [i for i in range(self.handed) if isinstance(given[i], Tensor) and i not in self.passed]
+        if fresh:
+            copies = [torch.empty_like(given[i]) for i in fresh]
+            torch._foreach_copy_(copies, [given[i] for i in fresh])
+            for i, copy in zip(fresh, copies):
+                given[i] = copy
+        for i, position in self.passed.items():
+            source, view = inputs[position], given[i]
+            offset = source.storage_offset() + view.storage_offset()  # buffers begin at their storage's beginning
+            given[i] = source if view is self._buffer(position) else source.as_strided(view.shape, view.stride(), offset)
+        self.lent = [given[i].detach() for i in self.saved]
+        for i, value in zip(self.saved, self.lent):
+            given[i] = value
+        return given
+
+    def _buffer(self, position: int) -> Tensor:
+        return next(buffer for at, buffer in self.copied if at == position)
+
+    def addresses(self) -> set[int]:
+        """Of everything that stays where it is from one replay to the next."""
+        return {self.outputs[i].data_ptr() for i in self.saved} | {address for _, address in self.fixed}
+
+
+class Place:
+    """One layer under one shape, before it is recorded: which of its inputs are the same objects at every call."""
+
+    def __init__(self, inputs: Sequence[Any]):
+        self.seen, self.recording, self.kept = 1, None, []
+        self.inputs = [weakref.ref(value) if isinstance(value, Tensor) else None for value in inputs]
+
+    def observe(self, inputs: Sequence[Any]) -> None:
+        self.seen += 1
+        self.inputs = [ref if ref is not None and ref() is value else None for ref, value in zip(self.inputs, inputs)]
+
+    def fixed(self) -> set[int]:
+        return {i for i, ref in enumerate(self.inputs) if ref is not None}
+
+
+class Replays:
+    """What the recordings of one model share."""
+
+    def __init__(self, recorder: Recorder | None = None):
+        self.recorder = recorder or CudaRecorder()
+        self.owners: dict[int, Recording] = {}  #: address of a saved value -> the forward that saves it
+        self.buffers: dict[tuple, Tensor] = {}
+        self.failures: list[str] = []
+        self.recorded = 0
+
+    def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
+        return Forward(self, run, handed, frozenset(parameters))
+
+    def backward(self, run: Run) -> "Backward":
+        return Backward(self, run)
+
+    def record(self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None) -> Recording | None:
+        """Record one call. None where it cannot be recorded; the reason is kept."""
+        copied = [(i, self._buffer(graph, i, value)) for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in fixed]
+        arguments = list(inputs)
+        for position, buffer in copied:
+            arguments[position] = buffer
+        try:
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)))
+        except Exception as error:  # a call that waits for the device, say: it runs as it did
+            self.failures.append(f"no CUDA graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            return None
+        outputs = list(outputs)
+        handed = len(outputs) if handed is None else handed
+        storages = {i: _storage(value) for i, value in enumerate(outputs) if isinstance(value, Tensor) and value.numel()}
+        buffers, foreign = {_storage(buffer): position for position, buffer in copied}, {_storage(inputs[i]) for i in fixed}
+        passed = {i: buffers[storage] for i, storage in storages.items() if storage in buffers}
+        saved = [i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign]
+        self.recorded += 1
+        return Recording(play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
+
+    def notes(self) -> list[str]:
+        said = list(dict.fromkeys(self.failures))
+        if self.recorded:
+            said.append(f"launch-bound layers are replayed as CUDA graphs ({self.recorded} recordings)")
+        return said
+
+    def _buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
+        """Shared by all layers: what is copied in is used up before the next layer runs."""
+        key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return self.buffers[key]
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def recordable(inputs: Sequence[Any], device: str) -> bool:
+    """Whether all tensors lie on the device, and none overlaps itself."""
+    return all(value.device.type == device and not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride()))
+               for value in inputs if isinstance(value, Tensor))
+
+
+class Forward:
+    """The compiled forward of a region, for all its layers."""
+
+    def __init__(self, shared: Replays, run: Run, handed: int, parameters: frozenset[int]):
+        self.shared, self.run, self.handed, self.parameters = shared, run, handed, parameters
+        self.clocks: dict[tuple, Clock] = {}
+        self.places: dict[tuple, Place] = {}
+        self.enabled = True
+
+    def __call__(self, inputs: list) -> Sequence[Any]:
+        if not self.enabled:
+            return self.run(inputs)
+        with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
+            return self._call(inputs)
+
+    def _call(self, inputs: list) -> Sequence[Any]:
+        shape = tuple(value for value in inputs if not isinstance(value, Tensor))  # the sizes that are symbols
+        clock = self.clocks.setdefault(shape, Clock(self.shared.recorder))
+        if not clock.decide():
+            return clock.time(self.run, inputs)
+        recording = self._recording(shape, inputs)
+        if recording is None or not recording.fits(inputs) or not recording.free():
+            return self.run(inputs)
+        outputs = recording.replay(inputs)
+        inputs.clear()
+        return outputs
+
+    def _recording(self, shape: tuple, inputs: list) -> Recording | None:
+        """This layer's recording, made at its third call."""
+        key = (shape, *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)))
+        place = self.places.get(key)
+        if place is None:
+            self.places[key] = Place(inputs)
+            return None
+        if place.recording is None:
+            place.observe(inputs)
+            if place.seen >= 3 and recordable(inputs, self.shared.recorder.device) and self._room(shape):
+                self._record(place, inputs)
+        return place.recording
+
+    def _room(self, shape: tuple) -> bool:
+        return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES
+
+    def _record(self, place: Place, inputs: list) -> None:
+        place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
+        if place.recording is None:
+            self.enabled = False
+            return
+        place.kept = [inputs[i] for i in place.fixed()]  # the recording points at them
+        self.shared.owners |= {place.recording.outputs[i].data_ptr(): place.recording for i in place.recording.saved}
+
+
+class Backward:
+    """The compiled backward of a region: recorded where its forward was."""
+
+    def __init__(self, shared: Replays, run: Run):
+        self.shared, self.run, self.enabled = shared, run, True
+
+    def __call__(self, inputs: list) -> Sequence[Any]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._call(inputs)
+
+    def _call(self, inputs: list) -> Sequence[Any]:
+        owners = self.shared.owners
+        forward = next((owners[at] for v in inputs if isinstance(v, Tensor) and (at := v.data_ptr()) in owners), None) if owners else None
+        if forward is None or not self.enabled:
+            return self.run(inputs)
+        if forward.backward is None:
+            self._record(forward, inputs)
+        recording = forward.backward
+        if recording is None or not recording.fits(inputs):
+            return self.run(inputs)
+        outputs = recording.replay(inputs)
+        inputs.clear()
+        return outputs
+
+    def _record(self, forward: Recording, inputs: list) -> None:
+        if recordable(inputs, self.shared.recorder.device):
+            stays = forward.addresses()
+            fixed = {i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() in stays}
+            forward.backward = self.shared.record(self, inputs, fixed, None)
+        self.enabled = forward.backward is not None
