@@ -22,8 +22,9 @@ from torch import Tensor
 Run = Callable[[list], Sequence[Any]]
 
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
-SAMPLES = 8  #: timed calls before it is decided whether a graph waits for the host
-WAITING = 1.5  #: kernels that take less than this times the host's time to launch them
+MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
+SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
+WAITING = 3.0  #: kernels that take less than this times the host's time to launch them: nearer, replaying closes the gaps between them
 
 
 class Recorder(Protocol):
@@ -31,28 +32,30 @@ class Recorder(Protocol):
 
     device: str
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], None]]:
-        """(outputs in fixed memory, replay); the outputs hold their values after `replay()`."""
+    def record(self, run: Callable[[], Sequence[Any]], pool: str) -> tuple[Sequence[Any], Callable[[], None]]:
+        """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], float | None]]:
         """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
 
 
 class CudaRecorder:
-    """All recordings of a model share one memory pool: they run one after the other on one stream."""
+    """Recordings run one after the other on one stream, so they may share scratch memory."""
 
     device = "cuda"
 
     def __init__(self) -> None:
-        self.pool = self.stream = None
+        self.pools: dict[str, Any] = {}
+        self.stream: Any = None
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], None]]:
-        if self.pool is None:
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    def record(self, run: Callable[[], Sequence[Any]], pool: str) -> tuple[Sequence[Any], Callable[[], None]]:
+        if pool not in self.pools:
+            self.pools[pool] = torch.cuda.graph_pool_handle()
+        self.stream = self.stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pools[pool], capture_error_mode="thread_local")
             try:
                 outputs = run()
             finally:
@@ -98,6 +101,7 @@ class Clock:
 class Recording:
     """One compiled graph for one layer and one shape, in fixed memory."""
 
+    number: int  #: in the order of recording
     play: Callable[[], None]
     fixed: list[tuple[int, int]]  #: (position, address) of inputs that must be where they were
     copied: list[tuple[int, Tensor]]  #: (position, buffer) of inputs that change
@@ -117,8 +121,7 @@ class Recording:
         return all(inputs[position].data_ptr() == address for position, address in self.fixed)
 
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
-        if self.copied:
-            torch._foreach_copy_([buffer for _, buffer in self.copied], [inputs[position] for position, _ in self.copied])
+        copy_all([buffer for _, buffer in self.copied], [inputs[position] for position, _ in self.copied])
         self.play()
         return self.collect(inputs)
 
@@ -126,11 +129,10 @@ class Recording:
         """The outputs: copies for the caller, the memory itself for the backward."""
         given = list(self.outputs)
         fresh = [i for i in range(self.handed) if isinstance(given[i], Tensor) and i not in self.passed]
-        if fresh:
-            copies = [torch.empty_like(given[i]) for i in fresh]
-            torch._foreach_copy_(copies, [given[i] for i in fresh])
-            for i, copy in zip(fresh, copies):
-                given[i] = copy
+        copies = [torch.empty_like(given[i]) for i in fresh]
+        copy_all(copies, [given[i] for i in fresh])
+        for i, copy in zip(fresh, copies):
+            given[i] = copy
         for i, position in self.passed.items():
             source, view = inputs[position], given[i]
             offset = source.storage_offset() + view.storage_offset()  # buffers begin at their storage's beginning
@@ -143,16 +145,19 @@ class Recording:
     def _buffer(self, position: int) -> Tensor:
         return next(buffer for at, buffer in self.copied if at == position)
 
+    def saved_at(self) -> set[int]:
+        return {self.outputs[i].data_ptr() for i in self.saved}
+
     def addresses(self) -> set[int]:
         """Of everything that stays where it is from one replay to the next."""
-        return {self.outputs[i].data_ptr() for i in self.saved} | {address for _, address in self.fixed}
+        return self.saved_at() | {address for _, address in self.fixed}
 
 
 class Place:
     """One layer under one shape, before it is recorded: which of its inputs are the same objects at every call."""
 
     def __init__(self, inputs: Sequence[Any]):
-        self.seen, self.recording, self.kept = 1, None, []
+        self.seen, self.tries, self.recording, self.kept = 1, 0, None, []
         self.inputs = [weakref.ref(value) if isinstance(value, Tensor) else None for value in inputs]
 
     def observe(self, inputs: Sequence[Any]) -> None:
@@ -164,13 +169,19 @@ class Place:
 
 
 class Replays:
-    """What the recordings of one model share."""
+    """What the recordings of one model share.
+
+    Forwards share one pool, backwards another. What a forward saves may lie where an *earlier* recording has scratch, since that was
+    free by then; so a forward is replayed only while no later one's saved values are still needed. Layers recorded in the order
+    in which they run always satisfy that.
+    """
 
     def __init__(self, recorder: Recorder | None = None):
         self.recorder = recorder or CudaRecorder()
         self.owners: dict[int, Recording] = {}  #: address of a saved value -> the forward that saves it
         self.buffers: dict[tuple, Tensor] = {}
         self.failures: list[str] = []
+        self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.recorded = 0
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
@@ -179,6 +190,12 @@ class Replays:
     def backward(self, run: Run) -> "Backward":
         return Backward(self, run)
 
+    def in_order(self, recording: Recording) -> bool:
+        """Whether no saved value that may lie in this recording's scratch is still needed."""
+        while self.flying and self.flying[-1].free():
+            self.flying.pop()
+        return not self.flying or self.flying[-1].number < recording.number
+
     def record(self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None) -> Recording | None:
         """Record one call. None where it cannot be recorded; the reason is kept."""
         copied = [(i, self._buffer(graph, i, value)) for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in fixed]
@@ -186,7 +203,7 @@ class Replays:
         for position, buffer in copied:
             arguments[position] = buffer
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)))
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             self.failures.append(f"no CUDA graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
@@ -197,7 +214,7 @@ class Replays:
         passed = {i: buffers[storage] for i, storage in storages.items() if storage in buffers}
         saved = [i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign]
         self.recorded += 1
-        return Recording(play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
+        return Recording(self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
 
     def notes(self) -> list[str]:
         said = list(dict.fromkeys(self.failures))
@@ -211,6 +228,17 @@ class Replays:
         if key not in self.buffers:
             self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return self.buffers[key]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch for each dtype. (`_foreach_copy_` takes the first tensor's dtype for all.)"""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources):
+        of_dtype = by_dtype.setdefault(target.dtype, ([], []))
+        of_dtype[0].append(target)
+        of_dtype[1].append(source)
+    for some_targets, some_sources in by_dtype.values():
+        torch._foreach_copy_(some_targets, some_sources)
 
 
 def _storage(value: Tensor) -> int:
@@ -241,38 +269,49 @@ class Forward:
     def _call(self, inputs: list) -> Sequence[Any]:
         shape = tuple(value for value in inputs if not isinstance(value, Tensor))  # the sizes that are symbols
         clock = self.clocks.setdefault(shape, Clock(self.shared.recorder))
+        if clock.waiting is False:
+            return self.run(inputs)
+        place = self._place(shape, inputs)
         if not clock.decide():
             return clock.time(self.run, inputs)
-        recording = self._recording(shape, inputs)
+        if place.seen > SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape):
+            self._record(place, inputs)  # all layers in the same step, however many of them share this graph
+        recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
             return self.run(inputs)
+        if not self.shared.in_order(recording):  # a layer before this one was recorded after it
+            if place.tries >= MAX_TRIES or (recording := self._record(place, inputs)) is None:
+                return self.run(inputs)
+        self.shared.flying.append(recording)
         outputs = recording.replay(inputs)
         inputs.clear()
         return outputs
 
-    def _recording(self, shape: tuple, inputs: list) -> Recording | None:
-        """This layer's recording, made at its third call."""
+    def _place(self, shape: tuple, inputs: list) -> Place:
         key = (shape, *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)))
         place = self.places.get(key)
         if place is None:
-            self.places[key] = Place(inputs)
-            return None
-        if place.recording is None:
+            place = self.places[key] = Place(inputs)
+        elif place.recording is None:
             place.observe(inputs)
-            if place.seen >= 3 and recordable(inputs, self.shared.recorder.device) and self._room(shape):
-                self._record(place, inputs)
-        return place.recording
+        return place
 
     def _room(self, shape: tuple) -> bool:
         return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES
 
-    def _record(self, place: Place, inputs: list) -> None:
+    def _record(self, place: Place, inputs: list) -> Recording | None:
+        owners = self.shared.owners
+        for address in place.recording.saved_at() if place.recording else ():
+            del owners[address]
+        place.recording = None  # its memory is free again
         place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
+        place.tries += 1
         if place.recording is None:
             self.enabled = False
-            return
+            return None
         place.kept = [inputs[i] for i in place.fixed()]  # the recording points at them
-        self.shared.owners |= {place.recording.outputs[i].data_ptr(): place.recording for i in place.recording.saved}
+        owners |= {address: place.recording for address in place.recording.saved_at()}
+        return place.recording
 
 
 class Backward:

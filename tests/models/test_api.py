@@ -235,7 +235,7 @@ def test_two_models_of_one_class_under_different_plans():
         equal_steps(second, plain, zoo.batch(seed=seed))
     assert tunecompile.report(first).compiles == tunecompile.report(second).compiles == 1
     saved = [tunecompile.report(m).to_dict()["saved_bytes"] for m in (first, second)]
-    assert saved[1] < saved[0] / 10 and not compiled_slots(plain)
+    assert saved[1] < saved[0] / 5 and not compiled_slots(plain)
     tunecompile.restore(first)
     assert not compiled_slots(first) and len(compiled_slots(second)) == 3
 

@@ -23,7 +23,7 @@ class Again:
 
     device = "cpu"
 
-    def record(self, run):
+    def record(self, run, pool):
         first, second = list(run()), list(run())
         own = [old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()]
         for value in own:  # recording computes nothing
@@ -84,6 +84,46 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
         same(model, reference, lambda m: once(m, seed=seed))
     assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
     assert any("CUDA graphs" in note for note in tunecompile.report(model).notes)
+
+
+def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
+    """Saved values may lie in earlier recordings' scratch: whatever runs between a layer's forward and its backward must have been
+    recorded after it. Here the first layer, which has a graph of its own, is ready later than the others."""
+    model, _ = pair
+    replayed, asked, room = [], [], graphs.Forward._room
+
+    def late(self, shape):
+        asked.append(self)
+        return room(self, shape) and (self is not asked[0] or asked.count(self) > 3)
+
+    monkeypatch.setattr(graphs.Forward, "_room", late)
+    replay = graphs.Recording.replay
+
+    def watch(self, inputs):
+        replayed.append(self)
+        return replay(self, inputs)
+
+    monkeypatch.setattr(graphs.Recording, "replay", watch)
+    warm(model, steps=12)
+    once(model)
+    step = [r for r in replayed if r.saved][-3:]  # the last step's forwards
+    assert [r.number for r in step] == sorted(r.number for r in step) and len({r.number for r in step}) == 3
+
+
+def test_a_batch_of_another_shape_between_forward_and_backward(pair):
+    model, reference = pair
+    for seed in range(8):
+        once(model, seed=seed)
+        once(model, seed=seed, length=12)
+
+    def both(m, first=16, second=12):
+        a, b = m(**zoo.batch(seed=1, length=first)).loss, m(**zoo.batch(seed=2, length=second)).loss
+        (a + 2 * b).backward()
+
+    same(model, reference, both)
+    same(model, reference, lambda m: both(m, 12, 16))
+    flying = _state(model).replays.flying
+    assert [r.number for r in flying] == sorted(r.number for r in flying)
 
 
 def test_gradients_accumulate_and_are_not_overwritten(pair):
@@ -171,7 +211,7 @@ def test_adapters_switched_and_disabled(pair):
 def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
     model, reference = pair
 
-    def fail(self, run):
+    def fail(self, run, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Again, "record", fail)
