@@ -1,5 +1,6 @@
 """What the README shows is true: its example of a pass runs, and finds what it says."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -48,3 +49,10 @@ def test_the_pass_in_the_readme_runs(monkeypatch):
         torch.testing.assert_close(ours.grad, eager.grad)
     found = {m["family"]: (m["found"], m["rewritten"]) for m in tunecompile.report(model).to_dict()["matches"]}
     assert found["soft_cap"] == (1, 1)
+
+
+def test_the_table_is_that_of_the_measured_results():
+    spec = importlib.util.spec_from_file_location("report", Path(__file__).parent.parent / "benchmarks" / "report.py")
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    assert report.render(report.load_results()) == README.partition(report.BEGIN)[2].partition(report.END)[0]

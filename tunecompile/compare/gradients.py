@@ -17,6 +17,7 @@ from tunecompile.compare.models import precision, set_initial_adapter, short_nam
 from tunecompile.compare.spec import Job
 
 B_SCALE = 0.01
+LOSS_LIMIT = 1.05  # both distances are mostly the rounding of the trained weights, which is alike: a tie is a pass
 LIMIT = 1.25  # no parameter's error may exceed eager's by more than this
 
 
@@ -119,5 +120,5 @@ def judge_loss(reference: list[float], eager: list[float], system: list[float]) 
     floor = torch.finfo(torch.float32).eps * max(map(abs, reference[:steps]))  # losses are fp32 in every precision
     own = sum(abs(a - b) for a, b in zip(system, reference)) / steps
     eagers = max(sum(abs(a - b) for a, b in zip(eager, reference)) / steps, floor)
-    return Verdict("loss is as near to the reference as eager's", own <= eagers,
+    return Verdict("loss is as near to the reference as eager's", own <= LOSS_LIMIT * eagers,
                    f"mean distance {own:.2e} against eager's {eagers:.2e} over {steps} steps")

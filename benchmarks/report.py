@@ -1,0 +1,102 @@
+"""The README's table and picture, made from the measured results beside this file.
+
+    python benchmarks/report.py            # print the table
+    python benchmarks/report.py --write    # put it into README.md, and draw docs/speed.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
+NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
+         "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
+         "tunecompile": "**tunecompile**"}
+
+
+def load_results(folder: Path = RESULTS) -> list[dict]:
+    """Every result file, in the order of its first run's model, mode and shape."""
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
+
+
+def median_runs(result: dict) -> list[dict]:
+    """One row a system: of several rounds, the one whose median step is in the middle."""
+    chosen = []
+    for system in dict.fromkeys(run["system"] for run in result["runs"]):
+        runs = [run for run in result["runs"] if run["system"] == system]
+        fine = sorted((run for run in runs if run["status"] == "ok"), key=lambda run: run["step_ms"]["median"])
+        chosen.append(fine[len(fine) // 2] if fine else runs[0])
+    return sorted(chosen, key=lambda run: run.get("tokens_per_s", 0))
+
+
+def table(result: dict) -> list[str]:
+    """Markdown rows of one file; ratios are only taken inside it."""
+    rows, runs = [], median_runs(result)
+    ours = next((run for run in runs if run["system"] == "tunecompile" and run["status"] == "ok"), None)
+    for run in runs:
+        case = f"{run['model']}, {run['mode']}, {run['shape']}"
+        if run["status"] != "ok":
+            rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['status']} | | | | |")
+            continue
+        ratio = f"{ours['tokens_per_s'] / run['tokens_per_s']:.2f}x" if ours and run is not ours else ""
+        low, high = run["step_ms"]["min"], run["step_ms"]["max"]
+        rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['tokens_per_s']:,.0f} | {run['step_ms']['median']:.1f} "
+                    f"({low:.1f} to {high:.1f}) | {run['peak_gib']:.1f} | {run['first_step_s']:.1f} | {ratio} |")
+    return rows
+
+
+def render(results: list[dict]) -> str:
+    lines = ["| case | system | tokens/s | step, ms (median, spread) | peak, GiB | first step, s | tunecompile is faster by |",
+             "|---|---|---|---|---|---|---|", *(row for result in results for row in table(result)), ""]
+    for key in sorted({(r["machine"]["gpu"] or r["machine"]["cpu"], *(f"{n} {r['versions'].get(n, '?')}" for n in ("torch", "transformers", "bitsandbytes")),
+                        r["date"][:10]) for r in results}):
+        lines.append("Measured on " + ", ".join(key) + "; each case in one invocation, a process a system. The files are in `benchmarks/results/`.")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """Tokens a second, one panel a case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from tunecompile.compare.plots import STYLE, colour
+
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(1, len(results), figsize=(4.6 * len(results), 2.6), layout="constrained", squeeze=False)
+        for axes, result in zip(panels[0], results):
+            runs = [run for run in median_runs(result) if run["status"] == "ok"]
+            bars = axes.barh([NAMES.get(run["system"], run["system"]).strip("*") for run in runs], [run["tokens_per_s"] for run in runs],
+                             color=[colour(run["system"]) for run in runs])
+            axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+            axes.margins(x=0.18)
+            axes.grid(axis="y", visible=False)
+            axes.set_title("{model}, {mode}, {shape}".format(**runs[0]), fontsize=10)
+            axes.set_xlabel("tokens a second")
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    results = load_results()
+    text = render(results)
+    if not given.write:
+        print(text)
+        return
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+    draw(results, ROOT / "docs" / "speed.svg")
+
+
+if __name__ == "__main__":
+    main()
