@@ -7,7 +7,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
-import torch
 from torch import fx
 from torch.fx import Graph, Node
 

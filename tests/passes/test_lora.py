@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.passes.conftest import PIPELINE, assert_same, check, family, random, results
+from tests.passes.conftest import PIPELINE, assert_same, check, family, random
 from tunecompile.backend import Backend
 
 PASSES = family("lora")

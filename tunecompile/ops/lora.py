@@ -67,7 +67,7 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
                          a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
                          out1: Tensor) -> list[Tensor]:
     """[dx, dx_i..., dbias_i..., dA_i..., dB_i...]. dY B and XA stay in `dtype` for dA and dB."""
-    rows, grads = _tokens(x), _tokens(grad).split([w.shape[0] for w in weights], 1)
+    grads = _tokens(grad).split([w.shape[0] for w in weights], 1)
     xas = out1.split([m.shape[0] for m in a], 1)
     dx, d_inputs, d_biases, d_a, d_b = None, [], [], [], []
     for i, weight in enumerate(weights):
