@@ -32,10 +32,10 @@ class Recorder(Protocol):
 
     device: str
 
-    def record(self, run: Callable[[], Sequence[Any]], pool: str) -> tuple[Sequence[Any], Callable[[], None]]:
+    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
         """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], float | None]]:
+    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
         """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
 
 
@@ -45,29 +45,30 @@ class CudaRecorder:
     device = "cuda"
 
     def __init__(self) -> None:
-        self.pools: dict[str, Any] = {}
-        self.stream: Any = None
+        self.pools: dict[tuple, Any] = {}
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def record(self, run: Callable[[], Sequence[Any]], pool: str) -> tuple[Sequence[Any], Callable[[], None]]:
-        if pool not in self.pools:
-            self.pools[pool] = torch.cuda.graph_pool_handle()
-        self.stream = self.stream or torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pools[pool], capture_error_mode="thread_local")
-            try:
-                outputs = run()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self.stream)
+    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
+        with torch.cuda.device(device):  # kernels for another device than the stream's would run now, and be missing from the graph
+            handle = self.pools.setdefault((pool, device), torch.cuda.graph_pool_handle())
+            stream = self.streams.setdefault(device, torch.cuda.Stream())
+            graph = torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                try:
+                    outputs = run()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
         return outputs, graph.replay
 
-    def timed(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], float | None]]:
+    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        result = run()
-        end.record()
+        with torch.cuda.device(device):
+            begin.record()
+            result = run()
+            end.record()
         return result, lambda: begin.elapsed_time(end) if end.query() else None
 
 
@@ -82,7 +83,7 @@ class Clock:
         if self.waiting is False or len(self.host) > SAMPLES:
             return run(inputs)
         begun = time.perf_counter()
-        result, elapsed = self.recorder.timed(lambda: run(inputs))
+        result, elapsed = self.recorder.timed(lambda: run(inputs), _device(inputs))
         self.host.append((time.perf_counter() - begun) * 1e3)
         self.device.append(elapsed)
         return result
@@ -203,7 +204,7 @@ class Replays:
         for position, buffer in copied:
             arguments[position] = buffer
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__)
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__, _device(inputs))
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             self.failures.append(f"no CUDA graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
@@ -245,9 +246,14 @@ def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def recordable(inputs: Sequence[Any], device: str) -> bool:
-    """Whether all tensors lie on the device, and none overlaps itself."""
-    return all(value.device.type == device and not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride()))
+def _device(inputs: Sequence[Any]) -> torch.device:
+    return next((value.device for value in inputs if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def recordable(inputs: Sequence[Any], kind: str) -> bool:
+    """Whether all tensors lie on one device of that kind, and none overlaps itself."""
+    device = _device(inputs)
+    return device.type == kind and all(value.device == device and not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride()))
                for value in inputs if isinstance(value, Tensor))
 
 

@@ -190,6 +190,9 @@ class Region:
         return said
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 class Slot:
     """What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
 
@@ -197,6 +200,7 @@ class Slot:
         self.step, self.layer, self.region = step, layer, region
         self.checkpoint = False
         self.variant: Variant | None = None
+        self.hooks: list[dict] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
@@ -204,9 +208,17 @@ class Slot:
         tensors = list(_tensors(args, kwargs))
         sizes = Sizes.of(tensors)
         self.region.sizes.mark(tensors, sizes)
-        kind = (torch.is_grad_enabled(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
+        kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
         self.variant = self.region.variant(self.checkpoint, kind)
         return self.variant.call(self.layer, *args, **kwargs)
+
+    def _hooked(self) -> tuple:
+        """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""
+        if self.hooks is None:  # at the first step, when adapters are in place
+            self.hooks = [getattr(module, name) for module in self.layer.modules() for name in _HOOKS]
+        if not any(self.hooks):
+            return ()
+        return tuple(getattr(hook, "__code__", type(hook)) for hooks in self.hooks for hook in hooks.values())
 
     def _trains(self) -> bool:
         if torch._C._current_graph_task_id() != -1:

@@ -23,7 +23,7 @@ class Again:
 
     device = "cpu"
 
-    def record(self, run, pool):
+    def record(self, run, pool, device):
         first, second = list(run()), list(run())
         own = [old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()]
         for value in own:  # recording computes nothing
@@ -36,7 +36,7 @@ class Again:
 
         return first, play
 
-    def timed(self, run):
+    def timed(self, run, device):
         return run(), lambda: 0.0
 
 
@@ -211,7 +211,7 @@ def test_adapters_switched_and_disabled(pair):
 def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
     model, reference = pair
 
-    def fail(self, run, pool):
+    def fail(self, run, pool, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Again, "record", fail)
@@ -221,7 +221,7 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
 
 
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
-    monkeypatch.setattr(Again, "timed", lambda self, run: (run(), lambda: 1e9))
+    monkeypatch.setattr(Again, "timed", lambda self, run, device: (run(), lambda: 1e9))
     assert warm(pair[0]) == 0
 
 

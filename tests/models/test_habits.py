@@ -267,3 +267,25 @@ def test_generated_code():
         for ours, theirs in zip(*results):
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
     assert tunecompile.report(model).compiles == 2 and not [n for n in tunecompile.report(model).notes if "eager" in n]
+
+
+@pytest.mark.parametrize("where", ["layer", "inside"])
+def test_hooks_that_come_and_go_after_compilation(where):
+    """transformers installs its own when hidden states are first asked for."""
+    model = tunecompile.optimize(Stack(Habit).train(), executor="eager")
+    seen: list = []
+    model(X).sum().backward()
+    handles = []
+    for layer in model.layers:
+        module = layer if where == "layer" else layer.linear
+        handles.append(module.register_forward_hook(lambda module, args, out: seen.append(out.detach().sum().item())))
+    for _ in range(2):
+        model(X).sum().backward()
+    assert len(seen) == 6 and len(set(seen)) == 3
+    handles.pop().remove()
+    model(X).sum().backward()
+    assert len(seen) == 8
+    for handle in handles:
+        handle.remove()
+    model(X).sum().backward()
+    assert len(seen) == 8
