@@ -225,14 +225,14 @@ class Replays:
 
     def _buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
         """Shared by all layers: what is copied in is used up before the next layer runs."""
-        key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype)
+        key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
         if key not in self.buffers:
             self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return self.buffers[key]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch for each dtype. (`_foreach_copy_` takes the first tensor's dtype for all.)"""
+    """Few launches: `_foreach_copy_` joins tensors of one dtype."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources):
         of_dtype = by_dtype.setdefault(target.dtype, ([], []))
