@@ -141,16 +141,6 @@ def _identity(value: Any) -> Any:
     return value
 
 
-class WatchedHead(HeadSlot):
-    """A head's slot that knows whether it was ever called: trainers may compute the loss from the head's weight by themselves."""
-
-    called = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.called = True
-        return super().__call__(*args, **kwargs)
-
-
 @dataclass
 class State(_NotCopied):
     """Everything `optimize` attached to one model."""
@@ -216,7 +206,7 @@ class State(_NotCopied):
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1))
-        module._compiled_call_impl = WatchedHead(self.step, head)
+        module._compiled_call_impl = HeadSlot(self.step, head)
         self.heads.append(head)
 
     def follow_head(self) -> None:
@@ -246,7 +236,7 @@ class State(_NotCopied):
 
     def _detach_heads(self) -> None:
         for head in self.heads:
-            if isinstance(slot := head.module._compiled_call_impl, WatchedHead):
+            if isinstance(slot := head.module._compiled_call_impl, HeadSlot):
                 _empty(head.module, slot)
         self.heads.clear()
 

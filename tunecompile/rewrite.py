@@ -52,19 +52,19 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[int, list[str]]:
 
     What a replacement is made of is not matched again: one call applies a rewrite once to each place.
     """
-    anchors, made, reasons = Matcher(graph).anchors(rewrite.pattern), set(), {}
-    done = 0
-    for anchor in anchors:
-        before = set(graph.nodes)
-        if anchor not in before:
+    matcher, made, reasons, done = Matcher(graph), set(), {}, 0
+    nodes = set(graph.nodes)
+    for anchor in matcher.anchors(rewrite.pattern):
+        if anchor not in nodes:  # an earlier match took it
             continue
-        for match in Matcher(graph).at(rewrite.pattern, anchor):
+        for match in matcher.at(rewrite.pattern, anchor):
             if made & set(match.nodes.values()):
                 continue
             reason = _judge(rewrite, match) or replace(graph, match.outputs, rewrite.to, _bound(rewrite, match))
             if reason is None:
                 erase_dead(graph, match.nodes.values())
-                made |= set(graph.nodes) - before
+                before, nodes, matcher = nodes, set(graph.nodes), Matcher(graph)
+                made |= nodes - before
                 reasons.pop(anchor, None)
                 done += 1
                 break

@@ -224,12 +224,16 @@ def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing)
 
 
 class HeadSlot:
-    """What stands in the head's `_compiled_call_impl`."""
+    """What stands in the head's `_compiled_call_impl`.
+
+    `called` tells whether it ever was: trainers may compute the loss from the head's weight by themselves.
+    """
 
     def __init__(self, step: Any, head: Head):
-        self.step, self.head = step, head
+        self.step, self.head, self.called = step, head, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         module = self.head.module
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return module._call_impl(*args, **kwargs)
