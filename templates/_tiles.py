@@ -14,12 +14,13 @@ import torch
 
 
 class Tile(NamedTuple):
-    """``block`` elements along the contiguous dimension, ``rows`` of them a program."""
+    """``block`` elements along the contiguous dimension, ``rows`` of them a program, ``step`` of those at a time."""
 
     block: int
     rows: int = 1
     num_warps: int = 4
     num_stages: int = 1
+    step: int = 1
 
 
 class Row(NamedTuple):
@@ -59,6 +60,11 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(Tile(1024, num_warps=4), itemsize=4),
         Row(Tile(1024, num_warps=4), upto=2048),
         Row(Tile(2048, num_warps=8)),
+    ),
+    # size: the padded rank. `block` columns of gate, `rows` rows a program, `step` of them at a time.
+    "lora_mlp": (
+        Row(Tile(128, rows=1024, num_warps=8, num_stages=2, step=64), cc=90, upto=32),
+        Row(Tile(64, rows=1024, num_warps=4, num_stages=1, step=32)),
     ),
 }
 

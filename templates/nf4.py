@@ -196,26 +196,6 @@ def _is_fp4(quant_type):
     return quant_type == "fp4"
 
 
-@triton.jit
-def append_kernel(source, out, row0, source_stride, n_columns, LDO: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < n_columns
-    value = tl.load(source + row * source_stride + column, mask=mask)
-    tl.store(out + (row0 + row) * LDO + column, value.to(out.dtype.element_ty), mask=mask)
-
-
-def append_rows(source, out, row):
-    """Copy ``source`` [r, K] into rows ``row``.. of ``out`` [*, LDO >= K], cast to its dtype: LoRA's A below W, so that one
-    product with [dY | dY B] gives the whole dX."""
-    _check_out(out, row + source.shape[0], source.shape[1], out.dtype)
-    if source.stride(1) != 1:
-        raise ValueError(f"source must have unit column stride, not {source.stride()}")
-    block = 1024
-    launch(append_kernel, (source.shape[0], triton.cdiv(source.shape[1], block)), source, out, row, source.stride(0), source.shape[1],
-           LDO=out.stride(0), BLOCK=block, num_warps=4)
-
-
 def _check(packed, absmax, absmax_code):
     if packed.dtype != torch.uint8 or not packed.is_contiguous():
         raise ValueError(f"packed must be contiguous uint8, not {packed.dtype} with strides {packed.stride()}")

@@ -30,14 +30,14 @@ def _gate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(gate, up, out, columns, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(gate, up, out, columns, gate_stride, up_stride, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     s, _ = _gate(g, ACTIVATION)
-    tl.store(out + row * columns + column, (g * s * u).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * out_stride + column, (g * s * u).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -72,13 +72,17 @@ def _tile(gate, activation, tile):
     return tile, min(tile.block, next_power_of_2(gate.shape[-1]))
 
 
-def forward(gate, up, activation="silu", *, tile=None):
-    """act(gate) * up, contiguous. gate, up: [..., F], equal shapes and dtypes, each with its own row stride; fp32 inside."""
+def forward(gate, up, activation="silu", *, out=None, tile=None):
+    """act(gate) * up, contiguous. gate, up: [..., F], equal shapes and dtypes, each with its own row stride; fp32 inside.
+
+    out: a buffer [rows, >= F] of contiguous rows whose first F columns take the result; the others stay as they are.
+    """
     tile, block = _tile(gate, activation, tile)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out is None:
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = _matrix(gate), _matrix(up)
     rows, columns = gate.shape
-    launch(forward_kernel, (rows, triton.cdiv(columns, block)), gate, up, out, columns, gate.stride(0), up.stride(0),
+    launch(forward_kernel, (rows, triton.cdiv(columns, block)), gate, up, out, columns, gate.stride(0), up.stride(0), out.stride(-2),
            ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return out
 

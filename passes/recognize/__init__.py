@@ -4,10 +4,11 @@ from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora
+from tunecompile.passes.recognize.lora_mlp import PASS as lora_mlp
 from tunecompile.passes.recognize.lora_nf4 import PASS as lora_nf4
 from tunecompile.passes.recognize.nf4 import PASS as nf4
 from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
-__all__ = ["add_rms_norm", "grouped_linear", "linear_cross_entropy", "lora", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]
+__all__ = ["add_rms_norm", "grouped_linear", "linear_cross_entropy", "lora", "lora_mlp", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]

@@ -11,7 +11,7 @@ import sys
 import torch
 
 
-def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
+def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
     def e(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype)
@@ -35,7 +35,6 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
     return {
         "nf4": nested(nf4.dequantize),
         "nf4_extended": nested(nf4.dequantize_extended, e(1024, 16, dtype=torch.float32), ranks=32, rank_offset=16, scale=2.0),
-        "nf4_append": (lambda a, out: nf4.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
                               [e(8, 49152), labels]),
@@ -46,6 +45,10 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu):
         "rope": (lambda q, k, c, s: rope.forward(q, k, c, s), [q, k, table, table]),
         "rope_backward": (lambda q, k, v, c, s: rope.backward(q, k, c, s, dv=v), [q, k, k, table[..., :64], table[..., :64]]),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
+        "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
+        "lora_columns": (lambda xa, out: lora.append_columns(xa, out, 4096), [e(64, 16, dtype=torch.float32), e(64, 4112)]),
+        "lora_mlp": (lambda d, gu, y, xa, bg, bu: lora_mlp.backward(d, gu, y, xa, bg, bu, extra=32),
+                     [gate, wide, e(64, 16), e(64, 32), e(14336, 16), e(14336, 16)]),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
 
@@ -110,7 +113,7 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import cross_entropy, nf4, rms_norm, rope, swiglu
+    from tunecompile.templates import cross_entropy, lora, lora_mlp, nf4, rms_norm, rope, swiglu
 
-    everything = (nf4, cross_entropy, rms_norm, rope, swiglu)
+    everything = (nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp)
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -45,7 +45,8 @@ def test_compiles_within_the_card(compiled, cc):
 def test_traced_launches_become_nodes_that_write_what_they_should():
     written = {"nf4": ["out"], "cross_entropy": ["logits", "losses", "lses"], "rms_norm": ["total", "y"], "rms_norm_wide": ["y"],
                "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"], "rope": ["k_out", "q_out"], "rope_backward": ["q_out"],
-               "swiglu": ["out"], "swiglu_backward": ["both", "out"]}
+               "swiglu": ["out"], "swiglu_backward": ["both", "out"], "lora_rows": ["out"], "lora_columns": ["out"],
+               "lora_mlp": ["both", "column_parts", "row_parts"]}
     lines = finish(start("trace"))
     assert len(lines) >= 12
     for line in lines:
@@ -53,4 +54,4 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
-        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "nf4_append")) else []), line
+        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "lora_rows", "lora_columns")) else []), line

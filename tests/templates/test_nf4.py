@@ -148,15 +148,3 @@ def test_against_bitsandbytes(device, cast, nested, quant_type):
         state.dtype = torch.float32 if device.type == "cpu" else dtype
         expected = cast(bnb.dequantize_4bit(packed, state), dtype)
         assert torch.equal(nf4.dequantize(packed, state.absmax, (n, k), dtype, **options), expected)
-
-
-@pytest.mark.parametrize("source, columns", [(torch.float32, 65), (torch.bfloat16, 2050)])
-def test_append_rows(device, source, columns):
-    """Rows of another dtype go below the weight, and nothing else is written."""
-    out = torch.full((7, columns + 3), -7.0, dtype=torch.bfloat16, device=device)
-    a = torch.randn(4, columns + 1, device=device).to(source)[:, :columns]
-    nf4.append_rows(a, out, 2)
-    expected = torch.full_like(out, -7.0)
-    expected[2:6, :columns] = a.bfloat16()
-    assert torch.allclose(out.float(), expected.float(), rtol=2 ** -7, atol=0)  # the interpreter truncates to bf16
-    assert torch.equal(out[:2], expected[:2]) and torch.equal(out[6:], expected[6:]) and torch.equal(out[:, columns:], expected[:, columns:])

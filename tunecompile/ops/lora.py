@@ -1,11 +1,11 @@
 """Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input."""
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.op import Cost, has_triton, op
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -48,17 +48,41 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
 @lora_linear.provider("k_extension", supports=lambda x, inputs, weights, biases, a, b, scales, dtype: x.is_cuda and x.dtype in HALF)
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
-    rows = _tokens(x)
-    if inputs:
-        xa = torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
-    else:
-        xa = rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
-    adapters = torch.block_diag(*[(m.to(dtype) * s).to(x.dtype) for m, s in zip(b, scales)])
-    extended = torch.cat([torch.cat(weights), adapters], 1)
-    y = torch.cat([rows, xa.to(x.dtype)], 1) @ extended.t()
+    wide, xa = with_xa(x, inputs, a, dtype)
+    y = wide @ extended_weight(weights, b, scales, dtype).t()
     if biases:
         y = y + torch.cat([bias.to(x.dtype) for bias in biases])
     return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+
+
+def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """([x | extra], extra) with extra = make(x), [T, columns].
+
+    The room is made before anything reads x: so Inductor lets whatever computes x write it there, and nothing is copied.
+    """
+    if not (x.is_cuda and has_triton()):
+        extra = make(x)
+        return torch.cat([x, extra.to(x.dtype)], 1), extra
+    from tunecompile.templates import lora
+
+    wide = torch.cat([x, x.new_zeros(x.shape[0], columns)], 1)
+    extra = make(wide[:, :x.shape[1]])
+    lora.append_columns(extra, wide, x.shape[1])
+    return wide, extra
+
+
+def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """([x | xa], xa) with xa = concat_i(x_i A_i^T) in `dtype`, and x as rows of tokens."""
+    ranks = sum(m.shape[0] for m in a)
+    if inputs:
+        return beside(_tokens(x), ranks, lambda _: torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1))
+    return beside(_tokens(x), ranks, lambda rows: rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t())
+
+
+def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """[W | scale B], the siblings' weights below each other and their B in columns of their own."""
+    adapters = torch.block_diag(*[(m.to(dtype) * s).to(weights[0].dtype) for m, s in zip(b, scales)])
+    return torch.cat([torch.cat(weights), adapters], 1)
 
 
 @lora_linear.backward(saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
@@ -97,9 +121,9 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
 
 
 def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
-    """Whether dX is [dY | dY B] @ [W; A]. It costs a copy of dY; accumulating the adapters' share instead costs writing it and
-    copying it under the product (cuBLAS overwrites its addend), each as large as dX."""
-    return not inputs and 2 * rows <= x.shape[-1]
+    """Whether dX is [dY | dY B] @ [W; A]. That costs a copy of dY where its producer cannot write it in place; accumulating the adapters'
+    share instead writes it, copies it under the product (cuBLAS overwrites its addend) and reads it there, each as large as dX."""
+    return not inputs and rows <= 2 * x.shape[-1]
 
 
 def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
@@ -108,7 +132,11 @@ def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtyp
     rows, g = _tokens(x), _tokens(grad)
     ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
-    gb = g.to(dtype) @ adapters  # [T, R]
+    if extends(x, inputs, sum(sizes)):
+        wide, gb = beside(g, sum(ranks), lambda g: g.to(dtype) @ adapters)
+        g = wide[:, :sum(sizes)]
+    else:
+        gb = g.to(dtype) @ adapters  # [T, R]
     if inputs:
         dx = g @ weight
         parts = gb.split(ranks, 1)
@@ -116,7 +144,7 @@ def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtyp
         d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
         if extends(x, inputs, sum(sizes)):
-            dx = torch.cat([g, gb.to(x.dtype)], 1) @ weight
+            dx = wide @ weight
         else:
             dx = torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(x.dtype), g, weight)
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear
+from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear, with_xa
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -17,7 +17,7 @@ def _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, qu
              n, columns, blocksize, quant_type, dtype) for i, n in enumerate(rows)]
 
 
-def _weights(*args) -> list[Tensor]:
+def reference_weights(*args) -> list[Tensor]:
     return [dequantize_4bit.reference(*each) for each in _arguments(*args)]
 
 
@@ -48,30 +48,48 @@ def lora_linear_nf4(x: Tensor, inputs: Sequence[Tensor], packed: Sequence[Tensor
 
     packed, absmax: one each a weight; code, scale, offset: the three tensors of double quantisation, or empty.
     """
-    weights = _weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    weights = reference_weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.reference(x, inputs, weights, biases, a, b, scales, dtype)
 
 
 @lora_linear_nf4.provider("k_extension", supports=lambda x, inputs, packed, *_: _supports(x, packed))
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     """[x | xa] @ [W | scale B]^T: the dequantisation kernel writes W and scale B side by side, each sibling into its rows."""
-    from tunecompile.templates import nf4
-
-    tokens, ranks = x.reshape(-1, x.shape[-1]), [m.shape[0] for m in a]
-    if inputs:
-        xa = torch.cat([v.reshape(-1, v.shape[-1]).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
-    else:
-        xa = tokens.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
-    extended = torch.empty((sum(rows), x.shape[-1] + sum(ranks)), dtype=x.dtype, device=x.device)
-    for i, n in enumerate(rows):
-        nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
-        nf4.dequantize_extended(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]),
-                                ranks=sum(ranks), blocksize=blocksize, quant_type=quant_type, out=extended,
-                                out_row_offset=sum(rows[:i]), **nested)
-    y = torch.cat([tokens, xa.to(x.dtype)], 1) @ extended.t()
+    wide, xa = with_xa(x, inputs, a, dtype)
+    y = wide @ extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, x.shape[-1], blocksize, quant_type).t()
     if biases:
         y = y + torch.cat([bias.to(x.dtype) for bias in biases])
     return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+
+
+def _nested(i: int, code, scale, offset) -> dict:
+    return dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+
+
+def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, columns, blocksize, quant_type) -> Tensor:
+    """[W | scale B] in x's dtype, [sum(rows), columns + sum of ranks]."""
+    from tunecompile.templates import nf4
+
+    ranks = [m.shape[1] for m in b]
+    out = torch.empty((sum(rows), columns + sum(ranks)), dtype=x.dtype, device=x.device)
+    for i, n in enumerate(rows):
+        nf4.dequantize_extended(packed[i], absmax[i], (n, columns), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]), ranks=sum(ranks),
+                                blocksize=blocksize, quant_type=quant_type, out=out, out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
+    return out
+
+
+def stacked_weight(x, packed, absmax, code, scale, offset, below, rows, columns, blocksize, quant_type) -> Tensor:
+    """[W; A] in x's dtype: the matrices `below`, under the dequantised ones."""
+    from tunecompile.templates import lora, nf4
+
+    ranks = [m.shape[0] for m in below]
+    out = torch.empty((sum(rows) + sum(ranks), columns), dtype=x.dtype, device=x.device)
+    for i, n in enumerate(rows):
+        nf4.dequantize(packed[i], absmax[i], (n, columns), x.dtype, blocksize=blocksize, quant_type=quant_type, out=out,
+                       out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
+    for i, m in enumerate(below):
+        lora.append_rows(m, out, sum(rows) + sum(ranks[:i]))
+    return out
 
 
 @lora_linear_nf4.provider("bitsandbytes", supports=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
@@ -93,23 +111,15 @@ def lora_linear_nf4_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], 
                              a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
                              rows: Sequence[int], blocksize: int, quant_type: str, out1: Tensor) -> list[Tensor]:
     """[dx, dx_i..., dbias_i..., dA_i..., dB_i...], as `lora_linear_backward`."""
-    weights = _weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    weights = reference_weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.backward_op.reference(grad, x, inputs, weights, biases, a, b, scales, dtype, out1)
 
 
 @lora_linear_nf4.backward_op.provider("grouped", supports=lambda grad, x, inputs, packed, *_: _supports(x, packed))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     """One scratch for the siblings' weights, one dX product."""
-    from tunecompile.templates import nf4
-
-    below = [m.shape[0] for m in a] if extends(x, inputs, sum(rows)) else []
-    weight = torch.empty((sum(rows) + sum(below), x.shape[-1]), dtype=x.dtype, device=x.device)
-    for i, n in enumerate(rows):
-        nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
-        nf4.dequantize(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, blocksize=blocksize, quant_type=quant_type, out=weight,
-                       out_row_offset=sum(rows[:i]), **nested)
-    for i, m in enumerate(a[:len(below)]):
-        nf4.append_rows(m, weight, sum(rows) + sum(below[:i]))
+    below = a if extends(x, inputs, sum(rows)) else []
+    weight = stacked_weight(x, packed, absmax, code, scale, offset, below, rows, x.shape[-1], blocksize, quant_type)
     return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
 
 

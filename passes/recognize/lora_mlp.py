@@ -1,0 +1,100 @@
+"""Adapted gate|up, gated activation, adapted down: one op, where a provider joins their backward."""
+
+from operator import getitem
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.canonical import value
+from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
+from tunecompile.pipeline import Context, Pass, Tally
+from tunecompile.rewrite import annotate, erase_dead, where_from
+
+_LINEARS = (lora_linear.overload, lora_linear_nf4.overload)
+
+
+def _through_casts(node: Node) -> Node:
+    """What a cast to the dtype that is there already was applied to."""
+    while node.op == "call_method" and node.target == "to" and value(node).dtype == value(node.args[0]).dtype:
+        node = node.args[0]
+    return node
+
+
+def _half(node: Node) -> tuple[Node, int] | None:
+    """(adapted linear, which of its two halves) for a piece of its split output that only one node reads."""
+    if node.target is not getitem or getattr(node.args[0], "target", None) != "split" or len(node.users) != 1:
+        return None
+    split, index = node.args
+    y = split.args[0]
+    if y.target is not getitem or y.args[1] != 0 or y.args[0].target not in _LINEARS or len(y.users) != 1 or len(split.users) != 2:
+        return None
+    return (y.args[0], index) if len(y.args[0].users) == 1 else None
+
+
+def _members(linear: Node) -> dict[str, list]:
+    """An adapted linear's arguments by the names of `lora_mlp`, with what must agree under "same"."""
+    if linear.target is lora_linear.overload:
+        x, inputs, weights, biases, a, b, scales, dtype = linear.args
+        return dict(x=x, own=[*inputs, *biases], weights=list(weights), packed=[], absmax=[], code=[], scale=[], offset=[], a=a, b=b, scales=scales,
+                    rows=[value(w).shape[0] for w in weights], same=(dtype, 0, ""))
+    x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type = linear.args
+    return dict(x=x, own=[*inputs, *biases], weights=[], packed=packed, absmax=absmax, code=code, scale=scale, offset=offset, a=a, b=b, scales=scales,
+                rows=rows, same=(dtype, blocksize, quant_type))
+
+
+def _match(down: Node) -> tuple | str | None:
+    """The arguments of `lora_mlp`; the reason if it is nearly one; None if it is none."""
+    act = _through_casts(down.args[0])
+    if act.target is not gated_activation.overload or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1:
+        return None
+    halves = [_half(_through_casts(side)) for side in act.args[:2]]
+    if None in halves or halves[0][0] is not halves[1][0]:
+        return "gate and up are no group of adapted linears, or are read elsewhere too"
+    if [index for _, index in halves] != [0, 1]:
+        return "up stands before gate"
+    wide, narrow = _members(halves[0][0]), _members(down)
+    if wide["own"] or narrow["own"]:
+        return "a projection has a bias, or its adapter dropout"
+    if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]) or bool(wide["weights"]) != bool(narrow["weights"]):
+        return "the projections' weights differ in format"
+    if wide["same"][0] != value(wide["x"]).dtype or value(act).dtype != value(wide["x"]).dtype or len(act.users) != 1:
+        return "adapters or activation are computed in another dtype, or the activation is read elsewhere too"
+    if any(user.target is not getitem or user.args[1] != 0 for user in down.users):
+        return "the inner product of down's adapter is read elsewhere too"
+    joined = [[*wide[name], *narrow[name]] for name in ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")]
+    return (wide["x"], *joined, *wide["same"][1:], act.args[2])
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = Tally("lora_mlp")
+    for down in [node for node in graph.nodes if node.target in _LINEARS]:
+        match = _match(down)
+        if isinstance(match, str):
+            tally.found += 1
+            tally.refused.append(match + where_from(down))
+        elif match is not None and lora_mlp.choose(torch.fx.map_arg(match, value)).run is not lora_mlp.reference:
+            tally.found += 1
+            tally.rewritten += 1
+            _replace(graph, down, match)
+    context.tallies.append(tally)
+
+
+def _replace(graph: Graph, down: Node, args: tuple) -> None:
+    with graph.inserting_before(down):
+        made = graph.call_function(lora_mlp.overload, args)
+        y = graph.call_function(getitem, (made, 0))
+    annotate(made, down)
+    annotate(y, down)
+    outputs = list(down.users)
+    for user in outputs:
+        user.replace_all_uses_with(y)
+    dead, pending = {*outputs, down}, [down]
+    while pending:  # what only the old nodes read, back to gate|up
+        for source in pending.pop().all_input_nodes:
+            if source.op in ("call_function", "call_method") and set(source.users) <= dead and source not in dead:
+                dead.add(source)
+                pending.append(source)
+    erase_dead(graph, dead)
+
+
+PASS = Pass("lora_mlp", "recognize", run, requires=frozenset({"lora_nf4", "swiglu"}), provides=frozenset({"lora_mlp"}))

@@ -1,0 +1,51 @@
+"""Small pieces put beside or below a large matrix, in place, so that one product reads them together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._launch import launch, next_power_of_2
+
+
+@triton.jit
+def append_rows_kernel(source, out, row0, source_stride, n_columns, LDO: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n_columns
+    value = tl.load(source + row * source_stride + column, mask=mask)
+    tl.store(out + (row0 + row) * LDO + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+def append_rows(source, out, row):
+    """Copy ``source`` [r, K] into rows ``row``.. of ``out`` [*, LDO >= K], cast to its dtype: LoRA's A below W, so that one
+    product with [dY | dY B] gives the whole dX."""
+    _check(source, out, row + source.shape[0], source.shape[1])
+    block = 1024
+    launch(append_rows_kernel, (source.shape[0], triton.cdiv(source.shape[1], block)), source, out, row, source.stride(0), source.shape[1],
+           LDO=out.stride(0), BLOCK=block, num_warps=4)
+
+
+@triton.jit
+def append_columns_kernel(source, out, column0, rows, source_stride, COLUMNS: tl.constexpr, COLUMNS_POW2: tl.constexpr,
+                          LDO: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS_POW2)
+    mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    value = tl.load(source + row[:, None] * source_stride + column[None, :], mask=mask)
+    tl.store(out + row[:, None] * LDO + column0 + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def append_columns(source, out, column):
+    """Copy ``source`` [T, r] into columns ``column``.. of ``out`` [T, LDO], cast to its dtype: XA beside X, or dY B beside dY."""
+    _check(source, out, source.shape[0], column + source.shape[1])
+    rows = 64
+    launch(append_columns_kernel, (triton.cdiv(source.shape[0], rows),), source, out, column, source.shape[0], source.stride(0),
+           COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(source.shape[1]), LDO=out.stride(0), ROWS=rows, num_warps=4)
+
+
+def _check(source, out, rows, columns):
+    if source.stride(1) != 1:
+        raise ValueError(f"source must have unit column stride, not {source.stride()}")
+    if out.stride(1) != 1 or out.shape[0] < rows or out.shape[1] < columns:
+        raise ValueError(f"out {tuple(out.shape)}, strides {out.stride()}, cannot hold {rows} x {columns}")

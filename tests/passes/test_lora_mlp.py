@@ -1,0 +1,110 @@
+"""Adapted gate|up, activation and down become one op where a provider joins them, and only then."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.passes.conftest import check, family, random
+from tests.passes.test_lora import lora, operands
+from tunecompile.op import Provider
+from tunecompile.ops import lora_mlp
+
+PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp")
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A provider that supports everything: there is none on a CPU."""
+    monkeypatch.setattr(lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: True)])
+
+
+def weights(**options):
+    return [*operands(12, 8, **options), *operands(12, 8, **options), *operands(8, 12, **options)]
+
+
+def mlp(x, *o, act=F.silu):
+    return lora(act(lora(x, *o[:3])) * lora(x, *o[3:6]), *o[6:])
+
+
+ONE = {"lora_mlp": 1}
+APART = {"lora_linear": 2, "gated_activation": 1}
+
+
+@pytest.mark.parametrize("act", [F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh")])
+def test_matches(joined, act):
+    check(lambda x, *o: mlp(x, *o, act=act), random(2, 3, 8), *weights(), passes=PASSES, expect=ONE)
+
+
+def test_autocast(joined):
+    def fn(x, *o):
+        with torch.autocast("cpu", torch.bfloat16):
+            return mlp(x, *o)
+
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *weights(), passes=PASSES, expect=ONE, tol=3e-2)
+
+
+def test_dynamic_shapes(joined):
+    check(mlp, random(2, 3, 8), *weights(), passes=PASSES, expect=ONE, rows=(0, 1))
+
+
+def test_two_in_a_row(joined):
+    check(lambda x, *o: mlp(x + mlp(x, *o), *o), random(2, 3, 8), *weights(), passes=PASSES, expect={"lora_mlp": 2})
+
+
+def test_ranks_of_their_own(joined):
+    o = [*operands(12, 8, r=1), *operands(12, 8, r=4), *operands(8, 12, r=3)]
+    check(mlp, random(2, 3, 8), *o, passes=PASSES, expect=ONE)
+
+
+def test_nothing_on_a_cpu():
+    check(mlp, random(2, 3, 8), *weights(), passes=PASSES, expect=APART)
+
+
+MUST_NOT = {
+    "up first": lambda x, *o: (lambda up: lora(F.silu(lora(x, *o[:3])) * up, *o[6:]))(lora(x, *o[3:6])),
+    "gate read elsewhere": lambda x, *o: (lambda gate: (lora(F.silu(gate) * lora(x, *o[3:6]), *o[6:]), gate))(lora(x, *o[:3])),
+    "activation read elsewhere": lambda x, *o: (lambda act: (lora(act, *o[6:]), act))(F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])),
+    "activation changed": lambda x, *o: lora((F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])) * 2, *o[6:]),
+    "another input": lambda x, *o: lora(F.silu(lora(x, *o[:3])) * lora(torch.sin(x), *o[3:6]), *o[6:]),
+    "gate shifted": lambda x, *o: lora(F.silu(lora(x, *o[:3]) + 1) * lora(x, *o[3:6]), *o[6:]),
+}
+
+
+@pytest.mark.parametrize("spelling", MUST_NOT)
+def test_does_not_match(joined, spelling):
+    assert "lora_mlp" not in check(MUST_NOT[spelling], random(2, 3, 8), *weights(), passes=PASSES).ops
+
+
+def test_biases_and_dropout_stay_apart(joined):
+    biased = [*operands(12, 8, bias=True), *operands(12, 8, bias=True), *operands(8, 12)]
+
+    def fn(x, *o):
+        return lora(F.silu(lora(x, *o[:4])) * lora(x, *o[4:8]), *o[8:])
+
+    seen = check(fn, random(2, 3, 8), *biased, passes=PASSES, expect=APART)
+    assert any("bias" in reason for reason in seen.refused)
+
+
+def test_adapters_in_another_dtype_stay_apart(joined):
+    def fn(x, *o):
+        def wide(x, w, a, b):
+            return (F.linear(x, w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype)
+        return wide(F.silu(wide(x, *o[:3])) * wide(x, *o[3:6]), *o[6:])
+
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *weights(dtype=torch.bfloat16, adapters=torch.float32), passes=PASSES, expect=APART, tol=3e-2)
+
+
+def test_dequantised_weights(joined):
+    pytest.importorskip("bitsandbytes")
+    from tests.passes.test_nf4 import linear
+
+    gate, up, down = linear(n=128), linear(n=128), linear(n=64, k=128)
+
+    def one(layer, x, a, b):
+        return layer(x) + F.linear(F.linear(x, a), b) * 0.5
+
+    def fn(x, *o):
+        return one(down, F.silu(one(gate, x, *o[:2])) * one(up, x, *o[2:4]), *o[4:])
+
+    o = [t for n, k in ((128, 64), (128, 64), (64, 128)) for t in (random(2, k), random(n, 2))]
+    check(fn, random(2, 3, 64), *o, passes=PASSES, expect={"dequantize_4bit": 3, "lora_mlp": 1}, tol=5e-5)

@@ -1,0 +1,35 @@
+"""Adapters written below or beside a large matrix."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tunecompile.templates import lora  # noqa: E402
+
+
+@pytest.mark.parametrize("source, columns", [(torch.float32, 65), (torch.bfloat16, 2050)])
+def test_append_rows(device, source, columns):
+    """Rows of another dtype go below the weight, and nothing else is written."""
+    out = torch.full((7, columns + 3), -7.0, dtype=torch.bfloat16, device=device)
+    a = torch.randn(4, columns + 1, device=device).to(source)[:, :columns]
+    lora.append_rows(a, out, 2)
+    expected = torch.full_like(out, -7.0)
+    expected[2:6, :columns] = a.bfloat16()
+    assert torch.allclose(out.float(), expected.float(), rtol=2 ** -7, atol=0)  # the interpreter truncates
+
+
+@pytest.mark.parametrize("source, rows, rank", [(torch.float32, 65, 3), (torch.bfloat16, 130, 16)])
+def test_append_columns(device, source, rows, rank):
+    out = torch.full((rows, rank + 10), -7.0, dtype=torch.bfloat16, device=device)
+    xa = torch.randn(rows, rank + 1, device=device).to(source)[:, :rank]
+    lora.append_columns(xa, out, 7)
+    expected = torch.full_like(out, -7.0)
+    expected[:, 7:7 + rank] = xa.bfloat16()
+    assert torch.allclose(out.float(), expected.float(), rtol=2 ** -7, atol=0)
+
+
+def test_what_does_not_fit(device):
+    with pytest.raises(ValueError, match="cannot hold"):
+        lora.append_columns(torch.ones(2, 3, device=device), torch.ones(2, 4, device=device), 2)
+    with pytest.raises(ValueError, match="unit column stride"):
+        lora.append_rows(torch.ones(2, 3, device=device).t(), torch.ones(4, 4, device=device), 0)

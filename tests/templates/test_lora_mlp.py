@@ -1,0 +1,83 @@
+"""The joined backward of a gated MLP with LoRA, against the same sums in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tests.templates.test_swiglu import REFERENCE, make, reference  # noqa: E402
+from tunecompile.templates import lora_mlp  # noqa: E402
+from tunecompile.templates._tiles import Tile  # noqa: E402
+
+
+def inputs(rows, columns, ranks, device, dtype):
+    shapes = [(rows, columns), (rows, 2 * columns), (rows, ranks[0]), (rows, ranks[1] + ranks[2]), (columns, ranks[1]), (columns, ranks[2])]
+    return [make(shape, device, dtype, seed) for seed, shape in enumerate(shapes)]
+
+
+def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0, tile=None):
+    grad, gate_up, down, xa, bg, bu = inputs(rows, columns, ranks, device, dtype)
+    both, gate_down, up_down, d_bg, d_bu, d_a = lora_mlp.backward(grad, gate_up, down, xa, bg, bu, activation, extra=extra, tile=tile)
+    gate, up = gate_up.split(columns, 1)
+    d_gate, d_up = reference(gate, up, activation, grad)
+    assert both.shape == (rows, 2 * columns + extra) and both.dtype == dtype
+    assert error(both[:, :2 * columns], torch.cat((d_gate, d_up), 1)) < bound(dtype)
+    dg, du = (part.double() for part in both[:, :2 * columns].split(columns, 1))  # what is summed is what is stored
+    a = REFERENCE[activation](gate.double()) * up.double()
+    xg, xu = xa.double().split(ranks[1:], 1)
+    for got, exact in ((gate_down, dg @ bg.double()), (up_down, du @ bu.double()), (d_bg, dg.t() @ xg), (d_bu, du.t() @ xu)):
+        assert error(got, exact) < 1e-5
+    assert error(d_a, down.double().t() @ a) < bound(dtype)  # `a` is rounded before it is summed
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize("dtype", (torch.float16,) + ((torch.bfloat16,) if torch.cuda.is_available() else ()))  # the interpreter has no bf16 dot
+@pytest.mark.parametrize("rows, columns, ranks", [(1, 8, (1, 2, 3)), (70, 96, (16, 16, 16)), (33, 40, (4, 24, 8))])
+def test_against_fp64(device, error, bound, rows, columns, ranks, dtype, activation):
+    check(rows, columns, ranks, device, dtype, activation, error, bound, extra=sum(ranks[1:]), tile=Tile(32, rows=48, num_warps=4, step=16))
+
+
+def test_strides_that_do_not_fit(device):
+    arguments = inputs(4, 8, (2, 2, 2), device, torch.float16)
+    with pytest.raises(ValueError, match="unit column stride"):
+        lora_mlp.backward(arguments[0].t().contiguous().t(), *arguments[1:])
+    with pytest.raises(ValueError, match="do not fit"):
+        lora_mlp.backward(arguments[0], arguments[1][:, :8], *arguments[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, columns, ranks", [(8192, 14336, (16, 16, 16)), (1000, 8192, (64, 32, 8)), (2048, 1536, (16, 16, 16))])
+def test_real_size(gpu_only, device, error, bound, rows, columns, ranks):
+    check(rows, columns, ranks, device, torch.bfloat16, "silu", error, bound, extra=ranks[1] + ranks[2])
+
+
+def test_the_same_bits_every_time(device):
+    arguments = inputs(70, 96, (16, 16, 16), device, torch.float16)
+    first, second = (lora_mlp.backward(*arguments) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_provider(device, error, kind, activation):
+    """What the op makes of it: no further from fp64 than the reference, within a factor."""
+    from torch.utils._pytree import tree_map
+
+    from tests.ops import test_lora_mlp as op_tests
+    from tests.ops.checks import wide
+    from tunecompile.ops import lora_mlp as op
+
+    arguments = op_tests.dense(torch.float16, activation) if kind == "dense" else op_tests.packed(True, activation)[0]
+    arguments[0] = arguments[0].half()
+    arguments = tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, arguments)
+    joined = next(p for p in op.providers if p.name == "joined").run
+    backward = next(p for p in op.backward_op.providers if p.name == "joined").run
+    reference, exact = op.reference(*arguments), op.reference(*wide(arguments))
+    got = joined(*arguments, used=[True] * 4)
+    grad = torch.randn(reference[0].shape, device=device).half()
+    saved = [grad, *arguments, *reference[1:]]
+    pairs = [*zip(got, reference, exact), *zip(backward(*saved), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
+    for mine, theirs, best in pairs:
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.float16).eps / 2)
+    without = joined(*arguments, used=[False, True, True, False])
+    assert without[0] is None and without[3] is None and torch.equal(without[1], got[1])
