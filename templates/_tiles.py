@@ -63,8 +63,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     # size: the padded rank. `block` columns of gate, `rows` rows a program, `step` of them at a time.
     "lora_mlp": (
-        Row(Tile(128, rows=1024, num_warps=8, num_stages=2, step=64), cc=90, upto=32),
-        Row(Tile(64, rows=1024, num_warps=4, num_stages=1, step=32)),
+        Row(Tile(64, rows=512, num_warps=4, step=32), upto=32),
+        Row(Tile(64, rows=512, num_warps=4, step=16)),
     ),
 }
 

@@ -1,7 +1,7 @@
 """A gated MLP with LoRA on its three projections as one op, so that its backward passes once over what is wide.
 
-The gradients of gate and up are the largest tensors of a decoder layer. Joined, their element-wise work and all of their
-products with the adapters' small factors read and write them once (`templates/lora_mlp.py`).
+The gradients of gate and up are the largest tensors of a decoder layer. Joined, they are made together with the adapters' sums
+over them (`templates/lora_mlp.py`), where the next product reads them.
 """
 
 from typing import Sequence
@@ -131,12 +131,11 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     g, ranks = grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     wide, gb = lora.beside(g, ranks[2], lambda g: g @ scaled[2])
     db_down = (wide[:, :g.shape[1]].t() @ out3) * scales[2]
-    d_act = wide @ base.stacked(DOWN, x, a, inner)
-    both, gate_down, up_down, db_gate, db_up, da_down = template.backward(
-        d_act, out1.reshape(-1, 2 * inner), gb, out2, scaled[0], scaled[1], activation, extra=ranks[0] + ranks[1])
-    gb = torch.cat([gate_down, up_down], 1).to(x.dtype)
+    both, db_gate, db_up, da_down = template.backward(wide @ base.stacked(DOWN, x, a, inner), out1.reshape(-1, 2 * inner), gb, out2, ranks[:2],
+                                                      activation, extra=ranks[0] + ranks[1])
+    gb = both[:, :2 * inner] @ torch.block_diag(*scaled[WIDE])
     pieces.append_columns(gb, both, 2 * inner)
     dx = both @ base.stacked(WIDE, x, a, x.shape[-1])
     da_gate, da_up = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[:2])
-    d_a, d_b = (da_gate, da_up, da_down), (db_gate * scales[0], db_up * scales[1], db_down)
+    d_a, d_b = (da_gate, da_up, da_down), (db_gate.t() * scales[0], db_up.t() * scales[1], db_down)
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]
