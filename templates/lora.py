@@ -27,21 +27,23 @@ def append_rows(source, out, row):
 
 
 @triton.jit
-def append_columns_kernel(source, out, column0, rows, source_stride, COLUMNS: tl.constexpr, COLUMNS_POW2: tl.constexpr,
+def append_columns_kernel(source, out, column0, rows, width, source_stride, COLUMNS: tl.constexpr, COLUMNS_POW2: tl.constexpr,
                           LDO: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS_POW2)
     mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    value = tl.load(source + row[:, None] * source_stride + column[None, :], mask=mask)
-    tl.store(out + row[:, None] * LDO + column0 + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+    value = tl.load(source + row[:, None] * source_stride + column[None, :], mask=mask, other=0.0)
+    inside = (row < rows)[:, None] & (column0 + column < width)[None, :]
+    tl.store(out + row[:, None] * LDO + column0 + column[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 def append_columns(source, out, column):
-    """Copy ``source`` [T, r] into columns ``column``.. of ``out`` [T, LDO], cast to its dtype: XA beside X, or dY B beside dY."""
+    """Copy ``source`` [T, r] into columns ``column``.. of ``out`` [T, LDO], cast to its dtype: XA beside X, or dY B beside dY.
+    The columns behind are zeroed."""
     _check(source, out, source.shape[0], column + source.shape[1])
     rows = 64
-    launch(append_columns_kernel, (triton.cdiv(source.shape[0], rows),), source, out, column, source.shape[0], source.stride(0),
-           COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(source.shape[1]), LDO=out.stride(0), ROWS=rows, num_warps=4)
+    launch(append_columns_kernel, (triton.cdiv(source.shape[0], rows),), source, out, column, source.shape[0], out.shape[1], source.stride(0),
+           COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(out.shape[1] - column), LDO=out.stride(0), ROWS=rows, num_warps=4)
 
 
 def _check(source, out, rows, columns):

@@ -70,12 +70,12 @@ def backward_kernel(
     tl.store(part + 2 * RANK * columns, d_a, mask=inside)
 
 
-def backward(grad, gate_up, down, xa, ranks, activation="silu", *, extra=0, tile=None):
+def backward(grad, gate_up, down, xa, ranks, activation="silu", *, width=None, tile=None):
     """(both, d_b_gate, d_b_up, d_a_down) of one gated MLP whose gate and up have adapters of these two ``ranks``.
 
     grad: [T, F], gradient of a = act(gate) * up; gate_up: [T, 2F]; down: [T, r], dY B of the down projection; xa: [T, sum(ranks)]:
-    all of one half-precision dtype and unit column stride. both: [T, 2F + extra], d_gate | d_up | columns left as they are. The
-    others are fp32: xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
+    all of one half-precision dtype and unit column stride. both: [T, width or 2F], d_gate | d_up | columns left as they are.
+    The others are fp32: xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
@@ -88,7 +88,7 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, extra=0, tile
     rank = max(16, next_power_of_2(max(gate, up, down.shape[1])))
     tile = tile or _tiles.pick("lora_mlp", grad, rank)
     ranges = triton.cdiv(rows, tile.rows)
-    both = torch.empty((rows, 2 * columns + extra), dtype=grad.dtype, device=grad.device)
+    both = torch.empty((rows, width or 2 * columns), dtype=grad.dtype, device=grad.device)
     parts = torch.empty((ranges, 3, rank, columns), dtype=torch.float32, device=grad.device)
     launch(backward_kernel, (triton.cdiv(columns, tile.block), ranges), grad, gate_up, both, down, xa, parts, rows, columns,
            grad.stride(0), gate_up.stride(0), both.stride(0), down.stride(0), xa.stride(0),

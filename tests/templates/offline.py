@@ -47,7 +47,7 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "lora_columns": (lambda xa, out: lora.append_columns(xa, out, 4096), [e(64, 16, dtype=torch.float32), e(64, 4112)]),
-        "lora_mlp": (lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), extra=32), [gate, wide, e(64, 16), e(64, 32)]),
+        "lora_mlp": (lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736), [gate, wide, e(64, 16), e(64, 32)]),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
 

@@ -20,11 +20,12 @@ def test_append_rows(device, source, columns):
 
 @pytest.mark.parametrize("source, rows, rank", [(torch.float32, 65, 3), (torch.bfloat16, 130, 16)])
 def test_append_columns(device, source, rows, rank):
+    """They stand behind column 7; what is behind them is zeroed."""
     out = torch.full((rows, rank + 10), -7.0, dtype=torch.bfloat16, device=device)
     xa = torch.randn(rows, rank + 1, device=device).to(source)[:, :rank]
     lora.append_columns(xa, out, 7)
     expected = torch.full_like(out, -7.0)
-    expected[:, 7:7 + rank] = xa.bfloat16()
+    expected[:, 7:7 + rank], expected[:, 7 + rank:] = xa.bfloat16(), 0
     assert torch.allclose(out.float(), expected.float(), rtol=2 ** -7, atol=0)
 
 

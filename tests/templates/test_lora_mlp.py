@@ -16,7 +16,7 @@ def inputs(rows, columns, ranks, device, dtype):
 
 def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0, tile=None):
     grad, gate_up, down, xa = inputs(rows, columns, ranks, device, dtype)
-    both, d_bg, d_bu, d_a = lora_mlp.backward(grad, gate_up, down, xa, ranks[1:], activation, extra=extra, tile=tile)
+    both, d_bg, d_bu, d_a = lora_mlp.backward(grad, gate_up, down, xa, ranks[1:], activation, width=2 * columns + extra, tile=tile)
     gate, up = gate_up.split(columns, 1)
     exact = torch.cat(reference(gate, up, activation, grad), 1)
     assert both.shape == (rows, 2 * columns + extra) and both.dtype == dtype

@@ -55,34 +55,49 @@ def _(x, inputs, weights, biases, a, b, scales, dtype):
     return y.reshape(*x.shape[:-1], y.shape[-1]), xa
 
 
-def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """([x | extra], extra) with extra = make(x), [T, columns].
+def padded(width: int) -> int:
+    """Up to whole cache lines of half precision, where matrix products take 64 columns at a time anyway. (Inductor pads rows that
+    are not, and would copy them for a template.)"""
+    return -(-width // 64) * 64
 
-    The room is made before anything reads x: so Inductor lets whatever computes x write it there, and nothing is copied.
+
+def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """([x | extra | 0], extra) as rows of tokens, with extra = make(x), [T, columns].
+
+    The room is made before anything reads x, and before x is reshaped: so Inductor lets whatever computes x write it there, and
+    nothing is copied.
     """
+    width = x.shape[-1]
+    wide = _tokens(torch.cat([x, x.new_zeros(*x.shape[:-1], padded(width + columns) - width)], -1))
+    extra = make(wide[:, :width])
     if not (x.is_cuda and has_triton()):
-        extra = make(x)
-        return torch.cat([x, extra.to(x.dtype)], 1), extra
+        return torch.slice_scatter(wide, extra.to(x.dtype), 1, width, width + columns), extra
     from tunecompile.templates import lora
 
-    wide = torch.cat([x, x.new_zeros(x.shape[0], columns)], 1)
-    extra = make(wide[:, :x.shape[1]])
-    lora.append_columns(extra, wide, x.shape[1])
+    lora.append_columns(extra, wide, width)
     return wide, extra
 
 
 def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """([x | xa], xa) with xa = concat_i(x_i A_i^T) in `dtype`, and x as rows of tokens."""
+    """([x | xa | 0], xa) with xa = concat_i(x_i A_i^T) in `dtype`, as rows of tokens."""
     ranks = sum(m.shape[0] for m in a)
     if inputs:
-        return beside(_tokens(x), ranks, lambda _: torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1))
-    return beside(_tokens(x), ranks, lambda rows: rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t())
+        return beside(x, ranks, lambda _: torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1))
+    return beside(x, ranks, lambda rows: rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t())
 
 
 def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """[W | scale B], the siblings' weights below each other and their B in columns of their own."""
+    """[W | scale B | 0], the siblings' weights below each other and their B in columns of their own."""
     adapters = torch.block_diag(*[(m.to(dtype) * s).to(weights[0].dtype) for m, s in zip(b, scales)])
-    return torch.cat([torch.cat(weights), adapters], 1)
+    rows, width = adapters.shape[0], weights[0].shape[1] + adapters.shape[1]
+    return torch.cat([torch.cat(weights), adapters, adapters.new_zeros(rows, padded(width) - width)], 1)
+
+
+def below(a: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+    """[A; 0]: what stands below `rows` rows of weights, to the width of [dY | dY B | 0]."""
+    adapters = torch.cat([m.to(dtype) for m in a])
+    room = padded(rows + adapters.shape[0]) - rows - adapters.shape[0]
+    return torch.cat([adapters, adapters.new_zeros(room, adapters.shape[1])])
 
 
 @lora_linear.backward(saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
@@ -115,7 +130,8 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
 @lora_linear.backward_op.provider("grouped", supports=lambda grad, x, inputs, weights, biases, a, b, scales, dtype, out1:
                                   x.is_cuda and x.dtype in HALF)
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    rows = [*weights, *(m.to(x.dtype) for m in a)] if extends(x, inputs, sum(w.shape[0] for w in weights)) else weights
+    size = sum(w.shape[0] for w in weights)
+    rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
     weight = rows[0] if len(rows) == 1 else torch.cat(rows)
     return adapter_gradients(grad, x, inputs, weight, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
 
@@ -133,7 +149,7 @@ def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtyp
     ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
     if extends(x, inputs, sum(sizes)):
-        wide, gb = beside(g, sum(ranks), lambda g: g.to(dtype) @ adapters)
+        wide, gb = beside(grad, sum(ranks), lambda g: g.to(dtype) @ adapters)
         g = wide[:, :sum(sizes)]
     else:
         gb = g.to(dtype) @ adapters  # [T, R]

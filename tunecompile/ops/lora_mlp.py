@@ -35,16 +35,17 @@ class Base:
         return lora_nf4.reference_weights(*columns, rows, width, blocksize, quant_type, like.dtype)
 
     def extended(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int) -> Tensor:
-        """[W | scale B]."""
+        """[W | scale B | 0]."""
         if self.weights:
             return lora.extended_weight(self.weights[part], b[part], scales[part], like.dtype)
         return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width))
 
     def stacked(self, part: slice, like: Tensor, a: Sequence[Tensor], width: int) -> Tensor:
-        """[W; A]."""
+        """[W; A; 0]."""
+        below = lora.below(a[part], sum(self.rows[part]), like.dtype)
         if self.weights:
-            return torch.cat([*self.weights[part], *(m.to(like.dtype) for m in a[part])])
-        return lora_nf4.stacked_weight(*self._packed(part, like, (a[part],), width))
+            return torch.cat([*self.weights[part], below])
+        return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
 
 WIDE, DOWN = slice(0, 2), slice(2, 3)
@@ -92,8 +93,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
     gate_up = wide @ base.extended(WIDE, x, b, scales, x.shape[-1]).t()
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
-    rank = a[2].shape[0]
-    act = torch.empty((wide.shape[0], inner + rank), dtype=x.dtype, device=x.device)
+    act = torch.empty((wide.shape[0], lora.padded(inner + a[2].shape[0])), dtype=x.dtype, device=x.device)
     swiglu.forward(*gate_up.split(inner, 1), activation, out=act)
     xa_down = act[:, :inner] @ a[2].to(x.dtype).t()
     y = None
@@ -128,11 +128,11 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
 
     base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
     scaled = [m.to(x.dtype) * s for m, s in zip(b, scales)]
-    g, ranks = grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
-    wide, gb = lora.beside(g, ranks[2], lambda g: g @ scaled[2])
-    db_down = (wide[:, :g.shape[1]].t() @ out3) * scales[2]
+    ranks = [m.shape[0] for m in a]
+    wide, gb = lora.beside(grad, ranks[2], lambda g: g @ scaled[2])
+    db_down = (wide[:, :grad.shape[-1]].t() @ out3) * scales[2]
     both, db_gate, db_up, da_down = template.backward(wide @ base.stacked(DOWN, x, a, inner), out1.reshape(-1, 2 * inner), gb, out2, ranks[:2],
-                                                      activation, extra=ranks[0] + ranks[1])
+                                                      activation, width=lora.padded(2 * inner + ranks[0] + ranks[1]))
     gb = both[:, :2 * inner] @ torch.block_diag(*scaled[WIDE])
     pieces.append_columns(gb, both, 2 * inner)
     dx = both @ base.stacked(WIDE, x, a, x.shape[-1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear, with_xa
+from tunecompile.ops.lora import HALF, adapter_gradients, below, extends, lora_linear, padded, with_xa
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -67,28 +67,29 @@ def _nested(i: int, code, scale, offset) -> dict:
 
 
 def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, columns, blocksize, quant_type) -> Tensor:
-    """[W | scale B] in x's dtype, [sum(rows), columns + sum of ranks]."""
+    """[W | scale B | 0] in x's dtype, [sum(rows), padded(columns + sum of ranks)]."""
     from tunecompile.templates import nf4
 
     ranks = [m.shape[1] for m in b]
-    out = torch.empty((sum(rows), columns + sum(ranks)), dtype=x.dtype, device=x.device)
+    width = padded(columns + sum(ranks))
+    out = torch.empty((sum(rows), width), dtype=x.dtype, device=x.device)
     for i, n in enumerate(rows):
-        nf4.dequantize_extended(packed[i], absmax[i], (n, columns), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]), ranks=sum(ranks),
+        nf4.dequantize_extended(packed[i], absmax[i], (n, columns), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]), ranks=width - columns,
                                 blocksize=blocksize, quant_type=quant_type, out=out, out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
     return out
 
 
 def stacked_weight(x, packed, absmax, code, scale, offset, below, rows, columns, blocksize, quant_type) -> Tensor:
-    """[W; A] in x's dtype: the matrices `below`, under the dequantised ones."""
+    """[W; below] in x's dtype, [sum(rows) + rows of `below`, columns]."""
     from tunecompile.templates import lora, nf4
 
-    ranks = [m.shape[0] for m in below]
-    out = torch.empty((sum(rows) + sum(ranks), columns), dtype=x.dtype, device=x.device)
+    extra = 0 if below is None else below.shape[0]
+    out = torch.empty((sum(rows) + extra, columns), dtype=x.dtype, device=x.device)
     for i, n in enumerate(rows):
         nf4.dequantize(packed[i], absmax[i], (n, columns), x.dtype, blocksize=blocksize, quant_type=quant_type, out=out,
                        out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
-    for i, m in enumerate(below):
-        lora.append_rows(m, out, sum(rows) + sum(ranks[:i]))
+    if below is not None:
+        lora.append_rows(below, out, sum(rows))
     return out
 
 
@@ -118,8 +119,8 @@ def lora_linear_nf4_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], 
 @lora_linear_nf4.backward_op.provider("grouped", supports=lambda grad, x, inputs, packed, *_: _supports(x, packed))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     """One scratch for the siblings' weights, one dX product."""
-    below = a if extends(x, inputs, sum(rows)) else []
-    weight = stacked_weight(x, packed, absmax, code, scale, offset, below, rows, x.shape[-1], blocksize, quant_type)
+    extra = below(a, sum(rows), x.dtype) if extends(x, inputs, sum(rows)) else None
+    weight = stacked_weight(x, packed, absmax, code, scale, offset, extra, rows, x.shape[-1], blocksize, quant_type)
     return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
 
 
