@@ -56,13 +56,22 @@ for n, k in ((14336, 4096), (4096, 4096), (1024, 4096)):
             systems[f"{block} words, {warps} warps"] = template(shape, tile=Tile(block, num_warps=warps))
     bench(f"{n}x{k} nested", systems, inputs(n, k), bytes=n * k * (0.5 + 1 / 64 + 2), check=relative_error)
 
-n, k, rank, ranks = 14336, 4096, 16, 32
-extended = {
-    "dequantise, scale B, cat (torch)": lambda b, *w: torch.cat([template((n, k))(*w), b * 2, torch.zeros_like(b)], 1),
-    "template": lambda b, *w: nf4.dequantize_extended(w[0], w[1], (n, k), torch.bfloat16, b, scale=2.0, ranks=ranks,
-                                                      absmax_code=w[2], absmax_scale=w[3], absmax_offset=w[4]),
-}
-bench(f"{n}x{k} extended by {ranks}", extended, lambda s: (randn(n, rank, seed=s), *inputs(n, k)(s)),
-      bytes=n * k * (0.5 + 1 / 64 + 2) + n * (2 * ranks + 2 * rank), check=relative_error)
+n, k, rank, width = 14336, 4096, 16, 4160
+
+
+def siblings(first, second, *weight):
+    out = torch.empty(2 * n, width, dtype=torch.bfloat16, device="cuda")
+    nf4.dequantize_siblings([nf4.Weight(*weight, n)] * 2, k, out, [nf4.Adapter(first, 2.0, 0), nf4.Adapter(second, 2.0, rank)])
+    return out
+
+
+def apart(first, second, *weight):
+    beside = torch.block_diag(first * 2, second * 2)
+    return torch.cat([template((n, k))(*weight).repeat(2, 1), beside, beside.new_zeros(2 * n, width - k - 2 * rank)], 1)
+
+
+bench(f"two of {n}x{k}, extended to {width}", {"dequantise, scale B, cat (torch)": apart, "template": siblings},
+      lambda s: (randn(n, rank, seed=s), randn(n, rank, seed=s + 50), *inputs(n, k)(s)),
+      bytes=2 * n * (k * (0.5 + 1 / 64) + 2 * width + 2 * rank), check=relative_error)
 bench("copy of 14336x4096 bf16 (the limit)", {"torch": lambda x: x.clone()}, lambda s: (randn(14336, 4096, seed=s),), bytes=14336 * 4096 * 4)
 bench.show()

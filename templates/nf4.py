@@ -12,6 +12,9 @@ A thread takes one 32-bit word, 8 weights, so that loads are 4 and stores 16 coa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -99,95 +102,120 @@ def _write_ranks(pid, b, stride_b, out, row0, n_rows,
 
 @triton.jit
 def dequantize_kernel(
-    packed, absmax, absmax_code, absmax_scale, absmax_offset, out,  # out: [*, LDO], rows from row0
-    b, stride_b,  # LoRA's B: [N, RANK], or None
-    row0, n_rows, n_words, main_programs,
+    packed0, absmax0, code0, scale0, offset0, b0, stride_b0, row0, rows0, words0,  # a weight, LoRA's B for it ([N, RANK], or None)
+    packed1, absmax1, code1, scale1, offset1, b1, stride_b1, row1, rows1, words1,  # and up to two siblings
+    packed2, absmax2, code2, scale2, offset2, b2, stride_b2, row2, rows2, words2,
+    out,  # [*, LDO]; a weight's rows begin at its row
+    main1, main2, main3, extra1, extra2,  # programs below main1 unpack the first weight, below main2 the second, ...
     K: tl.constexpr, LDO: tl.constexpr,
     BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, NESTED: tl.constexpr, FP4: tl.constexpr,
-    RANKS: tl.constexpr, RANKS_POW2: tl.constexpr, RANK: tl.constexpr, RANK_OFFSET: tl.constexpr, SCALE: tl.constexpr,
+    RANKS: tl.constexpr, RANKS_POW2: tl.constexpr,
+    RANK0: tl.constexpr, FIRST0: tl.constexpr, FACTOR0: tl.constexpr,  # B's rank, its first column after K, its scale
+    RANK1: tl.constexpr, FIRST1: tl.constexpr, FACTOR1: tl.constexpr,
+    RANK2: tl.constexpr, FIRST2: tl.constexpr, FACTOR2: tl.constexpr,
+    COUNT: tl.constexpr,
     PER_WORD: tl.constexpr,  # weights a word: 8 (int32 words), or 1 where 8 does not divide K
     BLOCK: tl.constexpr,  # words a program
     EXTRA_ROWS: tl.constexpr,  # rows a program of the second kind
 ):
-    """Programs below ``main_programs`` unpack weights into columns 0..K; the others write [0 | SCALE * B | 0] beside them."""
+    """Programs below ``main3`` unpack weights into columns 0..K; the others write [0 | FACTOR * B | 0] beside them."""
     pid = tl.program_id(0)
-    if RANKS == 0:
-        _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
+    if pid < main1:
+        _write_weights(pid, packed0, absmax0, code0, scale0, offset0, out, row0, words0,
                        K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
-    elif pid < main_programs:
-        _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
-                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
-    else:
-        _write_ranks(pid - main_programs, b, stride_b, out, row0, n_rows,
-                     K, LDO, RANKS, RANKS_POW2, RANK, RANK_OFFSET, SCALE, EXTRA_ROWS)
+    if COUNT > 1:
+        if (pid >= main1) & (pid < main2):
+            _write_weights(pid - main1, packed1, absmax1, code1, scale1, offset1, out, row1, words1,
+                           K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
+    if COUNT > 2:
+        if (pid >= main2) & (pid < main3):
+            _write_weights(pid - main2, packed2, absmax2, code2, scale2, offset2, out, row2, words2,
+                           K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
+    if RANKS > 0:
+        extra = pid - main3
+        if (extra >= 0) & (extra < extra1):
+            _write_ranks(extra, b0, stride_b0, out, row0, rows0, K, LDO, RANKS, RANKS_POW2, RANK0, FIRST0, FACTOR0, EXTRA_ROWS)
+        if COUNT > 1:
+            if (extra >= extra1) & (extra < extra2):
+                _write_ranks(extra - extra1, b1, stride_b1, out, row1, rows1, K, LDO, RANKS, RANKS_POW2, RANK1, FIRST1, FACTOR1, EXTRA_ROWS)
+        if COUNT > 2:
+            if extra >= extra2:
+                _write_ranks(extra - extra2, b2, stride_b2, out, row2, rows2, K, LDO, RANKS, RANKS_POW2, RANK2, FIRST2, FACTOR2, EXTRA_ROWS)
 
 
-def _start(packed, absmax, shape, out, row0, b, scale, rank_offset, ranks, *,
-           blocksize, quant_type, absmax_code, absmax_scale, absmax_offset, absmax_blocksize, tile):
-    n, k = shape
-    per_word = 8 if k % 8 == 0 and is_aligned(packed, to=4) else 1
-    n_words = n * k // per_word
-    tile = tile or _tiles.pick("nf4", out, n_words)
-    extra_rows = 64
-    main = triton.cdiv(n_words, tile.block)
-    extra = triton.cdiv(n, extra_rows) if ranks else 0
-    launch(
-        dequantize_kernel, (main + extra,),
-        packed, absmax, absmax_code, absmax_scale, absmax_offset, out,
-        b, 0 if b is None else b.stride(0),
-        row0, n, n_words, main,
-        K=k, LDO=out.stride(0),
-        BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize, NESTED=absmax_code is not None, FP4=_is_fp4(quant_type),
-        RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)), RANK=0 if b is None else b.shape[1],
-        RANK_OFFSET=rank_offset, SCALE=float(scale),
-        PER_WORD=per_word, BLOCK=tile.block, EXTRA_ROWS=extra_rows,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )
+SIBLINGS = 3  #: weights a launch
+EXTRA_ROWS = 64
+
+
+class Weight(NamedTuple):
+    """A packed weight [rows, K]. ``packed``: uint8, rows * K / 2 bytes of any shape, contiguous. ``absmax``: [ceil(rows * K / blocksize)],
+    fp32, or uint8 with ``code`` (fp32 [256]), ``scale`` (fp32 [ceil(blocks / 256)]) and ``offset`` (fp32, one element)."""
+
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    code: torch.Tensor | None
+    scale: torch.Tensor | None
+    offset: torch.Tensor | None
+    rows: int
+
+
+class Adapter(NamedTuple):
+    """LoRA's B [rows, r], any float dtype, unit column stride, times ``factor``: columns ``first``.. after K."""
+
+    b: torch.Tensor
+    factor: float
+    first: int
+
+
+def dequantize_siblings(weights: Sequence[Weight], k: int, out, adapters: Sequence[Adapter] = (), *, blocksize=64, quant_type="nf4",
+                        absmax_blocksize=256, row=0, tile=None):
+    """The weights below each other into rows ``row``.. and columns 0..K of ``out`` [*, LDO >= K], one launch for three.
+
+    With ``adapters``, one a weight, all columns of ``out`` are written: [W | 0 | factor * B | 0], so that [X | XA | 0] times its
+    transpose is the adapted product. Else the other elements stay as they are.
+    """
+    _check_out(out, row + sum(w.rows for w in weights), k)
+    per_word = 8 if k % 8 == 0 and all(is_aligned(w.packed, to=4) for w in weights) else 1
+    tile = tile or _tiles.pick("nf4", out, sum(w.rows for w in weights) * k // per_word)
+    for start in range(0, len(weights), SIBLINGS):
+        some, theirs = weights[start:start + SIBLINGS], adapters[start:start + SIBLINGS]
+        _start(some, theirs, k, out, row, tile, per_word, blocksize, absmax_blocksize, _is_fp4(quant_type), out.shape[1] - k if adapters else 0)
+        row += sum(w.rows for w in some)
+
+
+def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blocksize, fp4, ranks):
+    arguments, ranked, main, extra = [], {}, [0], [0]
+    for i in range(SIBLINGS):
+        adapter = adapters[i] if i < len(adapters) else None
+        b, factor, first = adapter or (None, 1.0, 0)
+        if i < len(weights):
+            w = weights[i]
+            _check(w.packed, w.absmax, w.code)
+            if b is not None and (b.shape[0] != w.rows or b.stride(1) != 1 or first + b.shape[1] > ranks):
+                raise ValueError(f"B {tuple(b.shape)}, strides {b.stride()}, does not fit {w.rows} rows and {ranks} rank columns from {first}")
+            words = w.rows * k // per_word
+            arguments += [w.packed, w.absmax, w.code, w.scale, w.offset, b, 0 if b is None else b.stride(0), row, w.rows, words]
+            row += w.rows
+            main.append(main[-1] + triton.cdiv(words, tile.block))
+            extra.append(extra[-1] + (triton.cdiv(w.rows, EXTRA_ROWS) if ranks else 0))
+        else:
+            arguments += [None] * 6 + [0] * 4
+        ranked |= {f"RANK{i}": 0 if b is None else b.shape[1], f"FIRST{i}": first, f"FACTOR{i}": float(factor)}
+    mains, extras = ([*ends, *[ends[-1]] * SIBLINGS][1:SIBLINGS + 1] for ends in (main, extra))
+    launch(dequantize_kernel, (main[-1] + extra[-1],), *arguments, out, *mains, *extras[:2],
+           K=k, LDO=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize, NESTED=weights[0].code is not None, FP4=fp4,
+           RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)), **ranked, COUNT=len(weights),
+           PER_WORD=per_word, BLOCK=tile.block, EXTRA_ROWS=EXTRA_ROWS, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
-               absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256,
-               out=None, out_row_offset=0, tile=None):
-    """The weight [N, K] = ``shape`` in ``dtype``.
-
-    packed: uint8, N*K/2 bytes of any shape, contiguous. absmax: [ceil(N*K / blocksize)], fp32, or uint8 with absmax_code
-    (fp32 [256]), absmax_scale (fp32 [ceil(blocks / absmax_blocksize)]) and absmax_offset (fp32, one element).
-    out: a buffer [*, LDO >= K] of contiguous rows; the weight goes to rows ``out_row_offset``.. and columns 0..K of it, so
-    siblings share one buffer; the other elements stay as they are. Returns that part of ``out``.
-    """
+               absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
+    """The weight [N, K] = ``shape`` in ``dtype``, of one packed weight (see ``Weight``)."""
     n, k = shape
-    _check(packed, absmax, absmax_code)
-    if out is None:
-        out = torch.empty((out_row_offset + n, k), dtype=dtype, device=packed.device)
-    _check_out(out, out_row_offset + n, k, dtype)
-    _start(packed, absmax, (n, k), out, out_row_offset, None, 1.0, 0, 0, blocksize=blocksize, quant_type=quant_type,
-           absmax_code=absmax_code, absmax_scale=absmax_scale, absmax_offset=absmax_offset,
-           absmax_blocksize=absmax_blocksize, tile=tile)
-    return out[out_row_offset:out_row_offset + n, :k]
-
-
-def dequantize_extended(packed, absmax, shape, dtype, b, *, scale=1.0, rank_offset=0, ranks=None,
-                        blocksize=64, quant_type="nf4",
-                        absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256,
-                        out=None, out_row_offset=0, tile=None):
-    """[W | 0 | scale * B | 0], [N, K + ranks]: one launch for the weight and LoRA's B (K extension: [X | XA] times this^T).
-
-    b: [N, r], any float dtype, unit column stride, or None (only zeros). Its columns are ``rank_offset``.. of the ``ranks``
-    (r when None) columns after K: siblings share one buffer, each with its own rank columns. Else as ``dequantize``.
-    """
-    n, k = shape
-    _check(packed, absmax, absmax_code)
-    rank = 0 if b is None else b.shape[1]
-    ranks = rank_offset + rank if ranks is None else ranks
-    if b is not None and (b.shape[0] != n or b.stride(1) != 1 or rank_offset + rank > ranks):
-        raise ValueError(f"B {tuple(b.shape)}, strides {b.stride()}, does not fit {n} rows and {ranks} rank columns from {rank_offset}")
-    if out is None:
-        out = torch.empty((out_row_offset + n, k + ranks), dtype=dtype, device=packed.device)
-    _check_out(out, out_row_offset + n, k + ranks, dtype)
-    _start(packed, absmax, (n, k), out, out_row_offset, b, scale, rank_offset, ranks, blocksize=blocksize,
-           quant_type=quant_type, absmax_code=absmax_code, absmax_scale=absmax_scale, absmax_offset=absmax_offset,
-           absmax_blocksize=absmax_blocksize, tile=tile)
-    return out[out_row_offset:out_row_offset + n, :k + ranks]
+    out = torch.empty((n, k), dtype=dtype, device=packed.device)
+    dequantize_siblings([Weight(packed, absmax, absmax_code, absmax_scale, absmax_offset, n)], k, out, blocksize=blocksize,
+                        quant_type=quant_type, absmax_blocksize=absmax_blocksize, tile=tile)
+    return out
 
 
 def _is_fp4(quant_type):
@@ -203,6 +231,6 @@ def _check(packed, absmax, absmax_code):
         raise ValueError(f"absmax is {absmax.dtype}: the three absmax_ arguments belong to uint8, and only to it")
 
 
-def _check_out(out, rows, columns, dtype):
-    if out.dtype != dtype or out.stride(1) != 1 or out.shape[0] < rows or out.shape[1] < columns:
-        raise ValueError(f"out {tuple(out.shape)}, strides {out.stride()}, {out.dtype} cannot hold {rows} x {columns} of {dtype}")
+def _check_out(out, rows, columns):
+    if out.stride(1) != 1 or out.shape[0] < rows or out.shape[1] < columns:
+        raise ValueError(f"out {tuple(out.shape)}, strides {out.stride()}, cannot hold {rows} x {columns}")

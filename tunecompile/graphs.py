@@ -24,6 +24,7 @@ Run = Callable[[list], Sequence[Any]]
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
+LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 WAITING = 3.0  #: kernels that take less than this times the host's time to launch them: nearer, replaying closes the gaps between them
 
 
@@ -232,9 +233,12 @@ class Replays:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Few launches: `_foreach_copy_` joins tensors of one dtype."""
+    """Few launches: `_foreach_copy_` joins small tensors of one dtype. (It gives a block 64 K elements, too few blocks for a large one alone.)"""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources):
+        if target.nbytes >= LARGE:
+            target.copy_(source)
+            continue
         of_dtype = by_dtype.setdefault(target.dtype, ([], []))
         of_dtype[0].append(target)
         of_dtype[1].append(source)

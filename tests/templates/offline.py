@@ -34,7 +34,9 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
     gate, up = wide[:, :14336], wide[:, 14336:]
     return {
         "nf4": nested(nf4.dequantize),
-        "nf4_extended": nested(nf4.dequantize_extended, e(1024, 16, dtype=torch.float32), ranks=32, rank_offset=16, scale=2.0),
+        "nf4_siblings": (lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
+            [nf4.Weight(p, a, code, scale, offset, 1024)] * 3, 4096, torch.empty(3072, 4160, dtype=torch.bfloat16),
+            [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)]), packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)]),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
                               [e(8, 49152), labels]),

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from tunecompile.templates import nf4  # noqa: E402
+from tunecompile.templates.nf4 import Adapter  # noqa: E402
 
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -32,6 +33,10 @@ class Weight:
 
     def arguments(self, dtype):
         return (self.packed, self.absmax, self.shape, dtype)
+
+    def member(self):
+        code, scale, offset = self.nested.values() if self.nested else (None, None, None)
+        return nf4.Weight(self.packed, self.absmax, code, scale, offset, self.shape[0])
 
     @property
     def options(self):
@@ -88,49 +93,41 @@ def test_unaligned_storage_and_flat_packed(device, cast):
     assert torch.equal(nf4.dequantize(shifted, w.absmax, w.shape, torch.bfloat16, **w.options), w.reference(torch.bfloat16, cast))
 
 
-def test_siblings_share_one_buffer(device, cast):
-    q, k = Weight(5, 64, device, seed=1), Weight(3, 64, device, seed=2)
-    out = torch.full((9, 70), 3.0, dtype=torch.bfloat16, device=device)
-    nf4.dequantize(*q.arguments(torch.bfloat16), out=out, **q.options)
-    part = nf4.dequantize(*k.arguments(torch.bfloat16), out=out, out_row_offset=5, **k.options)
-    assert part.data_ptr() == out[5].data_ptr()
-    assert torch.equal(out[:5, :64], q.reference(torch.bfloat16, cast)) and torch.equal(out[5:8, :64], k.reference(torch.bfloat16, cast))
-    assert (out[:, 64:] == 3).all() and (out[8] == 3).all()
+@pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
+@pytest.mark.parametrize("rows", [(5,), (5, 3), (5, 70, 1), (2, 3, 4, 5, 6)], ids=str)
+def test_siblings_share_one_buffer(device, cast, rows, nested):
+    weights = [Weight(n, 64, device, seed=n, nested=nested) for n in rows]
+    out = torch.full((sum(rows) + 3, 70), 3.0, dtype=torch.bfloat16, device=device)
+    nf4.dequantize_siblings([w.member() for w in weights], 64, out, row=1)
+    assert torch.equal(out[1:-2, :64], torch.cat([w.reference(torch.bfloat16, cast) for w in weights]))
+    assert (out[:, 64:] == 3).all() and (out[0] == 3).all() and (out[-2:] == 3).all()
 
 
-@pytest.mark.parametrize("ranks,sizes", [(16, (8, 8)), (12, (4, 3))], ids=("ranks_8_8", "ranks_4_3_of_12"))
+@pytest.mark.parametrize("ranks, rows", [(16, (70,)), (64, (70, 3)), (12, (70, 3, 129)), (20, (4, 5, 6, 7))], ids=str)
 @pytest.mark.parametrize("b_dtype", (torch.bfloat16, torch.float32))
-def test_extended(device, cast, b_dtype, ranks, sizes):
-    q, v = Weight(70, 64, device, seed=1), Weight(3, 64, device, seed=2)
-    out = torch.full((80, 64 + ranks), float("nan"), dtype=torch.bfloat16, device=device)
-    expected = out.clone()
-    row = start = 0
-    for w, r in zip((q, v), sizes):
-        b = torch.randn(w.shape[0], 2 * r, generator=torch.Generator().manual_seed(r)).to(device, b_dtype)[:, :r]  # row-strided
-        n = w.shape[0]
-        nf4.dequantize_extended(*w.arguments(torch.bfloat16), b, scale=0.3, rank_offset=start, ranks=ranks, out=out,
-                                out_row_offset=row, **w.options)
-        expected[row:row + n] = 0
+def test_extended(device, cast, b_dtype, ranks, rows):
+    weights = [Weight(n, 64, device, seed=n) for n in rows]
+    out = torch.full((sum(rows), 64 + ranks), float("nan"), dtype=torch.bfloat16, device=device)
+    expected, adapters, row, first = torch.zeros_like(out), [], 0, 0
+    for w in weights:
+        n, r = w.shape[0], 2 + len(adapters)
+        b = torch.randn(n, 2 * r, generator=torch.Generator().manual_seed(r)).to(device, b_dtype)[:, :r]  # row-strided
+        adapters.append(Adapter(b, 0.3, first))
         expected[row:row + n, :64] = w.reference(torch.bfloat16, cast)
-        expected[row:row + n, 64 + start:64 + start + r] = cast(b.float() * 0.3, torch.bfloat16)
-        row, start = row + n, start + r
-    assert torch.equal(out.nan_to_num(9.0), expected.nan_to_num(9.0))
-
-
-def test_extended_allocates_and_takes_no_b(device, cast):
-    w = Weight(4, 16, device)
-    out = nf4.dequantize_extended(*w.arguments(torch.float16), None, ranks=3, **w.options)
-    assert out.shape == (4, 19) and torch.equal(out[:, :16], w.reference(torch.float16, cast)) and (out[:, 16:] == 0).all()
+        expected[row:row + n, 64 + first:64 + first + r] = cast(b.float() * 0.3, torch.bfloat16)
+        row, first = row + n, first + r
+    nf4.dequantize_siblings([w.member() for w in weights], 64, out, adapters)
+    assert torch.equal(out, expected)
 
 
 def test_refuses_what_it_cannot_hold(device):
     w = Weight(4, 16, device)
     with pytest.raises(ValueError, match="cannot hold"):
-        nf4.dequantize(*w.arguments(torch.bfloat16), out=torch.zeros(4, 8, dtype=torch.bfloat16, device=device), **w.options)
+        nf4.dequantize_siblings([w.member()], 16, torch.zeros(4, 8, dtype=torch.bfloat16, device=device))
     with pytest.raises(ValueError, match="absmax"):
         nf4.dequantize(w.packed, w.absmax, w.shape, torch.bfloat16)
     with pytest.raises(ValueError, match="does not fit"):
-        nf4.dequantize_extended(*w.arguments(torch.bfloat16), torch.zeros(4, 8, device=device), ranks=4, **w.options)
+        nf4.dequantize_siblings([w.member()], 16, torch.zeros(4, 20, device=device), [Adapter(torch.zeros(4, 8, device=device), 1.0, 0)])
 
 
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))

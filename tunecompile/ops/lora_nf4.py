@@ -62,8 +62,11 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     return y.reshape(*x.shape[:-1], y.shape[-1]), xa
 
 
-def _nested(i: int, code, scale, offset) -> dict:
-    return dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+def _siblings(packed, absmax, code, scale, offset, rows) -> list:
+    from tunecompile.templates.nf4 import Weight
+
+    blank = [None] * len(rows)
+    return [Weight(*each) for each in zip(packed, absmax, code or blank, scale or blank, offset or blank, rows)]
 
 
 def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, columns, blocksize, quant_type) -> Tensor:
@@ -71,11 +74,9 @@ def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, col
     from tunecompile.templates import nf4
 
     ranks = [m.shape[1] for m in b]
-    width = padded(columns + sum(ranks))
-    out = torch.empty((sum(rows), width), dtype=x.dtype, device=x.device)
-    for i, n in enumerate(rows):
-        nf4.dequantize_extended(packed[i], absmax[i], (n, columns), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]), ranks=width - columns,
-                                blocksize=blocksize, quant_type=quant_type, out=out, out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
+    out = torch.empty((sum(rows), padded(columns + sum(ranks))), dtype=x.dtype, device=x.device)
+    adapters = [nf4.Adapter(m, s, sum(ranks[:i])) for i, (m, s) in enumerate(zip(b, scales))]
+    nf4.dequantize_siblings(_siblings(packed, absmax, code, scale, offset, rows), columns, out, adapters, blocksize=blocksize, quant_type=quant_type)
     return out
 
 
@@ -85,9 +86,7 @@ def stacked_weight(x, packed, absmax, code, scale, offset, below, rows, columns,
 
     extra = 0 if below is None else below.shape[0]
     out = torch.empty((sum(rows) + extra, columns), dtype=x.dtype, device=x.device)
-    for i, n in enumerate(rows):
-        nf4.dequantize(packed[i], absmax[i], (n, columns), x.dtype, blocksize=blocksize, quant_type=quant_type, out=out,
-                       out_row_offset=sum(rows[:i]), **_nested(i, code, scale, offset))
+    nf4.dequantize_siblings(_siblings(packed, absmax, code, scale, offset, rows), columns, out, blocksize=blocksize, quant_type=quant_type)
     if below is not None:
         lora.append_rows(below, out, sum(rows))
     return out
