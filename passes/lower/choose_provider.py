@@ -25,7 +25,9 @@ def run(graph: Graph, context: Context) -> None:
         if op is None or op.opaque:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
-        provider = op.choose(values)
+        provider = op.choose(values, context.precision)
+        if provider.precision != context.precision:
+            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}" for reason in op.refusals(values, context.precision)]
         try:
             expand(graph, node, _bind(provider.run, node))
         except Exception as error:  # the reference says the same, only slower
@@ -35,6 +37,7 @@ def run(graph: Graph, context: Context) -> None:
             provider = op.fallback()
             expand(graph, node, provider.run)
         chosen[f"{op.name}: {provider.name}"] += 1
+        context.reduced += provider.precision is not None
     context.providers.update(chosen)
 
 

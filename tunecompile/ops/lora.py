@@ -1,11 +1,12 @@
 """Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input."""
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, op
+from tunecompile.ops import fp8
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -48,17 +49,38 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
 @lora_linear.provider("k_extension", supports=lambda x, inputs, weights, biases, a, b, scales, dtype: x.is_cuda and x.dtype in HALF)
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
-    rows = _tokens(x)
-    if inputs:
-        xa = torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
-    else:
-        xa = rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+    xa = down(x, inputs, a, dtype)
     adapters = torch.block_diag(*[(m.to(dtype) * s).to(x.dtype) for m, s in zip(b, scales)])
     extended = torch.cat([torch.cat(weights), adapters], 1)
-    y = torch.cat([rows, xa.to(x.dtype)], 1) @ extended.t()
+    y = torch.cat([_tokens(x), xa.to(x.dtype)], 1) @ extended.t()
+    return finish(y, x, biases), xa
+
+
+def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """XA of all siblings, side by side: [T, R]."""
+    if inputs:
+        return torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
+    return _tokens(x).to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+
+
+def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """The product with its biases, in x's leading shape."""
     if biases:
         y = y + torch.cat([bias.to(x.dtype) for bias in biases])
-    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@lora_linear.provider("fp8", precision="fp8", refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+def _(x, inputs, weights, biases, a, b, scales, dtype):
+    return forward_in_fp8(x, inputs, fp8.dense_operand(weights), biases, a, b, scales, dtype)
+
+
+def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) -> tuple[Tensor, Tensor]:
+    """As "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
+    xa = down(x, inputs, a, dtype)
+    adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+    y = fp8.product(*fp8.quantize(_tokens(x), xa), *weight(adapters, False), fp8.FAST_FORWARD)
+    return finish(y, x, biases), xa
 
 
 @lora_linear.backward(saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
@@ -93,7 +115,17 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     rows = [*weights, *(m.to(x.dtype) for m in a)] if extends(x, inputs, sum(w.shape[0] for w in weights)) else weights
     weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return adapter_gradients(grad, x, inputs, weight, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+
+
+@lora_linear.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
+    dx = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
+    return adapter_gradients(grad, x, inputs, dx, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+
+
+#: (dY, scale * dY B or None where the adapters have inputs of their own) -> dX
+BaseGradient = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
@@ -102,23 +134,39 @@ def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
     return not inputs and 2 * rows <= x.shape[-1]
 
 
-def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
-    """The backward with all siblings' weights in one matrix [sum(sizes), K], below which the A_i may stand: one dX product and one
-    pass over dY for every sibling's scale * dY B."""
+def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """For all siblings' weights in one matrix [N, K], below which the A_i may stand."""
+    def dx(g: Tensor, gb: Tensor | None) -> Tensor:
+        if gb is None:
+            return g @ weight
+        if weight.shape[0] > g.shape[1]:
+            return torch.cat([g, gb.to(g.dtype)], 1) @ weight
+        return torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(g.dtype), g, weight)
+
+    return dx
+
+
+def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """dY and the transposed weights in e4m3; dY B and A keep their precision."""
+    def dx(g: Tensor, gb: Tensor | None) -> Tensor:
+        adapters = None if gb is None else torch.cat([m.to(dtype) for m in a]).t()
+        return fp8.product(*fp8.quantize(g, gb), *weight(adapters, True), fp8.FAST_BACKWARD)
+
+    return dx
+
+
+def adapter_gradients(grad, x, inputs, dx: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
+    """The backward with one dX product for all siblings, and one pass over dY for every sibling's scale * dY B."""
     rows, g = _tokens(x), _tokens(grad)
     ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
     gb = g.to(dtype) @ adapters  # [T, R]
+    dx = dx(g, None if inputs else gb)
     if inputs:
-        dx = g @ weight
         parts = gb.split(ranks, 1)
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
         d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
-        if extends(x, inputs, sum(sizes)):
-            dx = torch.cat([g, gb.to(x.dtype)], 1) @ weight
-        else:
-            dx = torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(x.dtype), g, weight)
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
     d_biases = [p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]

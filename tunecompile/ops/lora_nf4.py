@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops.lora import HALF, adapter_gradients, extends, lora_linear
+from tunecompile.ops import fp8
+from tunecompile.ops.lora import (HALF, adapter_gradients, base_gradient, base_gradient_in_fp8, down, extends, finish, forward_in_fp8,
+                                  lora_linear)
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -58,20 +60,14 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     from tunecompile.templates import nf4
 
     tokens, ranks = x.reshape(-1, x.shape[-1]), [m.shape[0] for m in a]
-    if inputs:
-        xa = torch.cat([v.reshape(-1, v.shape[-1]).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
-    else:
-        xa = tokens.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+    xa = down(x, inputs, a, dtype)
     extended = torch.empty((sum(rows), x.shape[-1] + sum(ranks)), dtype=x.dtype, device=x.device)
     for i, n in enumerate(rows):
         nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
         nf4.dequantize_extended(packed[i], absmax[i], (n, x.shape[-1]), x.dtype, b[i], scale=scales[i], rank_offset=sum(ranks[:i]),
                                 ranks=sum(ranks), blocksize=blocksize, quant_type=quant_type, out=extended,
                                 out_row_offset=sum(rows[:i]), **nested)
-    y = torch.cat([tokens, xa.to(x.dtype)], 1) @ extended.t()
-    if biases:
-        y = y + torch.cat([bias.to(x.dtype) for bias in biases])
-    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+    return finish(torch.cat([tokens, xa.to(x.dtype)], 1) @ extended.t(), x, biases), xa
 
 
 @lora_linear_nf4.provider("bitsandbytes", supports=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
@@ -79,6 +75,46 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     weights = _dequantized(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.choose((x, inputs, weights, biases, a, b, scales, dtype)).run(x, inputs, weights, biases, a, b, scales, dtype)
+
+
+def _refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str | None:
+    if not all(p.is_contiguous() and p.storage_offset() % 4 == 0 for p in packed):
+        return "the packed weight is not contiguous, or begins at an odd byte"
+    return fp8.refuse(x, rows)
+
+
+@lora_linear_nf4.provider("fp8", precision="fp8", refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
+                          *_: _refuse_fp8(x, packed, rows))
+def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
+    weight = _operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return forward_in_fp8(x, inputs, weight, biases, a, b, scales, dtype)
+
+
+def _operand_in_fp8(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> fp8.Operand:
+    """Codes to e4m3 with nothing in between; each sibling into its rows, or columns where the weight is transposed."""
+    if not packed[0].is_cuda:
+        return fp8.dense_operand(_weights(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype))
+    from tunecompile.templates import fp8 as templates
+
+    def make(adapter, transposed):
+        shape = (columns, sum(rows)) if transposed else (sum(rows), columns)
+        out, scales = templates.begin_weight(_largest(absmax, code, scale, offset), adapter, *shape, fp8.width_of(shape[1], adapter))
+        for i, n in enumerate(rows):
+            nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+            start = sum(rows[:i])
+            templates.write_nf4(packed[i], absmax[i], (n, columns), scales, out, *((0, start) if transposed else (start, 0)),
+                                transposed=transposed, blocksize=blocksize, quant_type=quant_type, **nested)
+        return out, scales
+
+    return make
+
+
+def _largest(absmax, code, scale, offset) -> Tensor:
+    """No weight is larger: codes are at most 1, and so a weight is at most its block's scale. Double-quantised scales are bounded
+    without being decoded, from a 256th of the bytes."""
+    if not code:
+        return torch.stack([m.amax() for m in absmax]).amax().float()
+    return torch.cat(list(code)).abs().amax() * torch.cat(list(scale)).abs().amax() + torch.stack([o.reshape(()) for o in offset]).abs().amax()
 
 
 def backward_flops(grad, x, inputs, packed, *_) -> int:
@@ -110,7 +146,14 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
                        out_row_offset=sum(rows[:i]), **nested)
     for i, m in enumerate(a[:len(below)]):
         nf4.append_rows(m, weight, sum(rows) + sum(below[:i]))
-    return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
+
+
+@lora_linear_nf4.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales,
+                                      dtype, rows, *_: _refuse_fp8(x, packed, rows))
+def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
+    weight = _operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return adapter_gradients(grad, x, inputs, base_gradient_in_fp8(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
 
 
 @lora_linear_nf4.backward_op.provider("bitsandbytes", supports=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype,
