@@ -20,6 +20,8 @@ from tunecompile.pipeline import Context, Pass
 
 def run(graph: Graph, context: Context) -> None:
     chosen: Counter[str] = Counter()
+    if context.precision is not None and (plain := _plain_products(graph)):
+        context.notes.append(f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be")
     for node in list(graph.nodes):
         op = OPS.get(node.target) if node.op == "call_function" else None
         if op is None or op.opaque:
@@ -39,6 +41,13 @@ def run(graph: Graph, context: Context) -> None:
         chosen[f"{op.name}: {provider.name}"] += 1
         context.reduced += provider.precision is not None
     context.providers.update(chosen)
+
+
+def _plain_products(graph: Graph) -> int:
+    """How many matrix products of a forward graph no op stands for: linears without an adapter, or with a trained weight."""
+    if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
+        return 0
+    return sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in graph.nodes)
 
 
 def _bind(run: Callable, node: Node) -> Callable:

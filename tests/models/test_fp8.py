@@ -76,6 +76,14 @@ def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
     assert any("not in fp8: it computes in float32" in note for note in notes) and any("nothing in" in note for note in notes)
 
 
+def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():
+    model = tunecompile.optimize(tiny(target_modules=["q_proj", "v_proj"]), precision="fp8", executor="eager")
+    zoo.step(model, zoo.batch(), torch.bfloat16)
+    report = tunecompile.report(model)
+    assert report.regions[0].providers["lora_linear: fp8"] == 1  # q and v are siblings
+    assert [note for note in report.notes if note.startswith("5 matrix products of")], report
+
+
 def test_a_trained_base_stays_as_it_is():
     model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2).bfloat16(), precision="fp8", executor="eager")
     zoo.step(model, zoo.batch())
