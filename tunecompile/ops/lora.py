@@ -77,9 +77,13 @@ def _(x, inputs, weights, biases, a, b, scales, dtype):
 
 def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) -> tuple[Tensor, Tensor]:
     """As "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
-    xa = down(x, inputs, a, dtype)
+    if inputs:
+        xa = down(x, inputs, a, dtype)
+        rows = fp8.quantize(_tokens(x), xa)
+    else:
+        xa, *rows = fp8.project(_tokens(x), torch.cat([m.to(dtype) for m in a]), dtype)
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
-    y = fp8.product(*fp8.quantize(_tokens(x), xa), *weight(adapters, False), fp8.FAST_FORWARD)
+    y = fp8.product(*rows, *weight(adapters, False), fp8.FAST_FORWARD)
     return finish(y, x, biases), xa
 
 
@@ -120,12 +124,12 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
 
 @lora_linear.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    dx = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
-    return adapter_gradients(grad, x, inputs, dx, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+    base = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
+    return adapter_gradients(grad, x, inputs, base, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
 
 
-#: (dY, scale * dY B or None where the adapters have inputs of their own) -> dX
-BaseGradient = Callable[[Tensor, Tensor | None], Tensor]
+#: (dY: [T, N], every sibling's scale * B on a diagonal: [N, R], whether the adapters read x) -> (dX, dY times that)
+BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
@@ -136,32 +140,34 @@ def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
 
 def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
     """For all siblings' weights in one matrix [N, K], below which the A_i may stand."""
-    def dx(g: Tensor, gb: Tensor | None) -> Tensor:
-        if gb is None:
-            return g @ weight
+    def gradient(g: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor]:
+        gb = g.to(dtype) @ adapters
+        if not read_x:
+            return g @ weight, gb
         if weight.shape[0] > g.shape[1]:
-            return torch.cat([g, gb.to(g.dtype)], 1) @ weight
-        return torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(g.dtype), g, weight)
+            return torch.cat([g, gb.to(g.dtype)], 1) @ weight, gb
+        return torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(g.dtype), g, weight), gb
 
-    return dx
+    return gradient
 
 
 def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
     """dY and the transposed weights in e4m3; dY B and A keep their precision."""
-    def dx(g: Tensor, gb: Tensor | None) -> Tensor:
-        adapters = None if gb is None else torch.cat([m.to(dtype) for m in a]).t()
-        return fp8.product(*fp8.quantize(g, gb), *weight(adapters, True), fp8.FAST_BACKWARD)
+    def gradient(g: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor]:
+        if not read_x:
+            return fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD), g.to(dtype) @ adapters
+        gb, *rows = fp8.project(g, adapters.t(), dtype)
+        return fp8.product(*rows, *weight(torch.cat([m.to(dtype) for m in a]).t(), True), fp8.FAST_BACKWARD), gb
 
-    return dx
+    return gradient
 
 
-def adapter_gradients(grad, x, inputs, dx: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
+def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
     """The backward with one dX product for all siblings, and one pass over dY for every sibling's scale * dY B."""
     rows, g = _tokens(x), _tokens(grad)
     ranks = [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
-    gb = g.to(dtype) @ adapters  # [T, R]
-    dx = dx(g, None if inputs else gb)
+    dx, gb = base(g, adapters, not inputs)
     if inputs:
         parts = gb.split(ranks, 1)
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
