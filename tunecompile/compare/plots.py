@@ -54,7 +54,7 @@ def loss_differences(runs: list[dict], base: dict, noise: float) -> str:
     """Each system's loss less that of the base, and the band that a batch's noise fills."""
     def paint(axes):
         steps = range(1, len(base["losses"]) + 1)
-        axes.axhspan(-noise, noise, color="#f3f4f6", zorder=0, label="noise of a batch")
+        axes.axhspan(-noise, noise, color="#e5e7eb", zorder=0, label="noise of a batch")
         for run in runs:
             apart = differences(run, base)
             axes.plot(steps[:len(apart)], apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
