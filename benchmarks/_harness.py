@@ -111,6 +111,18 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
     return torch.randn(*shape, generator=g, device="cuda", dtype=dtype)
 
 
+def packed_nf4(n: int, k: int) -> Callable[[int], tuple]:
+    """seed -> (packed, absmax, its code, its scales, its offset) of a double-quantised weight [n, k] in blocks of 64."""
+    def make(seed):
+        g = torch.Generator("cuda").manual_seed(seed)
+        blocks = n * k // 64
+        packed = torch.randint(0, 256, (n * k // 2, 1), generator=g, device="cuda", dtype=torch.uint8)
+        absmax = torch.randint(0, 256, (blocks,), generator=g, device="cuda", dtype=torch.uint8)
+        code = torch.linspace(-1, 1, 256, device="cuda").pow(3)
+        return packed, absmax, code, torch.rand(blocks // 256, generator=g, device="cuda") + 0.1, torch.tensor(0.7, device="cuda")
+    return make
+
+
 def relative_error(value: Any, reference: Any) -> float:
     """Largest ||value - reference|| / ||reference|| over the tensors of two results."""
     if isinstance(value, torch.Tensor):

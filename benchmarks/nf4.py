@@ -1,7 +1,7 @@
 """NF4 dequantisation: bytes are 0.5 + 1/64 + 2 a weight. ``--sweep`` tries tiles, and the two kinds of lookup."""
 
 import torch
-from _harness import Bench, attempt, compiled, relative_error, randn
+from _harness import Bench, attempt, compiled, packed_nf4, randn, relative_error
 
 from tunecompile.templates import nf4
 from tunecompile.templates._tiles import Tile
@@ -11,17 +11,6 @@ CODE = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], device="cuda")
-
-
-def inputs(n, k):
-    def make(seed):
-        g = torch.Generator("cuda").manual_seed(seed)
-        blocks = n * k // 64
-        packed = torch.randint(0, 256, (n * k // 2, 1), generator=g, device="cuda", dtype=torch.uint8)
-        absmax = torch.randint(0, 256, (blocks,), generator=g, device="cuda", dtype=torch.uint8)
-        code = torch.linspace(-1, 1, 256, device="cuda").pow(3)
-        return packed, absmax, code, torch.rand(blocks // 256, generator=g, device="cuda") + 0.1, torch.tensor(0.7, device="cuda")
-    return make
 
 
 def template(shape, **options):
@@ -54,7 +43,7 @@ for n, k in ((14336, 4096), (4096, 4096), (1024, 4096)):
     if bench.options.sweep:
         for block, warps in ((256, 2), (256, 4), (256, 8), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8)):
             systems[f"{block} words, {warps} warps"] = template(shape, tile=Tile(block, num_warps=warps))
-    bench(f"{n}x{k} nested", systems, inputs(n, k), bytes=n * k * (0.5 + 1 / 64 + 2), check=relative_error)
+    bench(f"{n}x{k} nested", systems, packed_nf4(n, k), bytes=n * k * (0.5 + 1 / 64 + 2), check=relative_error)
 
 n, k, rank, width = 14336, 4096, 16, 4160
 
@@ -71,7 +60,7 @@ def apart(first, second, *weight):
 
 
 bench(f"two of {n}x{k}, extended to {width}", {"dequantise, scale B, cat (torch)": apart, "template": siblings},
-      lambda s: (randn(n, rank, seed=s), randn(n, rank, seed=s + 50), *inputs(n, k)(s)),
+      lambda s: (randn(n, rank, seed=s), randn(n, rank, seed=s + 50), *packed_nf4(n, k)(s)),
       bytes=2 * n * (k * (0.5 + 1 / 64) + 2 * width + 2 * rank), check=relative_error)
 bench("copy of 14336x4096 bf16 (the limit)", {"torch": lambda x: x.clone()}, lambda s: (randn(14336, 4096, seed=s),), bytes=14336 * 4096 * 4)
 bench.show()

@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
-         "tunecompile": "**tunecompile**"}
+         "tunecompile": "**tunecompile**", "tunecompile-fp8": "**tunecompile, FP8**"}
 
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
@@ -43,7 +43,7 @@ def table(result: dict) -> list[str]:
         if run["status"] != "ok":
             rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['status']} | | | | |")
             continue
-        ratio = f"{ours['tokens_per_s'] / run['tokens_per_s']:.2f}x" if ours and run is not ours else ""
+        ratio = f"{ours['tokens_per_s'] / run['tokens_per_s']:.2f}x" if ours and not run["system"].startswith("tunecompile") else ""
         low, high = run["step_ms"]["min"], run["step_ms"]["max"]
         rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['tokens_per_s']:,.0f} | {run['step_ms']['median']:.1f} "
                     f"({low:.1f} to {high:.1f}) | {run['peak_gib']:.1f} | {run['first_step_s']:.1f} | {ratio} |")

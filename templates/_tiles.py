@@ -35,6 +35,31 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "nf4": (
         Row(Tile(256, num_warps=2)),
     ),
+    # size: columns. A row a program, all of it in registers.
+    "fp8_quantize": (
+        Row(Tile(0, num_warps=4), upto=4096),
+        Row(Tile(0, num_warps=8), upto=16384),
+        Row(Tile(0, num_warps=16), upto=32768),
+        Row(Tile(0, num_warps=32)),
+    ),
+    # size: columns. `rows` a program, `block` columns a step.
+    "fp8_project": (
+        Row(Tile(256, rows=16, num_warps=8, num_stages=3)),
+    ),
+    # size: rows. `block` of them a program.
+    "fp8_adapter": (
+        Row(Tile(64, num_warps=4)),
+    ),
+    # size: weights. `rows` x `block` of them a program.
+    "fp8_dense": (
+        Row(Tile(64, rows=64, num_warps=4)),
+    ),
+    "fp8_nf4": (
+        Row(Tile(1024, rows=4, num_warps=4)),
+    ),
+    "fp8_nf4_transposed": (
+        Row(Tile(64, rows=128, num_warps=4)),
+    ),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (

@@ -45,7 +45,7 @@ def code_value(i, FP4: tl.constexpr):
 
 
 @triton.jit
-def _block_scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask,
+def block_scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask,
                  NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr):
     if NESTED:
         code = tl.load(absmax_code + tl.load(absmax + block, mask=mask, other=0).to(tl.int32))
@@ -74,7 +74,7 @@ def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset
     else:
         bits = tl.load(packed + word // 2, mask=mask, other=0).to(tl.int32)
         nibble = ((bits >> (4 * (1 - word % 2)).to(tl.int32)) & 15)[:, None]
-    scale = _block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // PER_WORD), mask,
+    scale = block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // PER_WORD), mask,
                          NESTED, ABSMAX_BLOCK)
     table = code_value(tl.arange(0, 16), FP4)
     value = tl.reshape(tl.gather(table, tl.reshape(nibble, [BLOCK * PER_WORD]), 0), [BLOCK, PER_WORD])

@@ -25,14 +25,14 @@ class Backend:
     """
 
     def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", checkpoint: bool = False,
-                 replays: Replays | None = None):
+                 replays: Replays | None = None, precision: str | None = None):
         self.region, self.passes, self.executor, self.checkpoint = region, tuple(passes), executor, checkpoint
-        self.replays = replays
+        self.replays, self.precision = replays, precision
         self.contexts: list[Context] = []
         self.failures: list[str] = []
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, checkpoint=self.checkpoint)
+        context = Context(self.region, checkpoint=self.checkpoint, precision=self.precision)
         _torch.specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
             compiled = self._compile(gm, inputs, context)

@@ -19,7 +19,7 @@ from tunecompile.errors import TunecompileError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Compiles the fine-tuning step of language models, and shows what that gains.")
 
-Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, and their -checkpoint variants.")]
+Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants.")]
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
 
 

@@ -19,6 +19,10 @@ class NotOptimized(TunecompileError):
     template = "This {type} is not optimized. Call tunecompile.optimize(model) first, on this very object."
 
 
+class UnknownPrecision(TunecompileError, ValueError):
+    template = "precision is {given!r}: give None, to compute as the model does, or 'fp8'."
+
+
 class InvalidOp(TunecompileError):
     template = "Op {name!r} cannot be registered: {reason}."
 

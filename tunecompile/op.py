@@ -41,11 +41,18 @@ class Cost(enum.Enum):
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to run an op. `supports(*args)` sees fake tensors; `run` is traced into the graph."""
+    """One way to run an op. `refuses(*args)` sees fake tensors and gives a reason, or None; `run` is traced into the graph.
+
+    One with a `precision` is less exact than the op's meaning, and taken only where the user asked for that precision.
+    """
 
     name: str
     run: Callable
-    supports: Callable[..., bool]
+    refuses: Callable[..., str | None]
+    precision: str | None = None
+
+    def supports(self, *args: Any) -> bool:
+        return self.refuses(*args) is None
 
 
 @dataclass
@@ -68,10 +75,11 @@ class Op:
     def __call__(self, *args, **kwargs):
         return self.overload(*args, **kwargs)
 
-    def provider(self, name: str, supports: Callable[..., bool]) -> Callable:
+    def provider(self, name: str, supports: Callable[..., bool] | None = None, refuses: Callable[..., str | None] | None = None,
+                 precision: str | None = None) -> Callable:
         """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
 
-        One that also takes the keyword `used` is told which of its outputs are read, and may give None for the others.
+        `refuses` is `supports` with a reason, which the report shows for providers of a precision. One that also takes the keyword `used` is told which of its outputs are read, and may give None for the others.
         """
 
         def register(run: Callable) -> Callable:
@@ -79,21 +87,28 @@ class Op:
             got = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
             if got != self.parameters:
                 raise InvalidOp(name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}")
-            self.providers.append(Provider(name, run, supports))
+            self.providers.append(Provider(name, run, refuses or (lambda *args: None if supports(*args) else "its arguments are not supported"), precision))
             return run
 
         return register
 
-    def choose(self, args: Sequence[Any]) -> Provider:
-        """The first provider that supports `args` (fake tensors and constants), else the reference itself."""
-        for provider in self.providers:
-            if provider.supports(*args):
-                return provider
+    def choose(self, args: Sequence[Any], precision: str | None = None) -> Provider:
+        """The first provider that supports `args` (fake tensors and constants), else the reference itself; those of the
+        precision that was asked for come first."""
+        for wanted in dict.fromkeys((precision, None)):
+            for provider in self.providers:
+                if provider.precision == wanted and provider.supports(*args):
+                    return provider
         return self.fallback()
+
+    def refusals(self, args: Sequence[Any], precision: str | None) -> list[str]:
+        """Why each provider of a precision that was asked for does not run these arguments."""
+        asked = [provider for provider in self.providers if precision is not None and provider.precision == precision]
+        return [reason for provider in asked if (reason := provider.refuses(*args)) is not None]
 
     def fallback(self) -> Provider:
         """The reference as a provider."""
-        return Provider("reference", self.reference, lambda *_: True)
+        return Provider("reference", self.reference, lambda *_: None)
 
     def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,
                  flops: Callable[..., int] | None = None) -> Callable:

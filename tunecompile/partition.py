@@ -38,7 +38,7 @@ class _Hook:
         self.passes, self.context = tuple(passes), context
 
     def uuid(self) -> str:
-        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.checkpoint}"
+        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.checkpoint}:{self.context.precision}"
 
     def __reduce__(self) -> tuple:
         return str, (self.uuid(),)

@@ -31,9 +31,11 @@ class Context:
 
     region: str
     checkpoint: bool = False
+    precision: str | None = None  #: what the user allows beside the model's own
     tallies: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     providers: Counter[str] = field(default_factory=Counter)
+    reduced: int = 0  #: ops that run in that precision
     saved: list[Any] = field(default_factory=list)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
 

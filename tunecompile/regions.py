@@ -159,6 +159,7 @@ class Region:
     passes: Sequence[Pass]
     executor: Executor
     replays: Replays | None = None
+    precision: str | None = None
     backends: dict[bool, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
@@ -170,7 +171,7 @@ class Region:
         if key not in self.variants:
             name = f"{self.name}_checkpointed" if checkpoint else self.name
             if checkpoint not in self.backends:
-                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint, self.replays)
+                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint, self.replays, self.precision)
             self.variants[key] = Variant(name, self.backends[checkpoint])
         return self.variants[key]
 

@@ -67,6 +67,8 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         notes += region.notes()
         notes += [note for context in contexts for note in context.notes]
         training = [c for c in contexts if c.saved] or contexts
+        notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
+                  for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
         providers = Counter(training[-1].providers) if training else Counter()
         made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), [_bytes(c.saved) for c in training],
                                  dict(providers)))

@@ -72,7 +72,7 @@ def run(graph: Graph, context: Context) -> None:
         if isinstance(match, str):
             tally.found += 1
             tally.refused.append(match + where_from(down))
-        elif match is not None and lora_mlp.choose(torch.fx.map_arg(match, value)).run is not lora_mlp.reference:
+        elif match is not None and lora_mlp.choose(torch.fx.map_arg(match, value), context.precision).run is not lora_mlp.reference:
             tally.found += 1
             tally.rewritten += 1
             _replace(graph, down, match)

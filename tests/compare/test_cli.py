@@ -66,4 +66,5 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 def test_names_of_systems():
     names = lambda text, checkpointing=False: [s.name for s in spec.resolve_systems(text, checkpointing)]  # noqa: E731
     assert names("eager, tunecompile,hf") == ["hf", "tunecompile"]
+    assert spec.SYSTEMS["tunecompile-fp8"].precision == "fp8" and spec.SYSTEMS["tunecompile-fp8"].engine == "tunecompile"
     assert names("eager,liger,compile,unsloth", True) == ["hf-checkpoint", "liger-checkpoint", "compile", "unsloth"]

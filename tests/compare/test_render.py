@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 
+from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.render import run_table, write_reports
 from tunecompile.compare.run import break_even, passed
 from tunecompile.compare.spec import Job
@@ -46,7 +48,7 @@ def test_three_files_that_say_the_same(result, tmp_path):
 
 def test_the_page_needs_nothing_from_outside_and_escapes(result, tmp_path):
     html = write_reports(result, tmp_path)["html"].read_text()
-    assert len(re.findall(r'src="data:image/svg\+xml;base64,', html)) == 5
+    assert len(re.findall(r'src="data:image/svg\+xml;base64,', html)) == 6
     assert not re.search(r'(src|href)="(?!data:)', html) and "<script" not in html
     assert "<b>bold</b>" not in html and "&lt;b&gt;bold" in html
     assert html.count("x &lt; y") == 1  # a reason is told once
@@ -56,6 +58,17 @@ def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):
     result |= {"runs": [{**r, "status": "oom"} for r in result["runs"]], "matches": [], "gradients": [], "answers": []}
     assert "oom" in write_reports(result, tmp_path)["html"].read_text()
     assert not passed(result)
+
+
+def test_a_reduced_precision_is_shown_beside_and_not_judged_by_gradients(result, tmp_path):
+    result["runs"].append(run("tunecompile-fp8", 60.0, 11.0, losses=[3.01, 2.49, 2.26]))
+    result |= {"curves": compare_curves(result["runs"]), "reduced_gradients": [{**row, "error": 0.04} for row in result["gradients"]],
+               "verdicts": [asdict(v) for v in judge_curves(result["runs"])]}
+    paths = write_reports(result, tmp_path)
+    for kind in ("md", "html"):
+        text = paths[kind].read_text()
+        assert "Gradients in reduced precision, not judged" in text and "4.00e-02" in text and "Loss beside hf" in text and "1.00e-02" in text
+    assert "Every check passes" in text
 
 
 def test_break_even():

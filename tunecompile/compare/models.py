@@ -100,8 +100,9 @@ def load_model(job: Job) -> nn.Module:
     return model
 
 
-def apply_system(model: nn.Module, engine: str) -> nn.Module:
+def apply_system(model: nn.Module, job: Job) -> nn.Module:
     """The one thing in which the systems differ."""
+    engine = job.engine
     if engine == "compile":
         model.compile()
     elif engine == "liger":
@@ -111,7 +112,7 @@ def apply_system(model: nn.Module, engine: str) -> nn.Module:
     elif engine == "tunecompile":
         import tunecompile
 
-        model = tunecompile.optimize(model)
+        model = tunecompile.optimize(model, precision=job.precision)
     return model
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 
+from tunecompile.compare.curves import differences
+
 COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
-           "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "tunecompile": "#2563eb", "reference": "#111827"}
+           "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "tunecompile": "#2563eb", "tunecompile-fp8": "#db2777", "reference": "#111827"}
 STYLE = {"font.size": 10, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af",
          "axes.labelcolor": "#374151", "xtick.color": "#6b7280", "ytick.color": "#6b7280", "axes.grid": True, "grid.color": "#eef0f3",
          "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "tunecompile"}
@@ -43,6 +45,20 @@ def loss_curves(runs: list[dict], reference: dict | None) -> str:
             axes.plot(range(1, len(losses) + 1), losses, label=label, color=colour(name), linewidth=max(1.4, 5 - 1.8 * rank),
                       linestyle=(0, (3, 2)) if name == "reference" else "-")
         axes.set(xlabel="step", ylabel="training loss")
+        axes.legend()
+
+    return draw(paint)
+
+
+def loss_differences(runs: list[dict], base: dict, noise: float) -> str:
+    """Each system's loss less that of the base, and the band that a batch's noise fills."""
+    def paint(axes):
+        steps = range(1, len(base["losses"]) + 1)
+        axes.axhspan(-noise, noise, color="#e5e7eb", zorder=0, label="noise of a batch")
+        for run in runs:
+            apart = differences(run, base)
+            axes.plot(steps[:len(apart)], apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
+        axes.set(xlabel="step", ylabel=f"training loss, less that of {base['system']}")
         axes.legend()
 
     return draw(paint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tunecompile.compare import plots
+from tunecompile.compare import curves, plots
 from tunecompile.compare.gradients import LIMIT
 
 COLUMNS = (  # heading, how to read it off a run
@@ -96,6 +96,11 @@ def method(result: dict) -> list[str]:
     return lines
 
 
+def curve_table(rows: list[dict]) -> list[list[str]]:
+    """Distances of loss curves, in text."""
+    return [[row["system"], f"{row['mean_size']:.2e}", f"{row['mean']:+.2e}", f"{row['largest']:.2e}", f"{row['last']:+.2e}"] for row in rows]
+
+
 def error_summary(gradients: list[dict]) -> list[list[str]]:
     """Gradient errors by kind of parameter."""
     from tunecompile.compare.meters import median
@@ -120,6 +125,9 @@ def figures(result: dict) -> list[tuple[str, str]]:
     cuda = bool(result["machine"]["gpu"]) and ok[0].get("peak_reserved_gib") is not None
     shape = ok[0]["shape"]
     made = [("Loss, laid over each other", plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")))]
+    base = curves.base_of(result["runs"])
+    if others := [r for r in ok if base and r is not base and r["shape"] == base["shape"]]:
+        made.append((f"Loss, less that of {base['system']}", plots.loss_differences(others, base, curves.batch_noise(base["losses"]))))
     if result["gradients"]:
         made.append(("Gradient error of every trainable parameter", plots.gradient_scatter(result["gradients"], LIMIT)))
     made.append(("Time of a step", plots.step_time_bars(ok)))
@@ -141,7 +149,8 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     out.mkdir(parents=True, exist_ok=True)
     head, rows = run_table(result["runs"])
     fields = {"result": result, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
-              "errors": error_summary(result["gradients"]), "passed": all(v["passed"] for v in result["verdicts"])}
+              "errors": error_summary(result["gradients"]),
+              "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"])}
     environment = make_environment()
     paths = {kind: out / f"report.{kind}" for kind in ("json", "md", "html")}
     paths["json"].write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tunecompile.compare import data, machine, models
+from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
 from tunecompile.compare.gradients import Verdict, compare_gradients, judge_gradients, judge_loss
 from tunecompile.compare.meters import WARMUP
@@ -86,21 +87,21 @@ def run_comparison(comparison: Comparison) -> dict:
 
         def job_for(system: System) -> Job:
             own = job.replace(system=system.name, model=folder if folder and system.engine == "unsloth" else job.model)
-            if system.engine not in ("hf", "tunecompile"):
-                return own.replace(questions=0, adapter=None)
-            own = own.replace(gradients=f"{scratch}/{system.name}.pt" if checked_here else None)
-            return own if system.engine == "tunecompile" else own.replace(questions=0, adapter=None)
+            if system.name != "tunecompile":
+                own = own.replace(questions=0, adapter=None)
+            checked = checked_here and system.engine in ("hf", "tunecompile")
+            return own.replace(gradients=f"{scratch}/{system.name}.pt" if checked else None)
 
         present = [system for system in comparison.systems if system.installed]
         results = run_jobs([job_for(system) for system in present], comparison, logs)
         outcome = dict(zip((system.name for system in present), results))
-        reference, gradients, verdicts = None, [], []
+        reference, check = None, Check()
         if checked_here:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
-            gradients, verdicts = judge(outcome, reference, scratch, job)
+            check = judge(outcome, reference, scratch, job)
         elif comparison.check:
-            gradients, verdicts = check_shallow(comparison, present, scratch, logs)
-    return assemble(comparison, outcome, reference, gradients, verdicts)
+            check = check_shallow(comparison, present, scratch, logs)
+    return assemble(comparison, outcome, reference, check)
 
 
 @contextlib.contextmanager
@@ -135,7 +136,7 @@ def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
                        questions=0, held_out=job.held_out, adapter=None, checkpointing=False)
 
 
-def check_shallow(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> tuple[list[dict], list[Verdict]]:
+def check_shallow(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> Check:
     """A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
     checked = [s for s in present if s.engine in ("hf", "tunecompile")]
     shallow = comparison.job.replace(layers=CHECK_LAYERS, shapes=comparison.job.shapes[:1], steps=WARMUP + 1, saved_bytes=False, launches=False)
@@ -148,28 +149,41 @@ def check_shallow(comparison: Comparison, present: list[System], scratch: str, l
 
 # ---------------------------------------------------------------- the judgement
 
+@dataclass(frozen=True)
+class Check:
+    """What the high-precision reference said: gradient errors of tunecompile, and of it in a reduced precision, and verdicts."""
+
+    gradients: list[dict] = field(default_factory=list)
+    reduced: list[dict] = field(default_factory=list)  # shown beside eager's, but not judged: rounding is what was asked for
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
 def first_ok(outcome: dict, engine: str) -> tuple[str, dict] | None:
-    """The first run of that engine that went well, with its system's name."""
-    names = {"hf": ("hf", "hf-checkpoint"), "tunecompile": ("tunecompile",)}[engine]
-    for name in names:
+    """The first run of eager, or of that system, that went well, with its system's name."""
+    for name in ("hf", "hf-checkpoint") if engine == "hf" else (engine,):
         runs = outcome.get(name, {}).get("runs", [])
         if runs and runs[0].get("status") == "ok":
             return name, runs[0]
     return None
 
 
-def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> tuple[list[dict], list[Verdict]]:
+def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> Check:
     """Loss and gradients of tunecompile beside eager's, both against the reference."""
     import torch
 
-    eager, ours = first_ok(outcome, "hf"), first_ok(outcome, "tunecompile")
+    eager, ours, reduced = (first_ok(outcome, name) for name in ("hf", "tunecompile", "tunecompile-fp8"))
     exact = first_ok({"hf": reference}, "hf")
-    if not (eager and ours and exact):
+    if not (eager and exact and (ours or (reduced and "tunecompile" not in outcome))):
         lacking = [name for name, run in (("eager", eager), ("tunecompile", ours), ("the reference", exact)) if not run]
-        return [], [Verdict("compared with eager and the reference", False, f"no finished run of {', '.join(lacking)}")]
-    loaded = {name: torch.load(f"{scratch}/{name}.pt") for name in (REFERENCE, eager[0], ours[0])}
-    rows = compare_gradients(loaded[REFERENCE], loaded[eager[0]], loaded[ours[0]], job.dtype)
-    return rows, [judge_loss(exact[1]["losses"], eager[1]["losses"], ours[1]["losses"]), *judge_gradients(rows)]
+        return Check(verdicts=[Verdict("compared with eager and the reference", False, f"no finished run of {', '.join(lacking)}")])
+
+    def rows_of(system: tuple[str, dict] | None) -> list[dict]:
+        files = [torch.load(f"{scratch}/{name}.pt") for name in (REFERENCE, eager[0], system[0])] if system else []
+        return compare_gradients(*files, job.dtype) if system else []
+
+    rows = rows_of(ours)
+    verdicts = [judge_loss(exact[1]["losses"], eager[1]["losses"], ours[1]["losses"]), *judge_gradients(rows)] if ours else []
+    return Check(rows, rows_of(reduced), verdicts)
 
 
 def judge_speed(outcome: dict) -> list[Verdict]:
@@ -195,7 +209,7 @@ def break_even(run: dict, eager: dict | None) -> int | None:
     return 1 + math.ceil(extra_ms / (eager["step_ms"]["median"] - run["step_ms"]["median"]))
 
 
-def assemble(comparison: Comparison, outcome: dict, reference: dict | None, gradients: list[dict], verdicts: list[Verdict]) -> dict:
+def assemble(comparison: Comparison, outcome: dict, reference: dict | None, check: Check) -> dict:
     """The common JSON shape, with what the report shows beside."""
     job = comparison.job
     common = {"model": comparison.name or Path(job.model).name, "mode": job.mode, "budget_gib": None, "gpus": int(job.device == "cuda"),
@@ -213,12 +227,14 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, grad
         eager = next((r for r in runs if r["system"] in ("hf", "hf-checkpoint") and r["shape"] == run["shape"] and r["status"] == "ok"), None)
         if run["status"] == "ok" and run is not eager:
             run["break_even_step"] = break_even(run, eager)
-    ours = outcome.get("tunecompile", {})
-    report = ours.get("report") or {}
+    ours, reduced = outcome.get("tunecompile", {}), outcome.get("tunecompile-fp8", {})
+    report = ours.get("report") or reduced.get("report") or {}
+    notes = [*(report.get("notes") or []), *((reduced.get("report") or {}).get("notes") or [])]
     result = machine.header() | {
-        "runs": runs, "matches": report.get("matches", []), "gradients": gradients,
-        "verdicts": [asdict(v) for v in verdicts + judge_speed(outcome)],
-        "compiler": {key: report.get(key) for key in ("regions", "notes", "compiles")},
+        "runs": runs, "matches": report.get("matches", []), "gradients": check.gradients,
+        "reduced_gradients": check.reduced, "curves": compare_curves(runs),
+        "verdicts": [asdict(v) for v in check.verdicts + judge_curves(runs) + judge_speed(outcome)],
+        "compiler": {key: report.get(key) for key in ("regions", "compiles")} | {"notes": list(dict.fromkeys(notes))},
         "answers": ours.get("answers", []),
         "settings": job.to_dict() | {"turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
                                      "dropped_rows": next((r["dropped_rows"] for r in outcome.values() if "dropped_rows" in r), 0)},

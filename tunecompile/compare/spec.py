@@ -21,6 +21,7 @@ class System:
     engine: str  # hf, compile, liger, unsloth, tunecompile or reference
     checkpointing: bool | None = None  # None: as the user asks
     package: str | None = None  # what has to be importable
+    precision: str | None = None  # of tunecompile: beside the model's own
 
     @property
     def installed(self) -> bool:
@@ -38,6 +39,7 @@ SYSTEMS = {
         System("unsloth", "unsloth", checkpointing=True, package="unsloth"),
         System("unsloth-no-checkpoint", "unsloth", checkpointing=False, package="unsloth"),
         System("tunecompile", "tunecompile"),
+        System("tunecompile-fp8", "tunecompile", precision="fp8"),
         System(REFERENCE, REFERENCE),
     )
 }
@@ -105,6 +107,10 @@ class Job:
     @property
     def engine(self) -> str:
         return SYSTEMS[self.system].engine
+
+    @property
+    def precision(self) -> str | None:
+        return SYSTEMS[self.system].precision
 
     @property
     def checkpoints(self) -> bool:

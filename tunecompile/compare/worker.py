@@ -34,7 +34,7 @@ def random_runs(job: Job) -> dict:
     model = models.load_model(job)
     vocabulary = model.config.vocab_size
     loops.enable_checkpointing(model, job)
-    models.apply_system(model, job.engine)
+    models.apply_system(model, job)
     runs = []
     for shape in job.shapes:
         torch.manual_seed(job.seed)
@@ -63,7 +63,7 @@ def data_run(job: Job) -> dict:
     if job.trainer == "loop":
         loops.enable_checkpointing(model, job)
     initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
-    models.apply_system(model, job.engine)
+    models.apply_system(model, job)
 
     def train():
         if job.trainer == "sft":

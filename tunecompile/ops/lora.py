@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
+from tunecompile.ops import fp8
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -50,9 +51,38 @@ def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
     wide, xa = with_xa(x, inputs, a, dtype)
     y = wide @ extended_weight(weights, b, scales, dtype).t()
+    return finish(y, x, biases), xa
+
+
+def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """XA of all siblings, side by side: [T, R]."""
+    if inputs:
+        return torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
+    return _tokens(x).to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+
+
+def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """The product with its biases, in x's leading shape."""
     if biases:
         y = y + torch.cat([bias.to(x.dtype) for bias in biases])
-    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@lora_linear.provider("fp8", precision="fp8", refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+def _(x, inputs, weights, biases, a, b, scales, dtype):
+    return forward_in_fp8(x, inputs, fp8.dense_operand(weights), biases, a, b, scales, dtype)
+
+
+def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) -> tuple[Tensor, Tensor]:
+    """As "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
+    if inputs:
+        xa = down(x, inputs, a, dtype)
+        rows = fp8.quantize(_tokens(x), xa)
+    else:
+        xa, *rows = fp8.project(_tokens(x), torch.cat([m.to(dtype) for m in a]), dtype)
+    adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+    y = fp8.product(*rows, *weight(adapters, False), fp8.FAST_FORWARD)
+    return finish(y, x, biases), xa
 
 
 def padded(width: int) -> int:
@@ -79,11 +109,8 @@ def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[T
 
 
 def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """([x | xa | 0], xa) with xa = concat_i(x_i A_i^T) in `dtype`, as rows of tokens."""
-    ranks = sum(m.shape[0] for m in a)
-    if inputs:
-        return beside(x, ranks, lambda _: torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1))
-    return beside(x, ranks, lambda rows: rows.to(dtype) @ torch.cat([m.to(dtype) for m in a]).t())
+    """([x | xa | 0], xa) as rows of tokens."""
+    return beside(x, sum(m.shape[0] for m in a), lambda rows: down(rows, inputs, a, dtype))
 
 
 def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -133,7 +160,17 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     size = sum(w.shape[0] for w in weights)
     rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
     weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return adapter_gradients(grad, x, inputs, weight, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+
+
+@lora_linear.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
+    base = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
+    return adapter_gradients(grad, x, inputs, base, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+
+
+#: (dY, every sibling's scale * B on a diagonal: [N, R], whether the adapters read x) -> (dX, dY times that, dY): rows of tokens
+BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
@@ -142,27 +179,44 @@ def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
     return not inputs and rows <= 2 * x.shape[-1]
 
 
-def adapter_gradients(grad, x, inputs, weight, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
-    """The backward with all siblings' weights in one matrix [sum(sizes), K], below which the A_i may stand: one dX product and one
-    pass over dY for every sibling's scale * dY B."""
-    rows, g = _tokens(x), _tokens(grad)
-    ranks = [m.shape[0] for m in a]
+def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """For all siblings' weights in one matrix [N, K], below which the A_i may stand."""
+    def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
+        columns = grad.shape[-1]
+        if weight.shape[0] > columns:
+            wide, gb = beside(grad, adapters.shape[1], lambda g: g.to(dtype) @ adapters)
+            return wide @ weight, gb, wide[:, :columns]
+        g = _tokens(grad)
+        gb = g.to(dtype) @ adapters
+        if not read_x:
+            return g @ weight, gb, g
+        return torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(g.dtype), g, weight), gb, g
+
+    return gradient
+
+
+def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """dY and the transposed weights in e4m3; dY B and A keep their precision."""
+    def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
+        g = _tokens(grad)
+        if not read_x:
+            return fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD), g.to(dtype) @ adapters, g
+        gb, *rows = fp8.project(g, adapters.t(), dtype)
+        return fp8.product(*rows, *weight(torch.cat([m.to(dtype) for m in a]).t(), True), fp8.FAST_BACKWARD), gb, g
+
+    return gradient
+
+
+def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
+    """The backward with one dX product for all siblings, and one pass over dY for every sibling's scale * dY B."""
+    rows, ranks = _tokens(x), [m.shape[0] for m in a]
     adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
-    if extends(x, inputs, sum(sizes)):
-        wide, gb = beside(grad, sum(ranks), lambda g: g.to(dtype) @ adapters)
-        g = wide[:, :sum(sizes)]
-    else:
-        gb = g.to(dtype) @ adapters  # [T, R]
+    dx, gb, g = base(grad, adapters, not inputs)
     if inputs:
-        dx = g @ weight
         parts = gb.split(ranks, 1)
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
         d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
-        if extends(x, inputs, sum(sizes)):
-            dx = wide @ weight
-        else:
-            dx = torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(x.dtype), g, weight)
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
     d_biases = [p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops import lora, lora_nf4
+from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.swiglu import gated_activation
 
 MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
@@ -48,6 +48,13 @@ class Base:
         return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
 
+    def in_fp8(self, part: slice, like: Tensor, width: int) -> fp8.Operand:
+        if self.weights:
+            return fp8.dense_operand(self.weights[part])
+        _, *columns, rows, width, blocksize, quant_type = self._packed(part, like, (), width)
+        return lora_nf4.operand_in_fp8(*columns, rows, width, blocksize, quant_type, like.dtype)
+
+
 WIDE, DOWN = slice(0, 2), slice(2, 3)
 
 
@@ -77,6 +84,7 @@ def lora_mlp(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], abs
 
 
 def _supports(x, weights, packed, a, b, rows, activation) -> bool:
+    """Whether the template joins them."""
     return (x.is_cuda and x.dtype in lora.HALF and has_triton() and activation in ("silu", "gelu_tanh") and max(m.shape[0] for m in a) <= MAX_RANK
             and all(p.is_contiguous() for p in packed) and all(m.stride(-1) == 1 for m in (*a, *b)) and all(w.dtype == x.dtype for w in weights))
 
@@ -103,6 +111,31 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
+def _refuse_fp8(x, weights, packed, a, b, rows, activation) -> str | None:
+    if not _supports(x, weights, packed, a, b, rows, activation):
+        return "its backward cannot be joined"
+    return fp8.refuse(x, rows[WIDE]) or fp8.refuse(x, rows[DOWN])
+
+
+@lora_mlp.provider("joined_fp8", precision="fp8", refuses=lambda x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type,
+                   activation: _refuse_fp8(x, weights, packed, a, b, rows, activation))
+def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, *, used):
+    """As "joined", the frozen products in e4m3."""
+    from tunecompile.templates import swiglu
+
+    base, inner, lead = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0], x.shape[:-1]
+    scaled = [m.to(x.dtype) * s for m, s in zip(b, scales)]
+    xa, *tokens = fp8.project(x.reshape(-1, x.shape[-1]), torch.cat([m.to(x.dtype) for m in a[WIDE]]), x.dtype)
+    gate_up = fp8.product(*tokens, *base.in_fp8(WIDE, x, x.shape[-1])(torch.block_diag(*scaled[WIDE]), False), fp8.FAST_FORWARD)
+    y = xa_down = None
+    if used[0] or used[3]:
+        act = swiglu.forward(*gate_up.split(inner, 1), activation)
+        xa_down = act @ a[2].to(x.dtype).t()
+    if used[0]:
+        y = fp8.product(*fp8.quantize(act, xa_down), *base.in_fp8(DOWN, x, inner)(scaled[2], False), fp8.FAST_FORWARD).reshape(*lead, rows[2])
+    return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
+
+
 @lora_mlp.backward(saves=("x", "weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows", "blocksize", "quant_type",
                           "activation", "out1", "out2", "out3"), gives=("x", "a", "b"), flops=backward_flops)
 def lora_mlp_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor],
@@ -124,18 +157,50 @@ def lora_mlp_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], packed
                                activation, out1, out2, out3: _supports(x, weights, packed, a, b, rows, activation))
 def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, out1, out2, out3):
     from tunecompile.templates import lora as pieces
+
+    base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+
+    def through_down(adapter):
+        wide, gb = lora.beside(grad, adapter.shape[1], lambda g: g @ adapter)
+        return wide @ base.stacked(DOWN, x, a, rows[0]), gb, wide[:, :grad.shape[-1]]
+
+    def through_wide(both, adapter):
+        gb = both[:, :2 * rows[0]] @ adapter
+        pieces.append_columns(gb, both, 2 * rows[0])
+        return both @ base.stacked(WIDE, x, a, x.shape[-1]), gb
+
+    return _joined(x, a, b, scales, rows[0], activation, out1, out2, out3, through_down, through_wide, lora.padded)
+
+
+@lora_mlp.backward_op.provider("joined_fp8", precision="fp8", refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
+                               blocksize, quant_type, activation, out1, out2, out3: _refuse_fp8(x, weights, packed, a, b, rows, activation))
+def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, out1, out2, out3):
+    base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+
+    def product(part, g, adapter, width):
+        gb, *tokens = fp8.project(g, adapter.t(), x.dtype)
+        return fp8.product(*tokens, *base.in_fp8(part, x, width)(torch.cat([m.to(x.dtype) for m in a[part]]).t(), True), fp8.FAST_BACKWARD), gb
+
+    def through_down(adapter):
+        g = grad.reshape(-1, grad.shape[-1])
+        return *product(DOWN, g, adapter, rows[0]), g
+
+    def through_wide(both, adapter):
+        return product(WIDE, both, adapter, x.shape[-1])
+
+    return _joined(x, a, b, scales, rows[0], activation, out1, out2, out3, through_down, through_wide, lambda width: 2 * rows[0])
+
+
+def _joined(x, a, b, scales, inner, activation, gate_up, xa, xa_down, through_down, through_wide, width) -> list[Tensor]:
+    """The backward around the template. through_down(scale B) -> (d_act, dY B, dY); through_wide([d_gate | d_up | room], scale B's on a
+    diagonal) -> (dX, d_gate B | d_up B)."""
     from tunecompile.templates import lora_mlp as template
 
-    base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
-    scaled = [m.to(x.dtype) * s for m, s in zip(b, scales)]
-    ranks = [m.shape[0] for m in a]
-    wide, gb = lora.beside(grad, ranks[2], lambda g: g @ scaled[2])
-    db_down = (wide[:, :grad.shape[-1]].t() @ out3) * scales[2]
-    both, db_gate, db_up, da_down = template.backward(wide @ base.stacked(DOWN, x, a, inner), out1.reshape(-1, 2 * inner), gb, out2, ranks[:2],
-                                                      activation, width=lora.padded(2 * inner + ranks[0] + ranks[1]))
-    gb = both[:, :2 * inner] @ torch.block_diag(*scaled[WIDE])
-    pieces.append_columns(gb, both, 2 * inner)
-    dx = both @ base.stacked(WIDE, x, a, x.shape[-1])
+    scaled, ranks = [m.to(x.dtype) * s for m, s in zip(b, scales)], [m.shape[0] for m in a]
+    d_act, gb, g = through_down(scaled[2])
+    both, db_gate, db_up, da_down = template.backward(d_act, gate_up.reshape(-1, 2 * inner), gb, xa, ranks[:2], activation,
+                                                      width=width(2 * inner + ranks[0] + ranks[1]))
+    dx, gb = through_wide(both, torch.block_diag(*scaled[WIDE]))
     da_gate, da_up = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[:2])
-    d_a, d_b = (da_gate, da_up, da_down), (db_gate.t() * scales[0], db_up.t() * scales[1], db_down)
+    d_a, d_b = (da_gate, da_up, da_down), (db_gate.t() * scales[0], db_up.t() * scales[1], (g.t() @ xa_down) * scales[2])
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]

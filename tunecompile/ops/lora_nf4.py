@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
-from tunecompile.ops.lora import HALF, adapter_gradients, below, extends, lora_linear, padded, with_xa
+from tunecompile.ops import fp8
+from tunecompile.ops.lora import (HALF, adapter_gradients, base_gradient, base_gradient_in_fp8, below, extends, finish, forward_in_fp8, lora_linear,
+                                  padded, with_xa)
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -57,9 +59,7 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     """[x | xa] @ [W | scale B]^T: the dequantisation kernel writes W and scale B side by side, each sibling into its rows."""
     wide, xa = with_xa(x, inputs, a, dtype)
     y = wide @ extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, x.shape[-1], blocksize, quant_type).t()
-    if biases:
-        y = y + torch.cat([bias.to(x.dtype) for bias in biases])
-    return y.reshape(*x.shape[:-1], y.shape[-1]), xa
+    return finish(y, x, biases), xa
 
 
 def _siblings(packed, absmax, code, scale, offset, rows) -> list:
@@ -99,6 +99,46 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     return lora_linear.choose((x, inputs, weights, biases, a, b, scales, dtype)).run(x, inputs, weights, biases, a, b, scales, dtype)
 
 
+def _refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str | None:
+    if not all(p.is_contiguous() and p.storage_offset() % 4 == 0 for p in packed):
+        return "the packed weight is not contiguous, or begins at an odd byte"
+    return fp8.refuse(x, rows)
+
+
+@lora_linear_nf4.provider("fp8", precision="fp8", refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
+                          *_: _refuse_fp8(x, packed, rows))
+def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
+    weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return forward_in_fp8(x, inputs, weight, biases, a, b, scales, dtype)
+
+
+def operand_in_fp8(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> fp8.Operand:
+    """Codes to e4m3 with nothing in between; each sibling into its rows, or columns where the weight is transposed."""
+    if not packed[0].is_cuda:
+        return fp8.dense_operand(reference_weights(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype))
+    from tunecompile.templates import fp8 as templates
+
+    def make(adapter, transposed):
+        shape = (columns, sum(rows)) if transposed else (sum(rows), columns)
+        out, scales = templates.begin_weight(_largest(absmax, code, scale, offset), adapter, *shape, fp8.width_of(shape[1], adapter))
+        for i, n in enumerate(rows):
+            nested = dict(absmax_code=code[i], absmax_scale=scale[i], absmax_offset=offset[i]) if code else {}
+            start = sum(rows[:i])
+            templates.write_nf4(packed[i], absmax[i], (n, columns), scales, out, *((0, start) if transposed else (start, 0)),
+                                transposed=transposed, blocksize=blocksize, quant_type=quant_type, **nested)
+        return out, scales
+
+    return make
+
+
+def _largest(absmax, code, scale, offset) -> Tensor:
+    """No weight is larger: codes are at most 1, and so a weight is at most its block's scale. Double-quantised scales are bounded
+    without being decoded, from a 256th of the bytes."""
+    if not code:
+        return torch.stack([m.amax() for m in absmax]).amax().float()
+    return torch.cat(list(code)).abs().amax() * torch.cat(list(scale)).abs().amax() + torch.stack([o.reshape(()) for o in offset]).abs().amax()
+
+
 def backward_flops(grad, x, inputs, packed, *_) -> int:
     return 4 * (grad.numel() // grad.shape[-1]) * sum(p.numel() for p in packed)
 
@@ -120,7 +160,14 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
     """One scratch for the siblings' weights, one dX product."""
     extra = below(a, sum(rows), x.dtype) if extends(x, inputs, sum(rows)) else None
     weight = stacked_weight(x, packed, absmax, code, scale, offset, extra, rows, x.shape[-1], blocksize, quant_type)
-    return adapter_gradients(grad, x, inputs, weight, rows, biases, a, b, scales, dtype, out1)
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
+
+
+@lora_linear_nf4.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales,
+                                      dtype, rows, *_: _refuse_fp8(x, packed, rows))
+def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
+    weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return adapter_gradients(grad, x, inputs, base_gradient_in_fp8(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
 
 
 @lora_linear_nf4.backward_op.provider("bitsandbytes", supports=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype,

@@ -1,0 +1,227 @@
+"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448), with low-rank adapters carried exactly beside them.
+
+``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's term
+``P @ Q^T`` (P: [T, R], Q: [N, R]) rides in the same accumulator as more columns. Rounded to 4 bits it would be lost, so each
+of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker, 1971, splits a double), and
+three of the four products are kept: ``[high P | low P | high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is
+what bf16 has. A row's scale covers its adapter columns as well, so nothing saturates.
+
+Rows are padded with zeros to a width the tensor cores like. The frozen weight is written in either direction: as [N, K] for
+x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along what is summed).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import launch, next_power_of_2
+from .nf4 import block_scale, code_value
+
+LARGEST = tl.constexpr(448.0)
+TINY = tl.constexpr(1e-30)  # a row of zeros has a scale too
+
+
+@triton.jit
+def _store_split(v, out, column, mask, RANKS: tl.constexpr, WEIGHT: tl.constexpr):
+    """high, low and high again of ``v`` (a weight's: high, high, low), RANKS columns each."""
+    high = v.to(tl.float8e4nv)
+    low = (v - high.to(tl.float32)).to(tl.float8e4nv)
+    tl.store(out + column, high, mask=mask)
+    tl.store(out + RANKS + column, high if WEIGHT else low, mask=mask)
+    tl.store(out + 2 * RANKS + column, low if WEIGHT else high, mask=mask)
+
+
+@triton.jit
+def quantize_kernel(x, extra, out, scales, x_stride, extra_stride, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+                    RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column, rank = tl.arange(0, BLOCK), tl.arange(0, RANKS_POW2)
+    v = tl.load(x + row * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(v))
+    if RANKS > 0:
+        e = tl.load(extra + row * extra_stride + rank, mask=rank < RANKS, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(e)))
+    scale = tl.maximum(largest, TINY) / LARGEST
+    tl.store(scales + row, scale)
+    inverse = 1.0 / scale
+    out += row * (COLUMNS + 3 * RANKS + PADDING)
+    tl.store(out + column, (v * inverse).to(tl.float8e4nv), mask=column < COLUMNS)
+    if RANKS > 0:
+        _store_split(e * inverse, out + COLUMNS, rank, rank < RANKS, RANKS, False)
+    if PADDING > 0:
+        pad = tl.arange(0, PADDING_POW2)
+        tl.store(out + COLUMNS + 3 * RANKS + pad, tl.zeros([PADDING_POW2], tl.float32).to(tl.float8e4nv), mask=pad < PADDING)
+
+
+def quantize_rows(x, extra, width, *, tile=None):
+    """([x | extra, split | 0] in e4m3: [T, width], the rows' scales: fp32 [T, 1]).
+
+    x: [T, C], extra: [T, R] or None, of any float dtypes, with unit column stride; width >= C + 3 R.
+    """
+    (rows, columns), ranks = x.shape, 0 if extra is None else extra.shape[1]
+    if x.stride(1) != 1 or extra is not None and extra.stride(1) != 1 or width < columns + 3 * ranks:
+        raise ValueError(f"x has strides {x.stride()}; {columns} columns and 3 x {ranks} ranks go into {width}")
+    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    tile = tile or _tiles.pick("fp8_quantize", x, columns)
+    padding = width - columns - 3 * ranks
+    launch(quantize_kernel, (rows,), x, extra, out, scales, x.stride(0), 0 if extra is None else extra.stride(0), COLUMNS=columns, RANKS=ranks,
+           RANKS_POW2=next_power_of_2(max(ranks, 1)), PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)),
+           BLOCK=next_power_of_2(columns), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return out, scales
+
+
+@triton.jit
+def project_kernel(x, a, out, scales, projected, n_rows, x_stride, a_rank_stride, a_stride, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+                   RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows are read twice, the second time from L2: for the product and the largest value, and to be rounded."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rank = tl.arange(0, RANKS_POW2)
+    inside, used = (row < n_rows)[:, None], (rank < RANKS)[None, :]
+    product = tl.zeros([ROWS, RANKS_POW2], tl.float32)
+    largest = tl.zeros([ROWS], tl.float32)
+    for start in range(0, COLUMNS, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        v = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside & (column < COLUMNS)[None, :], other=0.0)
+        m = tl.load(a + column[:, None] * a_stride + rank[None, :] * a_rank_stride, mask=used & (column < COLUMNS)[:, None], other=0.0)
+        product = tl.dot(v, m.to(v.dtype), product)
+        largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
+    rounded = product.to(projected.dtype.element_ty)
+    tl.store(projected + row[:, None] * RANKS + rank[None, :], rounded, mask=inside & used)
+    e = rounded.to(tl.float32)
+    scale = tl.maximum(tl.maximum(largest, tl.max(tl.abs(e), 1)), TINY) / LARGEST
+    tl.store(scales + row, scale, mask=row < n_rows)
+    inverse = (1.0 / scale)[:, None]
+    out += row[:, None] * (COLUMNS + 3 * RANKS + PADDING)
+    for start in range(0, COLUMNS, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = inside & (column < COLUMNS)[None, :]
+        v = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + column[None, :], (v * inverse).to(tl.float8e4nv), mask=mask)
+    _store_split(e * inverse, out + COLUMNS, rank[None, :], inside & used, RANKS, False)
+    if PADDING > 0:
+        pad = tl.arange(0, PADDING_POW2)
+        zero = tl.zeros([ROWS, PADDING_POW2], tl.float32).to(tl.float8e4nv)
+        tl.store(out + COLUMNS + 3 * RANKS + pad[None, :], zero, mask=inside & (pad < PADDING)[None, :])
+
+
+def project_and_quantize(x, a, width, *, tile=None):
+    """(x a^T: [T, R] in x's dtype, and what ``quantize_rows`` makes of x and it), reading x from memory once.
+
+    x: [T, C], unit column stride, bf16 or fp16; a: [R, C], any strides, rounded to x's dtype.
+    """
+    (rows, columns), ranks = x.shape, a.shape[0]
+    if x.stride(1) != 1 or width < columns + 3 * ranks:
+        raise ValueError(f"x has strides {x.stride()}; {columns} columns and 3 x {ranks} ranks go into {width}")
+    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    projected = torch.empty((rows, ranks), dtype=x.dtype, device=x.device)
+    tile = tile or _tiles.pick("fp8_project", x, columns)
+    padding = width - columns - 3 * ranks
+    launch(project_kernel, (triton.cdiv(rows, tile.rows),), x, a, out, scales, projected, rows, x.stride(0), *a.stride(), COLUMNS=columns, RANKS=ranks,
+           RANKS_POW2=next_power_of_2(max(ranks, 16)), PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)), ROWS=tile.rows,
+           BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return projected, out, scales
+
+
+@triton.jit
+def adapter_kernel(adapter, largest, out, scales, n_rows, row_stride, rank_stride, COLUMN: tl.constexpr, RANKS: tl.constexpr,
+                   RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS_POW2)
+    inside = row < n_rows
+    bound = tl.maximum(tl.load(largest), TINY) + tl.zeros([BLOCK], tl.float32)
+    if RANKS > 0:
+        mask = inside[:, None] & (rank < RANKS)[None, :]
+        v = tl.load(adapter + row[:, None] * row_stride + rank[None, :] * rank_stride, mask=mask, other=0.0).to(tl.float32)
+        bound = tl.maximum(bound, tl.max(tl.abs(v), 1))
+    scale = bound / LARGEST
+    tl.store(scales + row, scale, mask=inside)
+    out += row[:, None] * (COLUMN + 3 * RANKS + PADDING) + COLUMN
+    if RANKS > 0:
+        _store_split(v / scale[:, None], out, rank[None, :], mask, RANKS, True)
+    if PADDING > 0:
+        pad = tl.arange(0, PADDING_POW2)
+        zero = tl.zeros([BLOCK, PADDING_POW2], tl.float32).to(tl.float8e4nv)
+        tl.store(out + 3 * RANKS + pad[None, :], zero, mask=inside[:, None] & (pad < PADDING)[None, :])
+
+
+def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
+    """(out: e4m3 [rows, width], whose columns from ``columns`` on hold the adapter, split, and zeros; scales: fp32 [1, rows]).
+
+    largest: fp32, one element, at least the size of any weight; adapter: [rows, R], any strides, or None. The weight itself
+    goes to columns 0..``columns`` of ``out``, divided by its row's scale: ``write_*``.
+    """
+    ranks = 0 if adapter is None else adapter.shape[1]
+    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=largest.device)
+    scales = torch.empty((1, rows), dtype=torch.float32, device=largest.device)
+    tile = tile or _tiles.pick("fp8_adapter", out, rows)
+    padding = width - columns - 3 * ranks
+    launch(adapter_kernel, (triton.cdiv(rows, tile.block),), adapter, largest, out, scales, rows,
+           *((0, 0) if adapter is None else adapter.stride()), COLUMN=columns, RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)),
+           PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)), BLOCK=tile.block, num_warps=tile.num_warps)
+    return out, scales
+
+
+@triton.jit
+def dense_kernel(weight, scales, out, n_rows, n_columns, row_stride, column_stride, row0, column0, WIDTH: tl.constexpr,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < n_rows)[:, None] & (column < n_columns)[None, :]
+    v = tl.load(weight + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.load(scales + row0 + row, mask=row < n_rows, other=1.0)
+    where = (row0 + row)[:, None] * WIDTH + (column0 + column)[None, :]
+    tl.store(out + where, (v * inverse[:, None]).to(tl.float8e4nv), mask=mask)
+
+
+def write_dense(weight, scales, out, row=0, column=0, *, tile=None):
+    """``weight`` [n, k] of any strides (so transposed too) to ``out`` from (row, column) on, each row by its scale."""
+    tile = tile or _tiles.pick("fp8_dense", out, weight.numel())
+    rows, columns = weight.shape
+    launch(dense_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.block)), weight, scales, out, rows, columns,
+           *weight.stride(), row, column, WIDTH=out.stride(0), ROWS=tile.rows, COLUMNS=tile.block, num_warps=tile.num_warps)
+
+
+@triton.jit
+def nf4_kernel(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales, out, n_rows, row0, column0,
+               K: tl.constexpr, WIDTH: tl.constexpr, BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, NESTED: tl.constexpr,
+               FP4: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of the weight, ROWS x COLUMNS; eight codes a 32-bit word, as in ``nf4.dequantize_kernel``."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+    word = (n[:, None] * (K // 8) + at[None, :]).to(tl.uint32)  # reaches 2^34 weights
+    mask = (n < n_rows)[:, None] & (at < K // 8)[None, :]
+    bits = tl.load(packed.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=mask, other=0)
+    j = tl.arange(0, 8)
+    nibble = (bits[:, :, None] >> (8 * (j // 2) + 4 * (1 - j % 2))[None, None, :]) & 15  # little-endian bytes, high nibble first
+    scale = block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // 8), mask, NESTED, ABSMAX_BLOCK)
+    value = tl.gather(code_value(tl.arange(0, 16), FP4), tl.reshape(nibble, [ROWS * COLUMNS]), 0)
+    value = tl.reshape(tl.reshape(value, [ROWS, COLUMNS // 8, 8]) * scale[:, :, None], [ROWS, COLUMNS])
+    inside = (n < n_rows)[:, None] & (k < K)[None, :]
+    if TRANSPOSED:
+        value = value * (1.0 / tl.load(scales + row0 + k, mask=k < K, other=1.0))[None, :]
+        where = (row0 + k).to(tl.int64)[:, None] * WIDTH + (column0 + n)[None, :]
+        tl.store(out + where, tl.trans(value.to(tl.float8e4nv)), mask=tl.trans(inside))
+    else:
+        value = value * (1.0 / tl.load(scales + row0 + n, mask=n < n_rows, other=1.0))[:, None]
+        where = (row0 + n).to(tl.int64)[:, None] * WIDTH + (column0 + k)[None, :]
+        tl.store(out + where, value.to(tl.float8e4nv), mask=inside)
+
+
+def write_nf4(packed, absmax, shape, scales, out, row=0, column=0, *, transposed=False, blocksize=64, quant_type="nf4",
+              absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
+    """The weight [N, K] = ``shape`` that ``nf4.dequantize`` makes, or its transpose, to ``out`` from (row, column) on, without a
+    stop in bf16. 8 divides K; ``packed`` starts at a multiple of 4 bytes; the rest as there."""
+    n, k = shape
+    if k % 8:
+        raise ValueError(f"eight weights are read at a time, and 8 does not divide {k}")
+    tile = tile or _tiles.pick("fp8_nf4_transposed" if transposed else "fp8_nf4", out, n * k)
+    launch(nf4_kernel, (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.block)), packed, absmax, absmax_code, absmax_scale, absmax_offset,
+           scales, out, n, row, column, K=k, WIDTH=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize,
+           NESTED=absmax_code is not None, FP4=quant_type == "fp4", TRANSPOSED=transposed, ROWS=tile.rows, COLUMNS=tile.block,
+           num_warps=tile.num_warps)

@@ -1,0 +1,103 @@
+"""`optimize(model, precision="fp8")`: training goes as in bf16, only what was asked for changes, and the report says what did not."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.models import zoo
+from tunecompile.errors import UnknownPrecision
+from tunecompile.partition import Lowering
+from tunecompile.passes import PIPELINE
+from tunecompile.pipeline import Context
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tiny(quantized: bool = False, **options):
+    model = zoo.make("llama", num_hidden_layers=2).bfloat16()
+    return zoo.adapt(zoo.quantize(model, torch.bfloat16) if quantized else model, **options)
+
+
+def curve(model, steps: int = 12, lr: float = 1e-2) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        loss, gradients = zoo.step(model, zoo.batch(seed=step % 2, length=24), torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients.get(name)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_losses_fall_along_those_of_bf16(quantized):
+    if quantized:
+        pytest.importorskip("bitsandbytes")
+    base = tiny(quantized)
+    ours = tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager")
+    theirs = tunecompile.optimize(copy.deepcopy(base), executor="eager")
+    fp8, bf16 = curve(ours), curve(theirs)
+    assert fp8[0] != bf16[0] and fp8[-1] < fp8[0] - 0.3
+    assert max(abs(f - b) for f, b in zip(fp8, bf16)) < 0.05 * (bf16[0] - bf16[-1])
+    providers = tunecompile.report(ours).regions[0].providers
+    assert providers["lora_linear: fp8"] == providers["lora_linear_backward: fp8"] == 4  # q|k|v, o, gate|up, down
+    assert not any("fp8" in name for name in tunecompile.report(theirs).regions[0].providers)
+    assert not [note for note in tunecompile.report(ours).notes if "fp8" in note], tunecompile.report(ours)
+
+
+def test_gradients_point_where_those_of_bf16_point():
+    base = tiny()
+    ours, theirs = (zoo.step(m, zoo.batch(), torch.bfloat16)[1] for m in (tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager"), base))
+    assert set(ours) == set(theirs)
+    for name, gradient in theirs.items():
+        assert torch.cosine_similarity(ours[name].flatten().double(), gradient.flatten().double(), dim=0) > 0.97, name
+
+
+def test_checkpointing_and_dropout():
+    model = tiny(lora_dropout=0.1)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    losses = curve(tunecompile.optimize(model, precision="fp8", executor="eager"))
+    assert losses[-1] < losses[0] - 0.3
+    assert any("lora_linear: fp8" in region.providers for region in tunecompile.report(model).regions)
+
+
+def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=2))
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, precision="fp8", executor="eager")
+    (loss, _), (expected, _) = zoo.step(model, zoo.batch()), zoo.step(reference, zoo.batch())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    notes = tunecompile.report(model).notes
+    assert any("not in fp8: it computes in float32" in note for note in notes) and any("nothing in" in note for note in notes)
+
+
+def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():
+    model = tunecompile.optimize(tiny(target_modules=["q_proj", "v_proj"]), precision="fp8", executor="eager")
+    zoo.step(model, zoo.batch(), torch.bfloat16)
+    report = tunecompile.report(model)
+    assert report.regions[0].providers["lora_linear: fp8"] == 1  # q and v are siblings
+    assert [note for note in report.notes if note.startswith("5 matrix products of")], report
+
+
+def test_a_trained_base_stays_as_it_is():
+    model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2).bfloat16(), precision="fp8", executor="eager")
+    zoo.step(model, zoo.batch())
+    assert any("nothing in" in note and "fp8" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.parametrize("given", ["fp16", "FP8", 8, True])
+def test_an_unknown_precision_is_refused(given):
+    model = zoo.make("llama", num_hidden_layers=2)
+    with pytest.raises(UnknownPrecision, match="fp8"):
+        tunecompile.optimize(model, precision=given)
+    assert not hasattr(model, "_tunecompile")
+
+
+def test_caches_tell_precisions_apart():
+    uuids = {Lowering(PIPELINE, Context("r", precision=precision)).uuid() for precision in (None, "fp8")}
+    assert len(uuids) == 2

@@ -1,0 +1,116 @@
+"""Frozen matrix products in FP8: e4m3 operands, fp32 accumulation, adapters carried exactly (see `templates/fp8.py` for the layout).
+
+e4m3 has 4 significant bits and 2^15 between its largest and its smallest normal number (Micikevicius et al., 2022, arXiv:2209.05433),
+so a scale has to keep values in range and no more. Rows of activations and of gradients differ in size by orders of magnitude and get
+a scale each, found in the pass that rounds them; a weight's rows share one bound. What follows was chosen by `benchmarks/fp8.py`.
+"""
+
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import has_triton
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+WIDTH = 128  #: what is summed is padded to a multiple of this
+FAST_FORWARD, FAST_BACKWARD = True, False  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
+PROJECT_UPTO = 0  #: columns up to which one kernel makes XA and e4m3 rows; beyond, a row's second reading comes from memory again
+WIDEST = 65536  #: columns of a row that one program quantises
+
+#: (adapter's factor [rows, R] or None, transposed) -> the weight beside it in e4m3, [rows, width], and its rows' scales [1, rows]
+Operand = Callable[[Tensor | None, bool], tuple[Tensor, Tensor]]
+
+
+def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
+    """Why a product of x: [..., K] and a weight of so many rows cannot be in FP8, if it cannot."""
+    n, k = sum(rows), x.shape[-1]
+    if x.dtype != torch.bfloat16:
+        return f"it computes in {str(x.dtype).removeprefix('torch.')}, and FP8 products give bfloat16"
+    if n % 16 or k % 16 or max(n, k) > WIDEST:
+        return f"the weight is {n}x{k}, and FP8 products need multiples of 16 up to {WIDEST}"
+    if x.is_cuda and not has_triton():
+        return "Triton is not installed"
+    if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) not in ((9, 0), (10, 0)):
+        # Ada has e4m3 as well, but there torch (< 2.12) starts the row-scaled product on another stream: pytorch#177651.
+        return f"torch scales FP8 products by row on compute capability 9.0 and 10.0; this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def width_of(columns: int, adapter: Tensor | None) -> int:
+    used = columns + (0 if adapter is None else 3 * adapter.shape[1])
+    return -(-used // WIDTH) * WIDTH
+
+
+def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[x | extra, as sums of two | 0] in e4m3: [T, width], and the scale of each row: fp32 [T, 1]."""
+    width = width_of(x.shape[1], extra)
+    if x.is_cuda:
+        from tunecompile.templates import fp8
+
+        return fp8.quantize_rows(x if x.stride(1) == 1 else x.contiguous(), extra, width)
+    largest = x.abs().amax(1, keepdim=True).float()
+    if extra is not None:
+        largest = torch.maximum(largest, extra.abs().amax(1, keepdim=True).float())
+    scale = largest.clamp_min(1e-30) / LARGEST
+    parts = [] if extra is None else _split(extra / scale)
+    return _join([(x / scale).to(E4M3), *([] if extra is None else (parts[0], parts[1], parts[0]))], width), scale
+
+
+def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(x a^T in `dtype`, and `quantize` of x and it). a: [R, C] in `dtype`."""
+    if x.is_cuda and dtype == x.dtype and x.shape[1] <= PROJECT_UPTO:
+        from tunecompile.templates import fp8
+
+        return fp8.project_and_quantize(x if x.stride(1) == 1 else x.contiguous(), a, width_of(x.shape[1], a.t()))
+    projected = x.to(dtype) @ a.t()
+    return projected, *quantize(x, projected)
+
+
+def dense_operand(weights: Sequence[Tensor]) -> Operand:
+    """The operand of plain weights [N_i, K], one below the other."""
+    def make(adapter: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
+        largest = torch.stack([w.abs().amax() for w in weights]).amax().float()
+        sizes, k = [w.shape[0] for w in weights], weights[0].shape[1]
+        rows, columns = (k, sum(sizes)) if transposed else (sum(sizes), k)
+        width = width_of(columns, adapter)
+        if not largest.is_cuda:
+            whole = torch.cat(list(weights))
+            return _beside(whole.t() if transposed else whole, largest, adapter, width)
+        from tunecompile.templates import fp8
+
+        out, scales = fp8.begin_weight(largest, adapter, rows, columns, width)
+        for i, w in enumerate(weights):
+            start = sum(sizes[:i])
+            fp8.write_dense(w.t() if transposed else w, scales, out, *((0, start) if transposed else (start, 0)))
+        return out, scales
+
+    return make
+
+
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool) -> Tensor:
+    """(a b^T) a_scale b_scale in bf16. a: e4m3 [T, C], a_scale: [T, 1]; b: e4m3 [N, C], b_scale: [1, N]."""
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return (a.float() @ b.float().t() * a_scale * b_scale).bfloat16()
+
+
+def _beside(weight: Tensor, largest: Tensor, adapter: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    if adapter is None:
+        scale = largest.expand(weight.shape[0], 1).clamp_min(1e-30) / LARGEST
+        return _join([(weight / scale).to(E4M3)], width), scale.t()
+    scale = torch.maximum(adapter.abs().amax(1, keepdim=True).float(), largest).clamp_min(1e-30) / LARGEST
+    high, low = _split(adapter / scale)
+    return _join([(weight / scale).to(E4M3), high, high, low], width), scale.t()
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    high = values.to(E4M3)
+    return high, (values - high.float()).to(E4M3)
+
+
+def _join(parts: list[Tensor], width: int) -> Tensor:
+    """Side by side, zeros to the right. (In bf16, which holds every e4m3 number: not every torch concatenates these.)"""
+    joined = torch.cat([part.bfloat16() for part in parts], 1)
+    return torch.nn.functional.pad(joined, (0, width - joined.shape[1])).to(E4M3)
