@@ -23,6 +23,7 @@ Run = Callable[[list], Sequence[Any]]
 
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
+MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
 SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 WAITING = 3.0  #: kernels that take less than this times the host's time to launch them: nearer, replaying closes the gaps between them
@@ -38,6 +39,9 @@ class Recorder(Protocol):
 
     def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
         """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that are taken from the device by this process, and that exist."""
 
 
 class CudaRecorder:
@@ -71,6 +75,10 @@ class CudaRecorder:
             result = run()
             end.record()
         return result, lambda: begin.elapsed_time(end) if end.query() else None
+
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
 
 
 class Clock:
@@ -185,6 +193,7 @@ class Replays:
         self.failures: list[str] = []
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.recorded = 0
+        self.bytes = 0  #: what recordings made the process take from the device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
         return Forward(self, run, handed, frozenset(parameters))
@@ -198,14 +207,25 @@ class Replays:
             self.flying.pop()
         return not self.flying or self.flying[-1].number < recording.number
 
+    def room(self, inputs: Sequence[Any]) -> bool:
+        """Whether recordings may take more memory. What is recorded stays so."""
+        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1]:
+            return True
+        full = f"recordings hold {self.bytes / 2**30:.1f} GiB: further layers or shapes get no CUDA graph"
+        if full not in self.failures:
+            self.failures.append(full)
+        return False
+
     def record(self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None) -> Recording | None:
         """Record one call. None where it cannot be recorded; the reason is kept."""
         copied = [(i, self._buffer(graph, i, value)) for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in fixed]
         arguments = list(inputs)
         for position, buffer in copied:
             arguments[position] = buffer
+        device = _device(inputs)
+        before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__, _device(inputs))
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             self.failures.append(f"no CUDA graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
@@ -216,12 +236,13 @@ class Replays:
         passed = {i: buffers[storage] for i, storage in storages.items() if storage in buffers}
         saved = [i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign]
         self.recorded += 1
+        self.bytes += max(0, self.recorder.memory(device)[0] - before)
         return Recording(self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
 
     def notes(self) -> list[str]:
         said = list(dict.fromkeys(self.failures))
         if self.recorded:
-            said.append(f"launch-bound layers are replayed as CUDA graphs ({self.recorded} recordings)")
+            said.append(f"launch-bound layers are replayed as CUDA graphs ({self.recorded} recordings, {self.bytes / 2**20:.0f} MiB)")
         return said
 
     def _buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
@@ -284,7 +305,7 @@ class Forward:
         place = self._place(shape, inputs)
         if not clock.decide():
             return clock.time(self.run, inputs)
-        if place.seen > SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape):
+        if place.seen > SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
             self._record(place, inputs)  # all layers in the same step, however many of them share this graph
         recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
@@ -306,8 +327,8 @@ class Forward:
             place.observe(inputs)
         return place
 
-    def _room(self, shape: tuple) -> bool:
-        return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES
+    def _room(self, shape: tuple, inputs: list) -> bool:
+        return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES and self.shared.room(inputs)
 
     def _record(self, place: Place, inputs: list) -> Recording | None:
         owners = self.shared.owners
@@ -339,7 +360,7 @@ class Backward:
         forward = next((owners[at] for v in inputs if isinstance(v, Tensor) and (at := v.data_ptr()) in owners), None) if owners else None
         if forward is None or not self.enabled:
             return self.run(inputs)
-        if forward.backward is None:
+        if forward.backward is None and self.shared.room(inputs):
             self._record(forward, inputs)
         recording = forward.backward
         if recording is None or not recording.fits(inputs):

@@ -8,7 +8,7 @@ Casts, views, slices, scales and soft-caps are recorded. At `F.cross_entropy` th
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import torch
@@ -28,12 +28,44 @@ class Step:
     kwargs: dict
 
 
+SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
+
+
+@dataclass
+class Labelled:
+    """Which rows have a label. Finding them waits for the device, so that is done only where the last step's share, which was copied
+    without waiting, says that it pays."""
+
+    share: float = 1.0
+    pending: tuple[Tensor, Any, int] | None = None  #: count in pinned memory, the event after its copy, rows
+
+    def rows(self, target: Tensor, ignore_index: int) -> Tensor | None:
+        """Their indices; None: take all. (On a CPU the op itself skips the others.)"""
+        if not target.is_cuda or not target.numel() or torch.cuda.is_current_stream_capturing():
+            return None
+        if self.pending is not None and self.pending[1].query():
+            self.share = self.pending[0].item() / self.pending[2]
+            self.pending = None
+        labelled = target != ignore_index
+        if self.share < SPARSE:
+            found = labelled.nonzero().flatten()
+            self.share = found.numel() / target.numel()
+            return found
+        if self.pending is None:
+            count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(labelled.sum(), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self.pending = count, copied, target.numel()
+        return None
+
+
 @dataclass
 class Head:
     """A head whose logits are deferred, and the tally of what became of them."""
 
     module: nn.Module
     tally: Tally
+    labelled: Labelled = field(default_factory=Labelled)
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """The head, applied under the autocast dtype that held when it was called (None: under none)."""
@@ -214,6 +246,8 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
 def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:
     module = lazy._head.module
     weight, bias = module.weight, module.bias
+    if (rows := lazy._head.labelled.rows(target, ignore_index)) is not None:
+        hidden, target = hidden[rows], target[rows]
     if (dtype := lazy._head_autocast) is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     loss = linear_cross_entropy(hidden, weight, bias, target, chain.scale, chain.softcap, ignore_index, label_smoothing,

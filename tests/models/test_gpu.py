@@ -133,3 +133,19 @@ def test_every_replay_draws_its_own_dropout():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=0.5).to("cuda"))
     losses = [zoo.step(model, zoo.batch(4099, device="cuda"))[0].item() for _ in range(14)]
     assert len(set(losses)) == 14 and _state(model).replays.recorded == 8
+
+
+def test_rows_without_a_label_are_skipped():
+    """From the second step on, when the share of labelled rows is known; loss and gradients stay those of eager."""
+    from tunecompile.api import _state
+
+    model = build("llama", "lora")
+    reference = zoo.in_fp32(model)
+    head = _state(tunecompile.optimize(model)).heads[0]
+    for seed in range(3):
+        inputs = zoo.batch(4099, 2, 256, "cuda", seed=seed)
+        inputs["labels"] = inputs["labels"].masked_fill(torch.arange(256, device="cuda") < (200 if seed < 2 else 256), -100)
+        inputs["labels"][0, -1] = 5
+        compare(model, reference, inputs, torch.bfloat16)
+        torch.cuda.synchronize()
+        assert head.labelled.share < 0.3 if seed else head.labelled.pending

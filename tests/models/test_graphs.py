@@ -39,6 +39,12 @@ class Again:
     def timed(self, run, device):
         return run(), lambda: 0.0
 
+    taken = 0
+
+    def memory(self, device):
+        self.taken += 100
+        return self.taken, 10_000
+
 
 @pytest.fixture
 def pair(monkeypatch):
@@ -92,9 +98,9 @@ def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
     model, _ = pair
     replayed, asked, room = [], [], graphs.Forward._room
 
-    def late(self, shape):
+    def late(self, shape, inputs):
         asked.append(self)
-        return room(self, shape) and (self is not asked[0] or asked.count(self) > 3)
+        return room(self, shape, inputs) and (self is not asked[0] or asked.count(self) > 3)
 
     monkeypatch.setattr(graphs.Forward, "_room", late)
     replay = graphs.Recording.replay
@@ -239,3 +245,15 @@ def test_weights_that_an_optimizer_changes_in_place(pair):
             curve.append(loss.item())
         curves.append(curve)
     assert curves[0] == pytest.approx(curves[1], rel=1e-4) and recorded(model) == 6
+
+
+def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
+    """The stand-in takes 100 bytes for each of them."""
+    model, reference = pair
+    monkeypatch.setattr(graphs, "MAX_SHARE", 0.025)
+    for seed in range(8):
+        inputs = zoo.batch(seed=seed)
+        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
+    assert 0 < recorded(model) < 6
+    (full,) = [note for note in tunecompile.report(model).notes if "further layers" in note]
