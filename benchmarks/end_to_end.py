@@ -3,6 +3,11 @@
     python benchmarks/end_to_end.py --model llama-3.1-8b --mode qlora --shapes 4x2048,2x512 \\
         --systems hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile --steps 5 --out benchmarks/results/NAME.json
 
+    python benchmarks/end_to_end.py --shapes padded-8x512 --systems hf,unsloth-no-checkpoint,unsloth-padding-free,tunecompile --out ...
+
+`padded-8x512` is 8 rows whose lengths are drawn as those of real data, none beyond 512, padded to the longest of the batch; tokens/s
+count real tokens, and unsloth-padding-free gets the same rows as one without padding.
+
 Each system has a process of its own, and with --rounds 2 each has two, in alternating order. Losses and gradients of the
 same layers, two of them, are checked against fp32 unless --no-check is given.
 """
