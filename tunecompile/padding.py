@@ -209,7 +209,7 @@ class Padding:
         if count == real.numel() or not count:
             return None
         if read or runs > 1:
-            self._note("labels stand at padding, and eager counts them" if read else "a row is not in one piece")
+            self._note("labels stand at padding, and count in the loss" if read else "a row is not in one piece")
             return None
         return Flat.of(real, count)
 
