@@ -72,7 +72,7 @@ def main() -> int:
     for run in result["runs"]:
         figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
             if run["status"] == "ok" else run["status"]
-        print(f"{run['system']:<24}{run['shape']:<10}{figures}")
+        print(f"{run['system']:<24}{run['shape']:<16}{figures}")
     for verdict in result["verdicts"]:
         print(f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: {verdict['detail']}")
     print(f"written to {given.out}; logs in {logs}")
