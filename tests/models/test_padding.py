@@ -154,7 +154,8 @@ def test_checkpoints_of_the_users_own(reentrant):
     for m in (model, reference):
         m.enable_input_require_grads()
         for layer in m.model.layers:
-            layer.__class__ = type("Checkpointed", (type(layer),), {"__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)})
+            layer.__class__ = type("Checkpointed", (type(layer),), {
+                "__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)})
     equal(model, reference, padded())
     assert flattened(model) == 1
 
