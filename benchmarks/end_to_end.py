@@ -3,6 +3,11 @@
     python benchmarks/end_to_end.py --model llama-3.1-8b --mode qlora --shapes 4x2048,2x512 \\
         --systems hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile --steps 5 --out benchmarks/results/NAME.json
 
+    python benchmarks/end_to_end.py --shapes padded-8x512 --systems hf,unsloth-no-checkpoint,unsloth-padding-free,tunecompile --out ...
+
+`padded-8x512` is 8 rows whose lengths are drawn as those of real data, none beyond 512, padded to the longest of the batch; tokens/s
+count real tokens, and unsloth-padding-free gets the same rows as one without padding.
+
 Each system has a process of its own, and with --rounds 2 each has two, in alternating order. Losses and gradients of the
 same layers, two of them, are checked against fp32 unless --no-check is given.
 """
@@ -67,7 +72,7 @@ def main() -> int:
     for run in result["runs"]:
         figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
             if run["status"] == "ok" else run["status"]
-        print(f"{run['system']:<24}{run['shape']:<10}{figures}")
+        print(f"{run['system']:<24}{run['shape']:<16}{figures}")
     for verdict in result["verdicts"]:
         print(f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: {verdict['detail']}")
     print(f"written to {given.out}; logs in {logs}")

@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
+         "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
          "tunecompile": "**tunecompile**", "tunecompile-fp8": "**tunecompile, FP8**"}
 
 

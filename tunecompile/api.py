@@ -13,6 +13,7 @@ from torch import nn
 from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
+from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally, validate
 from tunecompile.regions import Layers, Region, Slot, find_layers, structure
 from tunecompile.report import Report, summarize
@@ -109,6 +110,7 @@ class StepFlag:
 
     active: bool = False
     entered: bool = False  #: whether any step has begun at all
+    labels: torch.Tensor | None = None  #: given to the model, while its forward runs
 
 
 class EntryHook(_NotCopied):
@@ -130,6 +132,17 @@ class EntryHook(_NotCopied):
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
+
+
+class LabelsHook(_NotCopied):
+    """Forward pre-hook and forward hook of the optimized model: which labels a loss will be computed from."""
+
+    def __init__(self, step: StepFlag, model: nn.Module):
+        self.step, self.names = step, tuple(inspect.signature(model.forward).parameters)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        labels = None if output else {**dict(zip(self.names, args)), **kwargs}.get("labels")
+        self.step.labels = labels if isinstance(labels, torch.Tensor) else None
 
 
 class PassThrough:
@@ -164,6 +177,7 @@ class State(_NotCopied):
     heads: list[Head] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    paddings: list[Padding] = field(default_factory=list)
     embeddings: nn.Module | None = None
     replays: Replays = field(default_factory=Replays)
 
@@ -178,6 +192,9 @@ class State(_NotCopied):
             self.notes.append("no repeated layers were found: the model is compiled as one region")
             self._attach_whole()
             return
+        hook = LabelsHook(self.step, self.model)
+        self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
+        self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         self._attach_head()
 
     def _attach_layers(self, stack: Layers) -> None:
@@ -195,6 +212,15 @@ class State(_NotCopied):
             layer._compiled_call_impl = slot
             self.slots.append(slot)
         self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner), with_kwargs=True))
+        if stack.owner._compiled_call_impl is None:
+            self._attach_padding(stack)
+
+    def _attach_padding(self, stack: Layers) -> None:
+        padding = Padding(stack.owner, stack.members, self.step)
+        stack.owner._compiled_call_impl = OwnerSlot(padding)
+        self.paddings.append(padding)
+        for slot in self.slots:
+            slot.padding = padding if slot.layer in stack.members else slot.padding
 
     def _attach_whole(self) -> None:
         if self.model._compiled_call_impl is not None:
@@ -242,6 +268,9 @@ class State(_NotCopied):
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = function.function
+        for padding in self.paddings:
+            if isinstance(slot := padding.owner._compiled_call_impl, OwnerSlot):
+                _empty(padding.owner, slot)
         self._detach_heads()
 
     def _detach_heads(self) -> None:
@@ -267,7 +296,8 @@ class State(_NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.regions, [head.tally for head in self.heads],
-                         self.notes + self._note_unused_heads() + self.replays.notes())
+                         self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads()
+                         + self.replays.notes())
 
 
 def _empty(module: nn.Module, slot: Any) -> None:

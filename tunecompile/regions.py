@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from tunecompile.backend import Backend, Executor
 from tunecompile.graphs import Replays
+from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.pipeline import Pass
 
 
@@ -121,16 +122,26 @@ class Sizes:
             self.following[where] = {dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]}
 
 
+def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
+    """A flattened batch, [1, N], has another N nearly every time: symbolic from the first on, as its number of rows is."""
+    for where, tensor in tensors:
+        dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
+        if dim is not None and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
 class Variant:
     """A region under one plan, for one kind of call, with a code object of its own: so that a few kinds of calls (with a mask,
     without a gradient, of one row) and a few adapters do not add up to Dynamo's limit, beyond which layers run eagerly."""
 
     def __init__(self, name: str, backend: Backend):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
+        self.attends = False  #: whether its attention is ours, which knows of offsets
         self.call = torch.compile(_own_code(name), backend=self.compile)
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
+        self.attends = self.attends or attends(gm)
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
@@ -200,18 +211,36 @@ class Slot:
     def __init__(self, step: "Any", layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
         self.checkpoint = False
+        self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
+        if OFFSETS in kwargs:
+            return self._flattened(args, kwargs)
+        return self._run(args, kwargs, self.region.sizes.mark)
+
+    def _run(self, args: tuple, kwargs: dict, mark: Callable) -> Any:
         tensors = list(_tensors(args, kwargs))
         sizes = Sizes.of(tensors)
-        self.region.sizes.mark(tensors, sizes)
+        mark(tensors, sizes)
         kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
         self.variant = self.region.variant(self.checkpoint, kind)
         return self.variant.call(self.layer, *args, **kwargs)
+
+    def _flattened(self, args: tuple, kwargs: dict) -> Any:
+        """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
+        try:
+            with self.padding.attention():  # a checkpoint around the layer recomputes it when the owner's call is long over
+                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]))
+            if not self.variant.attends:
+                raise CannotFlatten("its layers do not call attention by transformers' attention interface")
+            return output
+        except CannotFlatten:
+            self.region.variants = {key: variant for key, variant in self.region.variants.items() if variant is not self.variant}
+            raise
 
     def _hooked(self) -> tuple:
         """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""

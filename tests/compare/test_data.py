@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tunecompile.compare import data, errors
-from tunecompile.compare.spec import Job
+from tunecompile.compare.loops import real_tokens
+from tunecompile.compare.spec import Job, Shape, parse_shape
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 
@@ -103,5 +104,18 @@ def test_batches_go_round_again_and_random_ones_have_no_special_tokens(tokenizer
     rows = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
     batches = data.make_batches(rows, tokenizer, Job(system="hf", model="m", batch=2, pad_to=2), 3)
     assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [[5, 6], [7, 5], [6, 7]]
-    first, second = data.random_batches((2, 8), 1000, seed=0, count=2)
+    first, second = data.random_batches(Shape(2, 8), 1000, Job(system="hf", model="m"), seed=0, count=2)
     assert first["input_ids"].min() >= 3 and not torch.equal(first["input_ids"], second["input_ids"])
+
+
+def test_padded_batches_have_real_lengths_and_the_same_rows_for_all():
+    shape = parse_shape("padded-64x128")
+    padded, flat = (data.random_batches(shape, 1000, Job(system=name, model="m", pad_to=64), seed=0, count=1)[0] for name in ("hf", "unsloth-padding-free"))
+    mask = padded["attention_mask"].bool()
+    lengths = mask.sum(1)
+    assert padded["input_ids"].shape == (64, 128) and lengths.min() >= 45 and lengths.max() <= 128 and 60 < lengths.float().mean() < 100
+    assert (padded["labels"][~mask] == data.IGNORED).all() and (padded["labels"] == padded["input_ids"])[mask].all()
+    assert torch.equal(flat["input_ids"][0], padded["input_ids"][mask]) and torch.equal(flat["packed_seq_lengths"], lengths.int())
+    assert (flat["labels"][0][flat["position_ids"][0] == 0] == data.IGNORED).all()
+    assert (flat["labels"] != data.IGNORED).sum() == (padded["labels"][:, 1:] != data.IGNORED).sum()
+    assert real_tokens(flat) == real_tokens(padded) == lengths.sum()

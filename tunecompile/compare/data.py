@@ -16,7 +16,7 @@ import torch
 from tunecompile.compare.errors import (
     BadJson, BadMessages, DataNotFound, EmptyData, NoChatTemplate, RowsTooLong, TooFewRows, WrongColumns,
 )
-from tunecompile.compare.spec import Job
+from tunecompile.compare.spec import SYSTEMS, Job, Shape
 
 IGNORED = -100
 
@@ -155,14 +155,44 @@ def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict
     return [collate(batch(number), tokenizer.pad_token_id, job.pad_to) for number in range(count)]
 
 
-def random_batches(shape: tuple[int, int], vocabulary: int, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
+#: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121 tokens) and of the
+#: documentation of Python's standard library as questions and answers (48 to 681), by the tokenizer and chat template of SmolLM2-135M-Instruct
+LENGTHS = {0: 45, 0.05: 50, 0.1: 52, 0.2: 56, 0.3: 61, 0.4: 66, 0.5: 70, 0.6: 75, 0.7: 80, 0.8: 90, 0.9: 121, 0.95: 161, 0.975: 223,
+           0.99: 309, 0.995: 372, 1: 681}
+
+
+def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
     """Random non-zero tokens for the shape models, the same for every system; loss on all of them."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):
-        ids = torch.randint(3, vocabulary - 256, shape, generator=generator)
-        batches.append({"input_ids": ids, "labels": ids.clone()})
-    return batches
+        ids = torch.randint(3, vocabulary - 256, (shape.rows, shape.length), generator=generator)
+        batches.append(cut(ids, row_lengths(shape, generator), job.pad_to) if shape.padded else {"input_ids": ids, "labels": ids.clone()})
+    return [flatten(batch) if SYSTEMS[job.system].padding_free and shape.padded else batch for batch in batches]
+
+
+def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    """Drawn as real rows are distributed, straight lines between the quantiles, and none longer than the shape says. int64 [rows]"""
+    quantiles, tokens = torch.tensor(list(LENGTHS), dtype=torch.float64), torch.tensor(list(LENGTHS.values()), dtype=torch.float64)
+    drawn = torch.rand(shape.rows, generator=generator, dtype=torch.float64)
+    right = torch.searchsorted(quantiles, drawn).clamp(1, len(LENGTHS) - 1)
+    share = (drawn - quantiles[right - 1]) / (quantiles[right] - quantiles[right - 1])
+    return torch.lerp(tokens[right - 1], tokens[right], share).long().clamp(max=shape.length)
+
+
+def cut(ids: torch.Tensor, lengths: torch.Tensor, multiple: int) -> dict[str, torch.Tensor]:
+    """Rows of the given lengths out of full ones, padded to the longest."""
+    return collate([Example(row[:n], row[:n]) for row, n in zip(ids.tolist(), lengths.tolist())], 0, multiple)
+
+
+def flatten(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A padded batch as one row, as Unsloth's padding-free collator hands it to the model: positions begin anew with every sequence, and so
+    does attention by `packed_seq_lengths` (int32 [rows]); no sequence's first token is a label of the one before it."""
+    mask = batch["attention_mask"].bool()
+    positions = torch.arange(mask.shape[1]).expand_as(mask)[mask]
+    labels = batch["labels"][mask].masked_fill(positions == 0, IGNORED)
+    return {"input_ids": batch["input_ids"][mask][None], "labels": labels[None], "position_ids": positions[None],
+            "packed_seq_lengths": mask.sum(1).to(torch.int32)}
 
 
 def prepare_tokenizer(tokenizer):

@@ -68,7 +68,7 @@ class TooFewRows(TunecompileError):
 
 
 class BadShape(TunecompileError):
-    template = "{text!r} is no shape. Write BATCHxLENGTH, such as 4x2048."
+    template = "{text!r} is no shape. Write BATCHxLENGTH, such as 4x2048, or padded-8x512 for rows of real lengths."
 
 
 class BadOption(TunecompileError):

@@ -22,6 +22,7 @@ class System:
     checkpointing: bool | None = None  # None: as the user asks
     package: str | None = None  # what has to be importable
     precision: str | None = None  # of tunecompile: beside the model's own
+    padding_free: bool = False  # gets padded batches as one row without padding
 
     @property
     def installed(self) -> bool:
@@ -38,6 +39,7 @@ SYSTEMS = {
         System("liger-checkpoint", "liger", checkpointing=True, package="liger_kernel"),
         System("unsloth", "unsloth", checkpointing=True, package="unsloth"),
         System("unsloth-no-checkpoint", "unsloth", checkpointing=False, package="unsloth"),
+        System("unsloth-padding-free", "unsloth", checkpointing=False, package="unsloth", padding_free=True),
         System("tunecompile", "tunecompile"),
         System("tunecompile-fp8", "tunecompile", precision="fp8"),
         System(REFERENCE, REFERENCE),
@@ -62,12 +64,21 @@ def resolve_systems(names: str, checkpointing: bool) -> list[System]:
     return chosen
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    """`4x2048` -> (4, 2048)."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+@dataclass(frozen=True)
+class Shape:
+    """Rows and length of a batch of random tokens. Padded: rows of real lengths, none longer than `length`."""
+
+    rows: int
+    length: int
+    padded: bool = False
+
+
+def parse_shape(text: str) -> Shape:
+    """`4x2048` or `padded-8x512`."""
+    found = re.fullmatch(r"(padded-)?([1-9]\d*)x([1-9]\d*)", text.strip())
     if not found:
         raise BadShape(text=text)
-    return int(found[1]), int(found[2])
+    return Shape(int(found[2]), int(found[3]), bool(found[1]))
 
 
 @dataclass(frozen=True)

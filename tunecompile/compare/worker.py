@@ -38,11 +38,11 @@ def random_runs(job: Job) -> dict:
     runs = []
     for shape in job.shapes:
         torch.manual_seed(job.seed)
-        batches = data.random_batches(parse_shape(shape), vocabulary, job.seed, job.steps)
+        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.seed, job.steps)
         runs.append({"shape": shape} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
         models.set_initial_adapter(model, job.seed)
     if job.gradients:
-        batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job.seed + 1, 1)[0]
+        batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed + 1, 1)[0]
         gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
     return {"runs": runs, "attention": model.config._attn_implementation, "report": compiler_report(model, job)}
 

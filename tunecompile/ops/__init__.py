@@ -1,5 +1,6 @@
 """What subgraphs mean, in plain PyTorch: one file an op family, and no kernel anywhere."""
 
+from tunecompile.ops.attention import varlen_attention
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
@@ -10,4 +11,4 @@ from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import gated_activation
 
 __all__ = ["add_rms_norm", "dequantize_4bit", "gated_activation", "linear_cross_entropy", "lora_linear", "lora_linear_nf4", "lora_mlp",
-           "rms_norm", "rope"]
+           "rms_norm", "rope", "varlen_attention"]

@@ -1,0 +1,93 @@
+"""Causal attention over sequences that lie one after the other, without padding between them."""
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import Cost, op
+
+
+@op(cost=Cost.MATMUL)
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """(out, logsumexp of the scores): each token attends to itself and to what stands before it in its own sequence.
+
+    q: [N, H, D]; k, v: [N, K, D], where K divides H. offsets: int32 [S + 1], rising from 0 to N; sequence i is offsets[i] to
+    offsets[i + 1], and may be empty. longest: at least the longest sequence's length. window: how many tokens are seen, the token
+    itself included; 0 for all. out: as q, contiguous. logsumexp: [H, N] in the dtype of the arithmetic, fp32 or wider.
+    """
+    places = _Places(offsets, longest, q.shape[0])
+    scores = places.scores(q, k, scale, window)
+    logsumexp = scores.logsumexp(-1)
+    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
+    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+
+
+@varlen_attention.backward(saves=("q", "k", "v", "offsets", "longest", "scale", "window", "out0", "out1"), gives=("q", "k", "v"))
+def varlen_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int,
+                              out0: Tensor, out1: Tensor) -> list[Tensor]:
+    """[dq, dk, dv], contiguous. The probabilities are computed again from the saved logsumexp (Dao et al., 2022, arXiv:2205.14135)."""
+    places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
+    probabilities = (places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)).exp()
+    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
+    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
+    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
+    dq = dscores @ places.heads_first(k, heads)
+    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
+    return [places.tokens(dq).to(q.dtype), places.tokens(dk, k.shape[1]).to(k.dtype), places.tokens(dv, v.shape[1]).to(v.dtype)]
+
+
+class _Places:
+    """The same tokens as rows of equal length, [S, longest]: beyond its sequence's end a place repeats some token. No token sees
+    those places, which all come later, so causality alone keeps them out."""
+
+    def __init__(self, offsets: Tensor, longest: int, total: int):
+        begin, end = offsets[:-1].long(), offsets[1:].long()
+        place = torch.arange(longest, device=offsets.device)
+        token = torch.arange(total, device=offsets.device)
+        self.index = (begin[:, None] + place).clamp(max=total - 1)  # [S, L]: which token stands there
+        self.taken = place < (end - begin)[:, None]  # [S, L]: whether one does
+        self.sequence = torch.searchsorted(end, token, right=True)  # [N]: where each token stands
+        self.place = token - begin[self.sequence]
+        self.distance = place[:, None] - place  # [L, L]
+
+    def heads_first(self, x: Tensor, heads: int) -> Tensor:
+        """[N, K, D] -> [S, heads, L, D] in the dtype of the arithmetic; heads that share a key each get it."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide.repeat_interleave(heads // x.shape[1], 1)[self.index].transpose(1, 2)
+
+    def scores(self, q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
+        """[S, H, L, L]: minus infinity where a query does not see a key."""
+        heads = q.shape[1]
+        seen = self.distance >= 0
+        if window:
+            seen = seen & (self.distance < window)
+        return (self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
+
+    def tokens(self, rows: Tensor, heads: int | None = None) -> Tensor:
+        """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are added up."""
+        flat = rows.transpose(1, 2)[self.sequence, self.place]
+        return flat if heads is None else flat.reshape(flat.shape[0], heads, -1, flat.shape[-1]).sum(2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Flash attention reads sequences as they lie, and shared keys once."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype and q.shape[-1] % 8 == 0 \
+        and q.shape[-1] == v.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _window(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+@varlen_attention.provider("flash", supports=lambda q, k, v, offsets, longest, scale, window: _flash(q, k, v))
+def _(q, k, v, offsets, longest, scale, window):
+    made = torch.ops.aten._flash_attention_forward(q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest, 0.0, True,
+                                                   False, scale=scale, **_window(window))
+    return made[0], made[1]
+
+
+@varlen_attention.backward_op.provider("flash", supports=lambda grad, q, k, v, offsets, longest, scale, window, out0, out1: _flash(q, k, v))
+def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
+    return list(torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out0, out1, offsets, offsets, longest, longest, 0.0, True, unread, unread,
+        scale=scale, **_window(window)))

@@ -1,0 +1,302 @@
+"""Padded batches reach the layers without their padding: [B, T] tokens become [1, N] real ones, and the last hidden states [B, T, H] again.
+
+Only what runs between the module that owns the layers and its output changes, so head, loss and trainer see the shapes they know.
+Attention learns where a row begins from `offsets`, through the attention interface of transformers: a function under a name of our
+own, without a mask function, so that no mask is made. The models' configs carry that name during the flattened call only.
+
+What the padded run computes at padding is given up: hidden states there are zero. So a batch is flattened only where the labels,
+seen at the optimized model's entry, tell that no loss reads them. In all other cases the padded run stays, and the report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tunecompile.ops import varlen_attention
+
+INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
+OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
+LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
+IGNORED = -100
+UNPADDED = 8  #: so many batches are looked at to say why a padded one would not be flattened
+
+_varlen = varlen_attention.overload
+
+
+class CannotFlatten(Exception):
+    """The layers cannot run without padding; the message says why."""
+
+
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0,
+              scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """What layers call through transformers' attention interface. query: [1, H, N, D], key and value: [1, K, N, D]; gives [1, N, H, D].
+
+    Raises:
+        CannotFlatten: the offsets did not come through, or this is no plain causal attention. Met while the layer is traced.
+    """
+    offsets, longest = kwargs.get(OFFSETS), kwargs.get(LONGEST)
+    if reason := _why_not(module, query, value, attention_mask, dropout, is_causal, kwargs):
+        raise CannotFlatten(reason)
+    if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        raise CannotFlatten(f"no kernel computes attention in {query.dtype} without padding")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
+    return out[None], None
+
+
+def _why_not(module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, kwargs: dict) -> str:
+    if kwargs.get(OFFSETS) is None or kwargs.get(LONGEST) is None:
+        return "its layers do not hand keyword arguments on to attention"
+    if mask is not None:
+        return "its layers make a mask of their own"
+    if dropout:
+        return "it has dropout in attention"
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return "its attention is not causal"
+    if value.shape[-1] != query.shape[-1]:
+        return "the heads of values are not as wide as those of queries"
+    for name in kwargs:  # soft-caps, sinks, biases
+        given = kwargs[name]
+        if name == "softcap" and given is not None:
+            return "its attention is soft-capped"
+        if isinstance(given, Tensor) and given.dim() and name not in (OFFSETS, LONGEST, "position_ids"):
+            return f"its attention takes {name}"
+    return ""
+
+
+def attends(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph, or the body of one of its operators, holds our attention."""
+    return any(node.target is _varlen for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One batch's real tokens among its [B, T] places."""
+
+    index: Tensor  #: int64 [N]: the place of each token; beyond the last real token, place 0
+    offsets: Tensor
+    longest: Tensor
+    real: int
+    shape: tuple[int, int]
+
+    @staticmethod
+    def of(real: Tensor, count: int) -> "Flat":
+        """From where tokens are, [B, T], and how many."""
+        rows, length = real.shape
+        multiple = 128 if real.is_cuda else 8  # what comes in many sizes costs plans and recordings
+        total = -(-count // multiple) * multiple
+        order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
+        offsets = torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)])
+        longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
+        return Flat(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, N, ...]"""
+        return values.flatten(0, 1).index_select(0, self.index)[None]
+
+    def unflatten(self, values: Tensor) -> Tensor:
+        """[1, N, ...] -> [B, T, ...], zero at padding."""
+        rows, length = self.shape
+        blank = values.new_zeros(rows * length, *values.shape[2:])
+        return blank.index_copy(0, self.index[:self.real], values[0, :self.real]).unflatten(0, (rows, length))
+
+    def inputs(self, kwargs: dict) -> dict:
+        """The owner's arguments, flattened. Without positions of the caller's a token has that of its place in the row."""
+        rows, length = self.shape
+        tokens = {name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
+        given = kwargs.get("position_ids")
+        positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
+        return {**kwargs, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
+
+    def outputs(self, output: Any) -> Any:
+        """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
+        if isinstance(output, Tensor):
+            if output.dim() < 3 or output.shape[:2] != (1, len(self.index)):
+                raise CannotFlatten("its output holds something beside hidden states")
+            return self.unflatten(output)
+        if output is None:
+            return None
+        if isinstance(output, tuple):
+            return type(output)(self.outputs(item) for item in output)
+        if not hasattr(output, "items"):
+            raise CannotFlatten(f"its output is a {type(output).__name__}")
+        return type(output)(**{name: self.outputs(item) for name, item in output.items()})
+
+
+class Padding:
+    """Decides for each batch of one owner of layers, and keeps why padded ones were not flattened."""
+
+    def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any):
+        self.owner, self.step = owner, step
+        self.notes: dict[str, None] = {}
+        self.looks = UNPADDED
+        self.flattened = 0
+        self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
+        self.refused = _refuse(owner, layers, {p.name for p in self.parameters}, self.parameters)
+        found = [vars(module).get("config") for module in owner.modules()]
+        self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+        self.decided: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by mask: a recomputation repeats its forward
+
+    def call(self, args: tuple, kwargs: dict) -> Any:
+        """The owner's call, flattened where that changes no gradient."""
+        given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
+        flat = self.decide(given)
+        if flat is None:
+            return self.owner._call_impl(*args, **kwargs)
+        try:
+            with self.attention():
+                output = flat.outputs(self.owner._call_impl(**flat.inputs(given)))
+        except CannotFlatten as reason:
+            self.refuse(str(reason))
+            return self.owner._call_impl(*args, **kwargs)
+        self.flattened += 1
+        return output
+
+    def refuse(self, reason: str) -> None:
+        """From now on every batch runs padded."""
+        self.refused = reason
+        self._note(reason)
+
+    def _note(self, reason: str) -> None:
+        self.notes[f"padded batches are not flattened: {reason}"] = None
+
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Layers call our attention function, and no mask is made."""
+        before = [(config, config._attn_implementation_internal) for config in self.configs]
+        for config, _ in before:
+            config._attn_implementation_internal = INTERFACE
+        try:
+            yield
+        finally:
+            for config, name in before:
+                config._attn_implementation_internal = name
+
+    def decide(self, given: dict) -> Flat | None:
+        """The batch without its padding, or None where it has none or must keep it."""
+        mask = given.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        if torch._C._current_graph_task_id() != -1:
+            return self.decided.get(mask)
+        flat = self.decided[mask] = self._decide(mask, given)
+        return flat
+
+    def _decide(self, mask: Tensor, given: dict) -> Flat | None:
+        labels = self.step.labels
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        reason = self.refused or self._changed() or _refuse_call(given, mask, tokens, labels)
+        if reason:
+            self._look(mask, reason)
+            return None
+        real = (mask != 0).to(tokens.device)
+        padding, labelled = ~real, F.pad(labels.to(real.device) != IGNORED, (0, 1))
+        read = (padding & (labelled[:, :-1] | labelled[:, 1:])).sum()  # by a loss that shifts, or by one that does not
+        runs = (real & F.pad(padding, (1, 0), value=True)[:, :-1]).sum(1).amax()
+        count, read, runs = torch.stack([real.sum(), read, runs]).tolist()  # the one host read of the step
+        if count == real.numel() or not count:
+            return None
+        if read or runs > 1:
+            self._note("labels stand at padding, and count in the loss" if read else "a row is not in one piece")
+            return None
+        return Flat.of(real, count)
+
+    def _look(self, mask: Tensor, reason: str) -> None:
+        """Note the reason if there is padding at all: a host read, so only for the first batches."""
+        if self.looks:
+            self.looks -= 1
+            if not bool(mask.all()):
+                self._note(reason)
+
+    def _changed(self) -> str:
+        """What the user may set at any time."""
+        config = self.owner.config
+        if (name := config._attn_implementation_internal) != "sdpa":
+            return f"the attention implementation is {name}, and stays so"
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if getattr(config, name, False):
+                return f"{name} is asked for"
+        return ""
+
+    def report(self) -> list[str]:
+        said = [f"padding is left out of the layers ({self.flattened} batches)"] if self.flattened else []
+        return said + list(self.notes)
+
+
+class OwnerSlot:
+    """What stands in the owner's `_compiled_call_impl`: in a training step the batch is flattened, if it may be."""
+
+    def __init__(self, padding: Padding):
+        self.padding = padding
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.padding.owner
+        if not owner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return owner._call_impl(*args, **kwargs)
+        return self.padding.call(args, kwargs)
+
+
+_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+
+
+def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], names: set[str], parameters: tuple) -> str:
+    """Why no batch of this model can be flattened, as far as its structure tells; empty where none is found."""
+    transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
+    interface = getattr(transformers, "AttentionInterface", None)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if interface is None or not hasattr(config, "_attn_implementation_internal") or not getattr(owner, "_supports_attention_backend", False):
+        return "its attention is not called through the attention interface of transformers"
+    if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
+        return "its attention needs a mask"
+    if not open_ended or not {"attention_mask", "position_ids"} <= names:
+        return "its forward does not hand keyword arguments on"
+    if getattr(owner, "_is_stateful", False) or any(isinstance(m, _MIXERS) for layer in layers for m in layer.modules()):
+        return "its layers mix tokens by more than attention"
+    if not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
+        return "its layers mix tokens by more than attention"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    if sum(isinstance(m, nn.Embedding) for m in owner.modules()) > 1:
+        return "it embeds more than tokens, positions perhaps"
+    if _follows_length(config.to_dict()):
+        return "its rotary frequencies follow the length of the batch"
+    interface.register(INTERFACE, attention)
+    return ""
+
+
+def _follows_length(settings: Any) -> bool:
+    if not isinstance(settings, dict):
+        return False
+    return any((key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value) for key, value in settings.items())
+
+
+_KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+
+
+def _refuse_call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor | None) -> str:
+    """Why this batch cannot be flattened, as far as its arguments tell."""
+    if tokens is None or tokens.shape[:2] != mask.shape or (given.get("position_ids") is not None and given["position_ids"].dim() != 2):
+        return "mask, tokens and positions are not all [B, T]"
+    if labels is None:
+        return "no labels are given to the model, so a loss may read what stands at padding"
+    if labels.shape != mask.shape:
+        return "labels are not [B, T]"
+    for name, value in given.items():
+        if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
+            return f"{name} is asked for"
+        if name in _KNOWN or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
+            continue
+        return f"{name} is given"
+    return "a cache is used" if given.get("use_cache") else ""
