@@ -79,7 +79,8 @@ class Op:
                  precision: str | None = None) -> Callable:
         """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
 
-        `refuses` is `supports` with a reason, which the report shows for providers of a precision. One that also takes the keyword `used` is told which of its outputs are read, and may give None for the others.
+        `refuses` is `supports` with a reason, which the report shows for providers of a precision. One that also takes the keyword
+        `used` is told which of its outputs are read, and may give None for the others.
         """
 
         def register(run: Callable) -> Callable:

@@ -6,7 +6,6 @@ Providers are traced to core ATen, so Inductor fuses what they are made of as if
 import functools
 import inspect
 import operator
-from collections import Counter
 from typing import Any, Callable
 
 import torch
@@ -19,35 +18,19 @@ from tunecompile.pipeline import Context, Pass
 
 
 def run(graph: Graph, context: Context) -> None:
-    chosen: Counter[str] = Counter()
-    if context.precision is not None and (plain := _plain_products(graph)):
-        context.notes.append(f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be")
     for node in list(graph.nodes):
         op = OPS.get(node.target) if node.op == "call_function" else None
         if op is None or op.opaque:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
-        if provider.precision != context.precision:
-            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}" for reason in op.refusals(values, context.precision)]
         try:
             expand(graph, node, _bind(provider.run, node))
         except Exception as error:  # the reference says the same, only slower
             if provider.run is op.reference:
                 raise
             context.notes.append(f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}")
-            provider = op.fallback()
-            expand(graph, node, provider.run)
-        chosen[f"{op.name}: {provider.name}"] += 1
-        context.reduced += provider.precision is not None
-    context.providers.update(chosen)
-
-
-def _plain_products(graph: Graph) -> int:
-    """How many matrix products of a forward graph no op stands for: linears without an adapter, or with a trained weight."""
-    if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
-        return 0
-    return sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in graph.nodes)
+            expand(graph, node, op.reference)
 
 
 def _bind(run: Callable, node: Node) -> Callable:

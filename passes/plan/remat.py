@@ -16,7 +16,7 @@ from tunecompile.pipeline import Context, Pass
 _DEAR = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
 
 
-def _backward_nodes(graph: Graph) -> set[Node]:
+def backward_nodes(graph: Graph) -> set[Node]:
     """Everything that depends on a tangent."""
     reached: set[Node] = set()
     for node in graph.nodes:
@@ -42,7 +42,7 @@ def _random(node: Node) -> bool:
 
 
 def run(graph: Graph, context: Context) -> None:
-    backward = _backward_nodes(graph)
+    backward = backward_nodes(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
             continue

@@ -1,0 +1,34 @@
+"""Which provider will run each op, for the report: lowering itself is skipped where Inductor finds the code in its cache."""
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.op import OPS
+from tunecompile.passes.plan.remat import backward_nodes
+from tunecompile.pipeline import Context, Pass
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def run(graph: Graph, context: Context) -> None:
+    for node in graph.nodes:
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is None or op.opaque:
+            continue
+        values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
+        provider = op.choose(values, context.precision)
+        context.providers[f"{op.name}: {provider.name}"] += 1
+        context.reduced += provider.precision is not None
+        if provider.precision != context.precision:
+            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}" for reason in op.refusals(values, context.precision)]
+    if context.precision is not None and (plain := _plain_products(graph)):
+        context.notes.append(f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be")
+
+
+def _plain_products(graph: Graph) -> int:
+    """How many products of the forward pass no op stands for: linears without an adapter, or with a trained weight."""
+    backward: set[Node] = backward_nodes(graph)
+    return sum(node.target in _PRODUCTS and node not in backward for node in graph.nodes)
+
+
+PASS = Pass("providers", "plan", run)
