@@ -41,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--keep-caches", action="store_true", help="leave the compiler's caches warm")
+    parser.add_argument("--warm", action="store_true", help="the first step of compiling systems also in a second process, which finds the caches filled")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -61,16 +62,17 @@ def main() -> int:
               layers=given.layers, checkpointing=given.gradient_checkpointing, trust_cache=given.keep_caches)
     systems = resolve_systems(given.systems, given.gradient_checkpointing)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
-    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, listen=show)
+    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, listen=show)
     result = run_comparison(comparison)
     for number in range(1, given.rounds):
         order = systems[::-1] if number % 2 else systems
-        again = run_comparison(dataclasses.replace(comparison, systems=order, check=False))
+        again = run_comparison(dataclasses.replace(comparison, systems=order, check=False, warm=False))
         result["runs"] += [run | {"order": run["order"] + number * len(systems)} for run in again["runs"]]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     for run in result["runs"]:
         figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
+            + (f", warm {run['first_step_warm_s']:.1f} s" if "first_step_warm_s" in run else "") \
             if run["status"] == "ok" else run["status"]
         print(f"{run['system']:<24}{run['shape']:<16}{figures}")
     for verdict in result["verdicts"]:

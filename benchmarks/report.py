@@ -35,6 +35,11 @@ def median_runs(result: dict) -> list[dict]:
     return sorted(chosen, key=lambda run: run.get("tokens_per_s", 0))
 
 
+def first_steps(run: dict) -> str:
+    warm = run.get("first_step_warm_s")
+    return f"{run['first_step_s']:.1f}" + (f", {warm:.1f} warm" if warm else "")
+
+
 def table(result: dict) -> list[str]:
     """Markdown rows of one file; ratios are only taken inside it."""
     rows, runs = [], median_runs(result)
@@ -47,7 +52,7 @@ def table(result: dict) -> list[str]:
         ratio = f"{ours['tokens_per_s'] / run['tokens_per_s']:.2f}x" if ours and not run["system"].startswith("tunecompile") else ""
         low, high = run["step_ms"]["min"], run["step_ms"]["max"]
         rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['tokens_per_s']:,.0f} | {run['step_ms']['median']:.1f} "
-                    f"({low:.1f} to {high:.1f}) | {run['peak_gib']:.1f} | {run['first_step_s']:.1f} | {ratio} |")
+                    f"({low:.1f} to {high:.1f}) | {run['peak_gib']:.1f} | {first_steps(run)} | {ratio} |")
     return rows
 
 

@@ -10,6 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.utils import get_metrics_context
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "compile_eager",
-    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention",
+    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "recompile_reason",
     "specialize_floats", "trace",
 ]
 
@@ -31,6 +32,11 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     """The mode of the first fake tensor. (`detect_fake_mode` prefers the tracing context's, and Dynamo gives backends a fresh one.)"""
     leaves = torch.utils._pytree.tree_leaves(values)
     return next((value.fake_mode for value in leaves if isinstance(value, FakeTensor)), None)
+
+
+def recompile_reason() -> str | None:
+    """Inside a backend: the guard whose failure made Dynamo compile this function again; None the first time."""
+    return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
 
 
 def specialize_floats(gm: torch.fx.GraphModule) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from tunecompile._torch import recompile_reason
 from tunecompile.backend import Backend, Executor
 from tunecompile.graphs import Replays
 from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
@@ -136,12 +137,15 @@ class Variant:
 
     def __init__(self, name: str, backend: Backend):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
+        self.recompiles: list[str] = []
         self.attends = False  #: whether its attention is ours, which knows of offsets
         self.call = torch.compile(_own_code(name), backend=self.compile)
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
         self.attends = self.attends or attends(gm)
+        if (why := recompile_reason()) is not None:
+            self.recompiles.append(why.strip().splitlines()[0].partition(": ")[2][:200])  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))

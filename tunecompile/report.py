@@ -14,11 +14,12 @@ from tunecompile.regions import Region
 
 @dataclass(frozen=True)
 class RegionReport:
-    """One compiled region: how often it was compiled, what its graphs keep for the backward (bytes a layer, by graph)."""
+    """One compiled region: how often it was compiled, for which guards again, what its graphs keep for the backward (bytes a layer, by graph)."""
 
     name: str
     layers: int
     compiles: int
+    recompiles: list[str]
     saved_bytes: list[int]
     providers: dict[str, int]
 
@@ -46,6 +47,7 @@ class Report:
         for r in self.regions:
             saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
             lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
+            lines += [f"    again because {reason}" for reason in r.recompiles]
             lines += [f"    {count:3d} x {name}" for name, count in sorted(r.providers.items())]
         if any(m.found for m in self.matches):
             lines.append(f"  {'family':22s}{'found':>7s}{'rewritten':>11s}")
@@ -70,7 +72,8 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
                   for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
         providers = Counter(training[-1].providers) if training else Counter()
-        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), [_bytes(c.saved) for c in training],
+        recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
+        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [_bytes(c.saved) for c in training],
                                  dict(providers)))
         for tally in training[-1].tallies if training else []:
             total = matches.setdefault(tally.family, Tally(tally.family))

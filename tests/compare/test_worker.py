@@ -39,6 +39,19 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
     assert all(v["passed"] for v in result["verdicts"] if "time" not in v["name"]), result["verdicts"]
 
 
+def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNECOMPILE", "0")  # what is cached does not matter here
+    seen = []
+    start = Worker.start
+    monkeypatch.setattr(Worker, "start", lambda self: (seen.append((self.job.system, self.job.steps, self.caches)), start(self))[1])
+    job = TINY.replace(saved_bytes=False)
+    result = run_comparison(Comparison([SYSTEMS["hf"], SYSTEMS["tunecompile"]], job, tmp_path, check=False, warm=True))
+    (_, _, none), (_, _, first), (name, steps, second) = seen
+    assert none is None and name == "tunecompile" and steps == 1 and first == second is not None
+    plain, ours = result["runs"]
+    assert ours["first_step_warm_s"] > 0 and "first_step_warm_s" not in plain and ours["repeats"] == 1
+
+
 def test_what_a_system_raises_is_its_row(tmp_path):
     spec, out = tmp_path / "job.json", tmp_path / "out.json"
     spec.write_text(json.dumps(TINY.replace(device="nowhere").to_dict()))

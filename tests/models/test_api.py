@@ -369,3 +369,14 @@ def test_a_model_compiled_by_its_user():
         reference(x).square().sum().backward()
         for ours, theirs in zip(model.parameters(), reference.parameters()):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_report_says_why_a_region_was_compiled_again():
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
+    for length in (16, 24, 32):
+        zoo.step(model, zoo.batch(length=length))
+    report = tunecompile.report(model)
+    (region,) = report.regions
+    assert region.compiles == 4 and len(region.recompiles) == 2  # the first layer, whose input needs no gradient, and the others
+    assert all("size mismatch" in reason for reason in region.recompiles) and "again because" in str(report)
+    assert report.to_dict()["regions"][0]["recompiles"] == region.recompiles

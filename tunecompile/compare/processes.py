@@ -30,23 +30,26 @@ class Worker:
     listen: Listener
     turns: bool
     task: str = "train"
+    caches: str | None = None  #: the compiler's, kept; None: empty ones of its own
     process: subprocess.Popen | None = field(default=None, init=False)
 
     @property
     def stem(self) -> str:
-        return f"{self.job.system}-{self.task}" + (f"-{self.job.layers}-layers" if self.job.layers else "")
+        return f"{self.job.system}-{self.task}" + (f"-{self.job.layers}-layers" if self.job.layers else "") \
+            + ("-warm" if self.job.steps == 1 else "")
 
     def start(self) -> None:
         spec = self.folder / f"{self.stem}.job.json"
         self.result = self.folder / f"{self.stem}.result.json"
         self.log = open(self.folder / f"{self.stem}.log", "w", encoding="utf-8")  # noqa: SIM115: closed in finish
-        self.caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
+        self.own_caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
         spec.write_text(json.dumps(self.job.to_dict() | {"task": self.task}))
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.turns:
             environment["TUNECOMPILE_TURNS"] = "1"
         if not self.job.trust_cache:  # compile times are those of a first run
-            environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{self.caches}/inductor", "TRITON_CACHE_DIR": f"{self.caches}/triton"}
+            folder = self.caches or self.own_caches
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tunecompile.compare.worker", str(spec), str(self.result)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment)
@@ -77,7 +80,7 @@ class Worker:
     def finish(self) -> None:
         self.process.wait()
         self.log.close()
-        shutil.rmtree(self.caches, ignore_errors=True)
+        shutil.rmtree(self.own_caches, ignore_errors=True)
 
     def stop(self) -> None:
         if self.process and self.process.poll() is None:

@@ -21,6 +21,7 @@ from tunecompile.compare.spec import REFERENCE, Job, System
 from tunecompile.errors import TunecompileError
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's
+COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code
 CHECK_LAYERS = 2  # depth at which a shape model is checked against fp32
 
 
@@ -35,6 +36,7 @@ class Comparison:
     reference_steps: int = 10
     check: bool = True
     turns: bool = False
+    warm: bool = False  # measure the first step of compiling systems once more, in another process that finds the caches filled
     listen: Listener = field(default=lambda system, event, fields: None)
 
 
@@ -93,8 +95,10 @@ def run_comparison(comparison: Comparison) -> dict:
             return own.replace(gradients=f"{scratch}/{system.name}.pt" if checked else None)
 
         present = [system for system in comparison.systems if system.installed]
-        results = run_jobs([job_for(system) for system in present], comparison, logs)
+        caches = {system.name: f"{scratch}/{system.name}-caches" for system in present if comparison.warm and system.engine in COMPILING}
+        results = run_jobs([job_for(system) for system in present], comparison, logs, caches=caches)
         outcome = dict(zip((system.name for system in present), results))
+        measure_warm_starts([job_for(system) for system in present if system.name in caches], outcome, comparison, logs, caches)
         reference, check = None, Check()
         if checked_here:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
@@ -121,14 +125,25 @@ def shape_on_disk(comparison: Comparison):
         yield folder
 
 
-def run_jobs(jobs: list[Job], comparison: Comparison, logs: Path, task: str = "train") -> list[dict]:
+def run_jobs(jobs: list[Job], comparison: Comparison, logs: Path, task: str = "train", caches: dict[str, str] | None = None) -> list[dict]:
     turns = comparison.turns and len(jobs) > 1
-    results = run_workers([Worker(job, logs, comparison.listen, turns, task) for job in jobs])
+    results = run_workers([Worker(job, logs, comparison.listen, turns, task, (caches or {}).get(job.system)) for job in jobs])
     for job, result in zip(jobs, results):
         if "user_error" in result:
             raise WorkerFailed(message=result["user_error"])
         comparison.listen(job.system, "done", {"status": result.get("status", "ok")})
     return results
+
+
+def measure_warm_starts(jobs: list[Job], outcome: dict, comparison: Comparison, logs: Path, caches: dict[str, str]) -> None:
+    """One step in a new process with the caches of the first one; its seconds go into the first one's rows."""
+    if not jobs:
+        return
+    once = [job.replace(steps=1, saved_bytes=False, launches=False, gradients=None, questions=0, adapter=None) for job in jobs]
+    for job, again in zip(once, run_jobs(once, comparison, logs, caches=caches)):
+        for row, warm in zip(outcome[job.system].get("runs", []), again.get("runs", [])):
+            if row["status"] == warm["status"] == "ok":
+                row["first_step_warm_s"] = warm["first_step_s"]
 
 
 def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
