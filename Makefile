@@ -19,9 +19,11 @@ PIP_FLAGS := --disable-pip-version-check -q
 ifdef NO_VENV
 PY := $(PYTHON)
 READY := links
+SPREAD :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
 .PHONY: all demo test test-gpu wheel clean links
@@ -43,7 +45,7 @@ demo: $(READY)
 	$(PY) -m tunecompile.cli demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu" $(SPREAD) $(ARGS)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "compile_eager",
-    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "recompile_reason",
+    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "recompile_reason",
     "specialize_floats", "trace",
 ]
 
@@ -37,6 +37,12 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
 def recompile_reason() -> str | None:
     """Inside a backend: the guard whose failure made Dynamo compile this function again; None the first time."""
     return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+
+
+def in_checkpoint() -> bool:
+    """Whether a non-reentrant `torch.utils.checkpoint` is under way: it will repeat what is called now, in the backward pass."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def specialize_floats(gm: torch.fx.GraphModule) -> None:

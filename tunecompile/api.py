@@ -214,6 +214,8 @@ class State(_NotCopied):
         self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner), with_kwargs=True))
         if stack.owner._compiled_call_impl is None:
             self._attach_padding(stack)
+        elif isinstance(slot := stack.owner._compiled_call_impl, OwnerSlot):
+            slot.padding.refused = "one module owns several lists of layers"
 
     def _attach_padding(self, stack: Layers) -> None:
         padding = Padding(stack.owner, stack.members, self.step)
@@ -241,9 +243,13 @@ class State(_NotCopied):
         if module._compiled_call_impl is not None:
             self.notes.append("the head is compiled already and left as it is")
             return
-        head = Head(module, Tally("linear_cross_entropy", found=1))
+        head = Head(module, Tally("linear_cross_entropy", found=1), self._logits_are_read)
         module._compiled_call_impl = HeadSlot(self.step, head)
         self.heads.append(head)
+
+    def _logits_are_read(self) -> None:
+        for padding in self.paddings:
+            padding.logits_are_read()
 
     def follow_head(self) -> None:
         """An adapter may have put another module in the head's place since the last step."""

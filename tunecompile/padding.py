@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any, Iterator
@@ -19,9 +20,11 @@ from typing import Any, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from tunecompile._torch import in_checkpoint
 from tunecompile.ops import varlen_attention
+
+log = logging.getLogger(__name__)
 
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
 OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
@@ -49,8 +52,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-        raise CannotFlatten(f"no kernel computes attention in {query.dtype} without padding")
+    if query.is_cuda and (query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8 or query.shape[-1] > 256):
+        raise CannotFlatten(f"no kernel computes attention in {query.dtype} with heads of {query.shape[-1]} without padding")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
     return out[None], None
@@ -147,12 +150,13 @@ class Padding:
         self.refused = _refuse(owner, layers, {p.name for p in self.parameters}, self.parameters)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
-        self.decided: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by mask: a recomputation repeats its forward
+        self.flat = False  #: whether the last call was flattened
 
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call, flattened where that changes no gradient."""
         given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
         flat = self.decide(given)
+        self.flat = flat is not None
         if flat is None:
             return self.owner._call_impl(*args, **kwargs)
         try:
@@ -166,8 +170,14 @@ class Padding:
 
     def refuse(self, reason: str) -> None:
         """From now on every batch runs padded."""
-        self.refused = reason
+        self.refused, self.flat = reason, False
         self._note(reason)
+
+    def logits_are_read(self) -> None:
+        """Somebody beside the loss reads logits of the last call: what stands at padding may matter to them."""
+        if self.flat:
+            self.refuse("logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)")
+            log.warning("tunecompile: %s", next(reversed(self.notes)))
 
     def _note(self, reason: str) -> None:
         self.notes[f"padded batches are not flattened: {reason}"] = None
@@ -181,18 +191,17 @@ class Padding:
         try:
             yield
         finally:
-            for config, name in before:
-                config._attn_implementation_internal = name
+            for config, name in before:  # another model may share the config, and be under way
+                config._attn_implementation_internal = "sdpa" if name == INTERFACE else name
 
     def decide(self, given: dict) -> Flat | None:
         """The batch without its padding, or None where it has none or must keep it."""
         mask = given.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
-        if torch._C._current_graph_task_id() != -1:
-            return self.decided.get(mask)
-        flat = self.decided[mask] = self._decide(mask, given)
-        return flat
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see below
+            return None
+        return self._decide(mask, given)
 
     def _decide(self, mask: Tensor, given: dict) -> Flat | None:
         labels = self.step.labels
@@ -208,8 +217,9 @@ class Padding:
         count, read, runs = torch.stack([real.sum(), read, runs]).tolist()  # the one host read of the step
         if count == real.numel() or not count:
             return None
-        if read or runs > 1:
-            self._note("labels stand at padding, and count in the loss" if read else "a row is not in one piece")
+        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else _observed(self.owner)
+        if kept:
+            self._note(kept)
             return None
         return Flat.of(real, count)
 
@@ -223,12 +233,14 @@ class Padding:
     def _changed(self) -> str:
         """What the user may set at any time."""
         config = self.owner.config
+        if torch.cuda.is_available() and (device := next(self.owner.parameters()).device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "this GPU has no kernel for attention without padding"
         if (name := config._attn_implementation_internal) != "sdpa":
             return f"the attention implementation is {name}, and stays so"
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if getattr(config, name, False):
                 return f"{name} is asked for"
-        return ""
+        return "a checkpoint is around all layers, and would have to repeat the decision" if in_checkpoint() else ""
 
     def report(self) -> list[str]:
         said = [f"padding is left out of the layers ({self.flattened} batches)"] if self.flattened else []
@@ -280,6 +292,19 @@ def _follows_length(settings: Any) -> bool:
     if not isinstance(settings, dict):
         return False
     return any((key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value) for key, value in settings.items())
+
+
+_HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
+
+
+def _observed(owner: nn.Module) -> str:
+    """Hooks inside see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
+    for module in owner.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
+            if not known and not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
+                return f"a hook stands on {type(module).__name__}"
+    return ""
 
 
 _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}

@@ -65,6 +65,7 @@ class Head:
 
     module: nn.Module
     tally: Tally
+    read: Callable[[], None] = lambda: None  #: told when logits are made for anything but a cross-entropy
     labelled: Labelled = field(default_factory=Labelled)
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -121,6 +122,8 @@ class LazyLogits(Tensor):
             loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if loss is not None:
                 return loss
+        elif isinstance(lazy, LazyLogits) and lazy._real is None and torch.is_grad_enabled():
+            lazy._head.read()
         return func(*_real(args), **_real(kwargs))
 
     @classmethod

@@ -5,7 +5,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import value
+from tunecompile.canonical import is_barrier, value
 from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate, erase_dead, where_from
@@ -42,6 +42,15 @@ def _members(linear: Node) -> dict[str, list]:
                 rows=rows, same=(dtype, blocksize, quant_type))
 
 
+def _mode_changes(first: Node, last: Node) -> bool:
+    node = first
+    while node is not last:
+        if is_barrier(node):
+            return True
+        node = node.next
+    return False
+
+
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; the reason if it is nearly one; None if it is none."""
     act = _through_casts(down.args[0])
@@ -53,6 +62,10 @@ def _match(down: Node) -> tuple | str | None:
     if [index for _, index in halves] != [0, 1]:
         return "up stands before gate"
     wide, narrow = _members(halves[0][0]), _members(down)
+    if len(wide["rows"]) != 2:
+        return None  # one projection, cut in two afterwards
+    if _mode_changes(halves[0][0], down):
+        return "autograd or autocast is switched, or a value changed in place, between them"
     if wide["own"] or narrow["own"]:
         return "a projection has a bias, or its adapter dropout"
     if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]) or bool(wide["weights"]) != bool(narrow["weights"]):

@@ -108,3 +108,20 @@ def test_dequantised_weights(joined):
 
     o = [t for n, k in ((128, 64), (128, 64), (64, 128)) for t in (random(2, k), random(n, 2))]
     check(fn, random(2, 3, 64), *o, passes=PASSES, expect={"dequantize_4bit": 3, "lora_mlp": 1}, tol=5e-5)
+
+
+def test_one_projection_cut_in_two(joined):
+    def fn(x, *o):
+        gate, up = lora(x, *o[:3]).split(12, -1)
+        return lora(F.silu(gate) * up, *o[3:])
+
+    assert "lora_mlp" not in check(fn, random(2, 3, 8), *operands(24, 8), *operands(8, 12), passes=PASSES).ops
+
+
+def test_gate_and_up_without_autograd(joined):
+    def fn(x, *o):
+        with torch.no_grad():
+            act = F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])
+        return lora(act, *o[6:]) + x
+
+    assert "lora_mlp" not in check(fn, random(2, 3, 8), *weights(), passes=PASSES).ops

@@ -26,7 +26,8 @@ def varlen_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, off
                               out0: Tensor, out1: Tensor) -> list[Tensor]:
     """[dq, dk, dv], contiguous. The probabilities are computed again from the saved logsumexp (Dao et al., 2022, arXiv:2205.14135)."""
     places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
-    probabilities = (places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)).exp()
+    relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
+    probabilities = relative.masked_fill(~places.taken[:, None, :, None], float("-inf")).exp()  # a free place has another token's logsumexp
     dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
     dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
     dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
