@@ -135,12 +135,20 @@ class EntryHook(_NotCopied):
 
 
 class LabelsHook(_NotCopied):
-    """Forward pre-hook and forward hook of the optimized model: which labels a loss will be computed from."""
+    """Forward pre-hook and forward hook of the optimized model: which labels a loss will be computed from.
 
-    def __init__(self, step: StepFlag, model: nn.Module):
-        self.step, self.names = step, tuple(inspect.signature(model.forward).parameters)
+    A replica of `nn.DataParallel` shares our slots, which would call the original's layers: it runs as it would without us.
+    """
+
+    def __init__(self, state: "State", model: nn.Module):
+        self.state, self.step, self.names = state, state.step, tuple(inspect.signature(model.forward).parameters)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        if getattr(module, "_is_replica", False):
+            self.state.replicated = True
+            for part in module.modules():  # replicas are shallow copies: the original keeps its slots
+                part.__dict__["_compiled_call_impl"] = None
+            return
         labels = None if output else {**dict(zip(self.names, args)), **kwargs}.get("labels")
         self.step.labels = labels if isinstance(labels, torch.Tensor) else None
 
@@ -179,6 +187,7 @@ class State(_NotCopied):
     handles: list[Any] = field(default_factory=list)
     paddings: list[Padding] = field(default_factory=list)
     embeddings: nn.Module | None = None
+    replicated: bool = False  #: whether nn.DataParallel ever ran a replica
     replays: Replays = field(default_factory=Replays)
 
     def __reduce__(self) -> Any:
@@ -192,7 +201,7 @@ class State(_NotCopied):
             self.notes.append("no repeated layers were found: the model is compiled as one region")
             self._attach_whole()
             return
-        hook = LabelsHook(self.step, self.model)
+        hook = LabelsHook(self, self.model)
         self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
         self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         self._attach_head()
@@ -285,6 +294,9 @@ class State(_NotCopied):
                 _empty(head.module, slot)
         self.heads.clear()
 
+    def _note_replicas(self) -> list[str]:
+        return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if self.replicated else []
+
     def _note_unused_heads(self) -> list[str]:
         """A head that no training step called, where there were steps."""
         if not any(region.variants for region in self.regions):
@@ -302,7 +314,7 @@ class State(_NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.regions, [head.tally for head in self.heads],
-                         self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads()
+                         self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
                          + self.replays.notes())
 
 

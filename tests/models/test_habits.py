@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
+from tests.models import zoo
 from tests.models.test_custom_models import WIDTH, Modern, check, ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -289,3 +290,33 @@ def test_hooks_that_come_and_go_after_compilation(where):
         handle.remove()
     model(X).sum().backward()
     assert len(seen) == 8
+
+
+def replica_of(model):
+    """What nn.parallel.replicate makes: shallow copies of all modules, with copies of the parameters that lead back to them."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, copied in copies.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = copies.get(child)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                copied._parameters[name] = None
+            else:
+                setattr(copied, name, parameter * 1)
+    return copies[model]
+
+
+def test_replicas_of_data_parallel():
+    """They run as they would without us, and the original goes on compiled."""
+    reference = zoo.adapt(zoo.make("llama"))
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    inputs, gradients = zoo.batch(), []
+    for m in (model, reference):
+        m.train()
+        replica_of(m)(**inputs).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None})
+    assert len(gradients[1]) and max(zoo.errors(*gradients).values()) < 1e-6
+    assert not tunecompile.report(model).compiles and any("DataParallel" in note for note in tunecompile.report(model).notes)
+    assert all(layer._compiled_call_impl is not None for layer in model.base_model.model.model.layers)
+    zoo.step(model, inputs)
+    assert tunecompile.report(model).compiles
