@@ -1,0 +1,129 @@
+"""Who else may look at a padded batch: hooks, adapters by row, a second loss, checkpoints. Then the padding stays, and the report says so."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tunecompile
+from tests.models import zoo
+from tests.models.test_padding import equal, flattened, padded, pair
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_noise_on_embeddings_keeps_its_size():
+    """NEFTune's is alpha / sqrt(T * H), so its hook must see the batch as it is."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+    size = []
+    for m in pair(lambda: zoo.make("llama")):
+        embed = m.get_input_embeddings()
+        embed.neftune_noise_alpha = 5.0
+        embed.register_forward_hook(neftune_post_forward_hook)
+        embed.register_forward_hook(lambda mod, a, o: size.append((o - F.embedding(a[0], mod.weight)).abs().max().item()))
+        zoo.step(m, padded(8, 32))
+    assert size[0] == pytest.approx(size[1], rel=0.05)
+
+
+def test_another_loss_beside_the_labels():
+    """Distillation or a z-loss may read what stands at padding: from the step after the first such one the padding stays."""
+    model, reference = pair(lambda: zoo.make("llama"))
+    for seed in range(3):
+        losses = []
+        for m in (model, reference):
+            out = m.train()(**padded(seed=seed))
+            losses.append((out.loss + out.logits.float().logsumexp(-1).square().mean()).item())
+        assert not seed or losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.parametrize("where", ["model", "model.layers.1", "model.norm"])
+def test_hooks_see_the_padded_batch(where):
+    shapes = []
+    for m in pair(lambda: zoo.make("llama")):
+        m.get_submodule(where).register_forward_hook(lambda mod, a, o: shapes.append(tuple((o[0] if not isinstance(o, torch.Tensor) else o).shape)))
+        zoo.step(m, padded())
+    assert shapes[0] == shapes[1]
+
+
+def test_adapters_that_begin_at_a_row_s_place():
+    """PEFT hands them to the layers by hooks."""
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    def build():
+        torch.manual_seed(0)
+        return get_peft_model(zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]))
+
+    batch = padded()
+    batch["input_ids"][0, 6:8] = torch.tensor([5, 6])
+    equal(*pair(build), batch)
+
+
+def two_stacks():
+    import transformers as tf
+
+    class Two(tf.LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.more = nn.ModuleList(copy.deepcopy(layer) for layer in self.layers)
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+            layers, self._modules["layers"] = self.layers, nn.ModuleList([*self.layers, *self.more])
+            count, self.config.num_hidden_layers = self.config.num_hidden_layers, 6
+            try:
+                return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+            finally:
+                self._modules["layers"], self.config.num_hidden_layers = layers, count
+
+    model = zoo.make("llama", use_cache=False)
+    model.model = Two(model.config)
+    return model
+
+
+def test_two_lists_of_layers_in_one_owner():
+    equal(*pair(two_stacks), padded())
+
+
+def test_checkpoint_with_the_mask_made_inside():
+    gradients = []
+    for m in pair(lambda: zoo.make("llama", use_cache=False)):
+        batch = padded()
+        checkpoint(lambda ids: m.train()(input_ids=ids, attention_mask=batch["attention_mask"].clone(), labels=batch["labels"]).loss,
+                   batch["input_ids"], use_reentrant=False).backward()
+        gradients.append(m.model.embed_tokens.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_one_mask_two_forwards_under_checkpoints():
+    gradients = []
+    for m in pair(lambda: zoo.make("llama", use_cache=False)):
+        inner = type(m.train().model)
+        m.model.__class__ = type("Checkpointed", (inner,), {
+            "__call__": lambda self, *a, _inner=inner, **k: checkpoint(lambda: _inner.__call__(self, *a, **k), use_reentrant=False)})
+        batch = padded()
+        first = m(**batch).loss
+        rest = {k: v for k, v in batch.items() if k != "labels"}
+        (first + (m(**rest).logits * batch["attention_mask"][..., None]).square().mean()).backward()
+        gradients.append(m.model.embed_tokens.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_hook_of_the_owner_that_reads_the_mask():
+    model, reference = pair(lambda: zoo.make("llama"))
+    for m in (model, reference):
+        m.model.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "attention_mask": k["attention_mask"] * 1}), with_kwargs=True)
+    equal(model, reference, padded())
+
+
+def test_interleaved_calls_put_attention_back():
+    """Of two models that share a config."""
+    model, _ = pair(lambda: zoo.make("llama"))
+    first, second = (model._tunecompile.paddings[0].attention() for _ in range(2))
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None), second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
