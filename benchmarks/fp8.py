@@ -124,17 +124,6 @@ for k, ranks in ((4096, 48), (6144, 48), (14336, 16), (28672, 32)):
           bytes=T * (3 * k + 7 * ranks), check=lambda v, r: relative_error((v[0].float(), v[1]), (r[0].float(), r[1])))
 
 
-for k, ranks in ((4096, 48), (6144, 48), (14336, 16), (28672, 32)):
-    width = pad(k + 3 * ranks, 128)
-    systems = {"product, then quantise": lambda x, a: (p := x @ a.t(), *fp8.quantize_rows(x, p, width)), "product alone": lambda x, a: x @ a.t(),
-               "at once": lambda x, a: fp8.project_and_quantize(x, a, width)}
-    if bench.options.sweep:
-        for rows, block, warps, stages in ((16, 256, 4, 3), (16, 512, 8, 2), (16, 256, 8, 4), (16, 256, 16, 3), (32, 256, 8, 2), (32, 128, 8, 3), (64, 128, 8, 3), (64, 128, 16, 2)):
-            systems[f"{rows} rows, {block} a step, {warps} warps, {stages} stages"] = lambda x, a, t=Tile(block, rows, warps, stages): (
-                fp8.project_and_quantize(x, a, width, tile=t))
-    bench(f"X A^T and rows of {k}", systems, lambda s: (randn(T, k, seed=s), randn(ranks, k, seed=s)), bytes=T * (3 * k + 9 * ranks))
-
-
 def nf4_to_fp8(n, k, transposed, **options):
     rows, columns = (k, n) if transposed else (n, k)
     out = torch.empty(rows, columns + 128, dtype=E4M3, device="cuda")

@@ -42,10 +42,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(Tile(0, num_warps=16), upto=32768),
         Row(Tile(0, num_warps=32)),
     ),
-    # size: columns. `rows` a program, `block` columns a step.
-    "fp8_project": (
-        Row(Tile(256, rows=16, num_warps=8, num_stages=3)),
-    ),
     # size: rows. `block` of them a program.
     "fp8_adapter": (
         Row(Tile(64, num_warps=4)),

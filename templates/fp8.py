@@ -86,59 +86,6 @@ def quantize_rows(x, extra, width, *, tile=None):
 
 
 @triton.jit
-def project_kernel(x, a, out, scales, projected, n_rows, x_stride, a_rank_stride, a_stride, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
-                   RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows are read twice, the second time from L2: for the product and the largest value, and to be rounded."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rank = tl.arange(0, RANKS_POW2)
-    inside, used = (row < n_rows)[:, None], (rank < RANKS)[None, :]
-    product = tl.zeros([ROWS, RANKS_POW2], tl.float32)
-    largest = tl.zeros([ROWS], tl.float32)
-    for start in range(0, COLUMNS, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        v = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside & (column < COLUMNS)[None, :], other=0.0)
-        m = tl.load(a + column[:, None] * a_stride + rank[None, :] * a_rank_stride, mask=used & (column < COLUMNS)[:, None], other=0.0)
-        product = tl.dot(v, m.to(v.dtype), product)
-        largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
-    rounded = product.to(projected.dtype.element_ty)
-    tl.store(projected + row[:, None] * RANKS + rank[None, :], rounded, mask=inside & used)
-    e = rounded.to(tl.float32)
-    scale = tl.maximum(tl.maximum(largest, tl.max(tl.abs(e), 1)), TINY) / LARGEST
-    tl.store(scales + row, scale, mask=row < n_rows)
-    inverse = (1.0 / scale)[:, None]
-    out += row[:, None] * (COLUMNS + 3 * RANKS + PADDING)
-    for start in range(0, COLUMNS, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mask = inside & (column < COLUMNS)[None, :]
-        v = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + column[None, :], (v * inverse).to(tl.float8e4nv), mask=mask)
-    _store_split(e * inverse, out + COLUMNS, rank[None, :], inside & used, RANKS, False)
-    if PADDING > 0:
-        pad = tl.arange(0, PADDING_POW2)
-        zero = tl.zeros([ROWS, PADDING_POW2], tl.float32).to(tl.float8e4nv)
-        tl.store(out + COLUMNS + 3 * RANKS + pad[None, :], zero, mask=inside & (pad < PADDING)[None, :])
-
-
-def project_and_quantize(x, a, width, *, tile=None):
-    """(x a^T: [T, R] in x's dtype, and what ``quantize_rows`` makes of x and it), reading x from memory once.
-
-    x: [T, C], unit column stride, bf16 or fp16; a: [R, C], any strides, rounded to x's dtype.
-    """
-    (rows, columns), ranks = x.shape, a.shape[0]
-    if x.stride(1) != 1 or width < columns + 3 * ranks:
-        raise ValueError(f"x has strides {x.stride()}; {columns} columns and 3 x {ranks} ranks go into {width}")
-    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    projected = torch.empty((rows, ranks), dtype=x.dtype, device=x.device)
-    tile = tile or _tiles.pick("fp8_project", x, columns)
-    padding = width - columns - 3 * ranks
-    launch(project_kernel, (triton.cdiv(rows, tile.rows),), x, a, out, scales, projected, rows, x.stride(0), *a.stride(), COLUMNS=columns, RANKS=ranks,
-           RANKS_POW2=next_power_of_2(max(ranks, 16)), PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)), ROWS=tile.rows,
-           BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return projected, out, scales
-
-
-@triton.jit
 def adapter_kernel(adapter, largest, out, scales, n_rows, row_stride, rank_stride, COLUMN: tl.constexpr, RANKS: tl.constexpr,
                    RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

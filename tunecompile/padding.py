@@ -147,7 +147,7 @@ class Padding:
         self.looks = UNPADDED
         self.flattened = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
-        self.refused = _refuse(owner, layers, {p.name for p in self.parameters}, self.parameters)
+        self.refused = _refuse(owner, layers, self.parameters)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
         self.flat = False  #: whether the last call was flattened
@@ -199,11 +199,8 @@ class Padding:
         mask = given.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see below
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see `_changed`
             return None
-        return self._decide(mask, given)
-
-    def _decide(self, mask: Tensor, given: dict) -> Flat | None:
         labels = self.step.labels
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         reason = self.refused or self._changed() or _refuse_call(given, mask, tokens, labels)
@@ -263,7 +260,7 @@ class OwnerSlot:
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
-def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], names: set[str], parameters: tuple) -> str:
+def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) -> str:
     """Why no batch of this model can be flattened, as far as its structure tells; empty where none is found."""
     transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
     interface = getattr(transformers, "AttentionInterface", None)
@@ -272,7 +269,7 @@ def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], names: set[str], pa
         return "its attention is not called through the attention interface of transformers"
     if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
         return "its attention needs a mask"
-    if not open_ended or not {"attention_mask", "position_ids"} <= names:
+    if not open_ended or not {"attention_mask", "position_ids"} <= {p.name for p in parameters}:
         return "its forward does not hand keyword arguments on"
     if getattr(owner, "_is_stateful", False) or any(isinstance(m, _MIXERS) for layer in layers for m in layer.modules()):
         return "its layers mix tokens by more than attention"

@@ -46,8 +46,6 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8):
             [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)]), packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)]),
         "fp8_quantize": (lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48), [e(64, 4096), e(64, 16, dtype=torch.float32)]),
         "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8, 28672)]),
-        "fp8_project": (lambda x, a: fp8.project_and_quantize(x, a, 4096 + 256), [e(64, 4096), e(48, 4096)]),
-        "fp8_project_strided": (lambda x, b: fp8.project_and_quantize(x, b.t(), 6144 + 256), [e(64, 6144), e(6144, 48)]),
         "fp8_adapter": (lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64), [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)]),
         "fp8_dense": (lambda w, s, out: fp8.write_dense(w, s, out), [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)]),
         "fp8_dense_transposed": (lambda w, s, out: fp8.write_dense(w.t(), s, out), [e(1024, 4096), e(1, 4096, dtype=torch.float32),

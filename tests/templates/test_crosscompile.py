@@ -46,7 +46,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
     written = {"nf4": ["out"], "cross_entropy": ["logits", "losses", "lses"], "rms_norm": ["total", "y"], "rms_norm_wide": ["y"],
                "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"], "rope": ["k_out", "q_out"], "rope_backward": ["q_out"],
                "fp8_quantize": ["out", "scales"], "fp8_quantize_wide": ["out", "scales"], "fp8_adapter": ["out", "scales"],
-               "fp8_project": ["out", "projected", "scales"], "fp8_project_strided": ["out", "projected", "scales"], "fp8_dense": ["out"],
+               "fp8_dense": ["out"],
                "fp8_dense_transposed": ["out"], "fp8_nf4": ["out"], "fp8_nf4_transposed": ["out"], "swiglu": ["out"], "swiglu_backward": ["both", "out"],
                "lora_rows": ["out"], "lora_columns": ["out"], "lora_mlp": ["both", "parts"]}
     lines = finish(start("trace"))

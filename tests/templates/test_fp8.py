@@ -41,18 +41,6 @@ def test_rows(device, dtype, rows, columns, ranks, width):
         assert (error <= 1.01 * torch.maximum(HALF_ULP**2 * extra.double().abs(), SMALLEST * scale.double())).all()
 
 
-@pytest.mark.parametrize("rows,columns,ranks,width", [(1, 16, 1, 32), (37, 300, 5, 384), (16, 512, 48, 768)])
-@pytest.mark.parametrize("strided", (False, True))
-def test_projection_and_rows_at_once(device, error, rows, columns, ranks, width, strided):
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # Triton's interpreter multiplies the bits of bf16
-    x = make(rows, columns, device=device, dtype=dtype)
-    a = make(columns, ranks, device=device, dtype=dtype, seed=1).t() if strided else make(ranks, columns, device=device, dtype=dtype, seed=1)
-    projected, got, scale = fp8.project_and_quantize(x, a, width)
-    assert error(projected, x.double() @ a.double().t()) < torch.finfo(dtype).eps
-    expected, expected_scale = fp8.quantize_rows(x, projected, width)
-    assert torch.equal(got.float(), expected.float()) and torch.equal(scale, expected_scale)
-
-
 def test_zeros_and_what_is_no_number(device):
     x = torch.zeros(3, 32, device=device)
     x[1, 5], x[2, 5] = float("inf"), float("nan")

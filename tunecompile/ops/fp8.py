@@ -16,7 +16,6 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 WIDTH = 128  #: what is summed is padded to a multiple of this
 FAST_FORWARD, FAST_BACKWARD = True, False  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
-PROJECT_UPTO = 0  #: columns up to which one kernel makes XA and e4m3 rows; beyond, a row's second reading comes from memory again
 WIDEST = 65536  #: columns of a row that one program quantises
 
 #: (adapter's factor [rows, R] or None, transposed) -> the weight beside it in e4m3, [rows, width], and its rows' scales [1, rows]
@@ -60,10 +59,6 @@ def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(x a^T in `dtype`, and `quantize` of x and it). a: [R, C] in `dtype`."""
-    if x.is_cuda and dtype == x.dtype and x.shape[1] <= PROJECT_UPTO:
-        from tunecompile.templates import fp8
-
-        return fp8.project_and_quantize(x if x.stride(1) == 1 else x.contiguous(), a, width_of(x.shape[1], a.t()))
     projected = x.to(dtype) @ a.t()
     return projected, *quantize(x, projected)
 

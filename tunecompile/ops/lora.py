@@ -61,6 +61,11 @@ def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.
     return _tokens(x).to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
 
 
+def on_diagonal(b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Every sibling's scale * B in rows and columns of its own: [N, R]."""
+    return torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+
+
 def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
     """The product with its biases, in x's leading shape."""
     if biases:
@@ -80,7 +85,7 @@ def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) 
         rows = fp8.quantize(_tokens(x), xa)
     else:
         xa, *rows = fp8.project(_tokens(x), torch.cat([m.to(dtype) for m in a]), dtype)
-    adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+    adapters = on_diagonal(b, scales, dtype)
     y = fp8.product(*rows, *weight(adapters, False), fp8.FAST_FORWARD)
     return finish(y, x, biases), xa
 
@@ -115,7 +120,7 @@ def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: tor
 
 def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
     """[W | scale B | 0], the siblings' weights below each other and their B in columns of their own."""
-    adapters = torch.block_diag(*[(m.to(dtype) * s).to(weights[0].dtype) for m, s in zip(b, scales)])
+    adapters = on_diagonal(b, scales, dtype).to(weights[0].dtype)
     rows, width = adapters.shape[0], weights[0].shape[1] + adapters.shape[1]
     return torch.cat([torch.cat(weights), adapters, adapters.new_zeros(rows, padded(width) - width)], 1)
 
@@ -210,7 +215,7 @@ def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.
 def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
     """The backward with one dX product for all siblings, and one pass over dY for every sibling's scale * dY B."""
     rows, ranks = _tokens(x), [m.shape[0] for m in a]
-    adapters = torch.block_diag(*[m.to(dtype) * s for m, s in zip(b, scales)])
+    adapters = on_diagonal(b, scales, dtype)
     dx, gb, g = base(grad, adapters, not inputs)
     if inputs:
         parts = gb.split(ranks, 1)

@@ -47,8 +47,8 @@ class Base:
             return torch.cat([*self.weights[part], below])
         return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
-
     def in_fp8(self, part: slice, like: Tensor, width: int) -> fp8.Operand:
+        """Both directions of [W | what is beside it] in e4m3."""
         if self.weights:
             return fp8.dense_operand(self.weights[part])
         _, *columns, rows, width, blocksize, quant_type = self._packed(part, like, (), width)
@@ -114,7 +114,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
 def _refuse_fp8(x, weights, packed, a, b, rows, activation) -> str | None:
     if not _supports(x, weights, packed, a, b, rows, activation):
         return "its backward cannot be joined"
-    return fp8.refuse(x, rows[WIDE]) or fp8.refuse(x, rows[DOWN])
+    return lora_nf4.refuse_fp8(x, packed, rows[WIDE]) or lora_nf4.refuse_fp8(x, packed, rows[DOWN])
 
 
 @lora_mlp.provider("joined_fp8", precision="fp8", refuses=lambda x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type,
@@ -124,15 +124,15 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
     from tunecompile.templates import swiglu
 
     base, inner, lead = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0], x.shape[:-1]
-    scaled = [m.to(x.dtype) * s for m, s in zip(b, scales)]
     xa, *tokens = fp8.project(x.reshape(-1, x.shape[-1]), torch.cat([m.to(x.dtype) for m in a[WIDE]]), x.dtype)
-    gate_up = fp8.product(*tokens, *base.in_fp8(WIDE, x, x.shape[-1])(torch.block_diag(*scaled[WIDE]), False), fp8.FAST_FORWARD)
+    gate_up = fp8.product(*tokens, *base.in_fp8(WIDE, x, x.shape[-1])(lora.on_diagonal(b[WIDE], scales[WIDE], x.dtype), False), fp8.FAST_FORWARD)
     y = xa_down = None
     if used[0] or used[3]:
         act = swiglu.forward(*gate_up.split(inner, 1), activation)
         xa_down = act @ a[2].to(x.dtype).t()
     if used[0]:
-        y = fp8.product(*fp8.quantize(act, xa_down), *base.in_fp8(DOWN, x, inner)(scaled[2], False), fp8.FAST_FORWARD).reshape(*lead, rows[2])
+        adapter = lora.on_diagonal(b[DOWN], scales[DOWN], x.dtype)
+        y = fp8.product(*fp8.quantize(act, xa_down), *base.in_fp8(DOWN, x, inner)(adapter, False), fp8.FAST_FORWARD).reshape(*lead, rows[2])
     return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
 
 
@@ -196,11 +196,11 @@ def _joined(x, a, b, scales, inner, activation, gate_up, xa, xa_down, through_do
     diagonal) -> (dX, d_gate B | d_up B)."""
     from tunecompile.templates import lora_mlp as template
 
-    scaled, ranks = [m.to(x.dtype) * s for m, s in zip(b, scales)], [m.shape[0] for m in a]
-    d_act, gb, g = through_down(scaled[2])
+    ranks = [m.shape[0] for m in a]
+    d_act, gb, g = through_down(lora.on_diagonal(b[DOWN], scales[DOWN], x.dtype))
     both, db_gate, db_up, da_down = template.backward(d_act, gate_up.reshape(-1, 2 * inner), gb, xa, ranks[:2], activation,
                                                       width=width(2 * inner + ranks[0] + ranks[1]))
-    dx, gb = through_wide(both, torch.block_diag(*scaled[WIDE]))
+    dx, gb = through_wide(both, lora.on_diagonal(b[WIDE], scales[WIDE], x.dtype))
     da_gate, da_up = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[:2])
     d_a, d_b = (da_gate, da_up, da_down), (db_gate.t() * scales[0], db_up.t() * scales[1], (g.t() @ xa_down) * scales[2])
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]

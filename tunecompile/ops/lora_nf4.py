@@ -99,14 +99,14 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     return lora_linear.choose((x, inputs, weights, biases, a, b, scales, dtype)).run(x, inputs, weights, biases, a, b, scales, dtype)
 
 
-def _refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str | None:
+def refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str | None:
     if not all(p.is_contiguous() and p.storage_offset() % 4 == 0 for p in packed):
         return "the packed weight is not contiguous, or begins at an odd byte"
     return fp8.refuse(x, rows)
 
 
 @lora_linear_nf4.provider("fp8", precision="fp8", refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
-                          *_: _refuse_fp8(x, packed, rows))
+                          *_: refuse_fp8(x, packed, rows))
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return forward_in_fp8(x, inputs, weight, biases, a, b, scales, dtype)
@@ -164,7 +164,7 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
 
 
 @lora_linear_nf4.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales,
-                                      dtype, rows, *_: _refuse_fp8(x, packed, rows))
+                                      dtype, rows, *_: refuse_fp8(x, packed, rows))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return adapter_gradients(grad, x, inputs, base_gradient_in_fp8(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
