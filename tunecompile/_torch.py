@@ -73,7 +73,9 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 
 
-def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None) -> Callable:
+def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
+                     cached: bool = True) -> Callable:
+    """cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -87,11 +89,12 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
     # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796). combo_kernels joins small independent kernels (casts
     # of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model.
     patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True}
-    with torch._functorch.config.patch(enable_autograd_cache=wrap is None):  # what comes from that cache is not wrapped
+    with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached):  # what comes from that cache is not wrapped
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
-def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None) -> Callable:
+def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
+                  cached: bool = False) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled: seconds instead of minutes, for tests."""
 
     def compiler(kind: str | None) -> Callable:

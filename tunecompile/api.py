@@ -13,6 +13,9 @@ from torch import nn
 from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
+from tunecompile.memory.budget import Budget
+from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
+from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally, validate
 from tunecompile.regions import Layers, Region, Slot, find_layers, structure
@@ -23,7 +26,7 @@ _ATTRIBUTE = "_tunecompile"
 Precision = Literal["fp8"]
 
 
-def optimize(model: nn.Module, *, precision: Precision | None = None, executor: Executor = "inductor") -> nn.Module:
+def optimize(model: nn.Module, *, memory: Spec = None, precision: Precision | None = None, executor: Executor = "inductor") -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
     Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
@@ -32,6 +35,11 @@ def optimize(model: nn.Module, *, precision: Precision | None = None, executor: 
 
     Args:
         model: any `nn.Module`; repeated decoder layers are compiled once for all of them, a model without them as a whole.
+        memory: what the training step may hold on the GPU: bytes ("20GiB", 20 * 2**30), a share of the GPU's memory (0.8), or "auto" for
+            all that is free. Where the step would need more, layers compute again in their backward pass what frees most bytes
+            a millisecond, as few layers as will do, and the plan is looked at again when the batch grows. It takes the place of
+            the model's own gradient checkpointing, with the same results. None: each layer keeps what is dear to compute, or
+            nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers hold for the backward pass.
         precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit floating
             point (e4m3), where the GPU has compute capability 9.0 or 10.0 and activations are bf16: nearly half of the
             matrix products' time, for results that are off by a few per cent each. Adapters keep their precision; attention,
@@ -45,16 +53,18 @@ def optimize(model: nn.Module, *, precision: Precision | None = None, executor: 
     Raises:
         NotAModule: `model` is not an `nn.Module`.
         UnknownPrecision: `precision` is neither None nor "fp8".
+        UnknownBudget: `memory` is none of the forms above.
     """
     if not isinstance(model, nn.Module):
         raise NotAModule(type=type(model).__name__)
     if precision not in (None, *get_args(Precision)):
         raise UnknownPrecision(given=precision)
+    budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
     if os.environ.get("TUNECOMPILE") == "0" or getattr(model, _ATTRIBUTE, None) is not None:
         return model
     from tunecompile.passes import PIPELINE
 
-    state = State(model, validate(PIPELINE), executor, precision)
+    state = State(model, validate(PIPELINE), executor, precision, memory)
     state.attach()
     model.__dict__[_ATTRIBUTE] = state
     return model
@@ -111,6 +121,7 @@ class StepFlag:
     active: bool = False
     entered: bool = False  #: whether any step has begun at all
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
+    budget: Budget | None = None  #: of the model's layers, where the user gave one
 
 
 class EntryHook(_NotCopied):
@@ -128,6 +139,7 @@ class EntryHook(_NotCopied):
             return None
         self.state.follow_checkpointing()
         self.state.follow_head()
+        self.state.follow_budget()
         if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
@@ -179,6 +191,7 @@ class State(_NotCopied):
     passes: tuple
     executor: Executor
     precision: Precision | None = None
+    memory: Spec = None
     step: StepFlag = field(default_factory=StepFlag)
     regions: list[Region] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -238,7 +251,7 @@ class State(_NotCopied):
             self.notes.append("the model is compiled already and left as it is")
             return
         region = Region(type(self.model).__name__, self.passes, self.executor, self.replays, self.precision)
-        slot = WholeSlot(self.step, self.model, region)
+        slot = WholeSlot(self, region)
         self.regions.append(region)
         self.model._compiled_call_impl = slot
         self.slots.append(slot)
@@ -274,6 +287,24 @@ class State(_NotCopied):
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if slot.checkpoint and function is not None and not isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = PassThrough(function)
+
+    def follow_budget(self) -> None:
+        """Made at the first training step, when the model is where it will be trained."""
+        if self.memory is None:
+            return
+        if self.step.budget is None:
+            devices = {parameter.device for slot in self.slots for parameter in slot.layer.parameters()}
+            if len(devices) != 1 or (self.memory == "auto" and next(iter(devices)).type != "cuda"):
+                self.notes += [f"no memory plan: layers are on {len(devices)} devices"] if len(devices) != 1 and self.memory != "auto" else []
+                self.memory = None
+                return
+            device = next(iter(devices))
+            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes)
+        self.step.budget.begin()
+
+    def _tail_bytes(self, tokens: int) -> int:
+        """What head and loss need beside what the layers hold."""
+        return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
     def detach(self) -> None:
         for handle in self.handles:
@@ -315,7 +346,7 @@ class State(_NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.regions, [head.tally for head in self.heads],
                          self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
-                         + self.replays.notes())
+                         + self.replays.notes() + (self.step.budget.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
 
 
 def _empty(module: nn.Module, slot: Any) -> None:
@@ -327,7 +358,13 @@ def _empty(module: nn.Module, slot: Any) -> None:
 class WholeSlot(Slot):
     """A model without repeated layers: entry and region are one."""
 
+    def __init__(self, state: State, region: Region):
+        super().__init__(state.step, state.model, region)
+        self.state = state
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.step.entered = True
         self.step.active = self.layer.training and torch.is_grad_enabled()
+        if self.step.active:
+            self.state.follow_budget()
         return super().__call__(*args, **kwargs)

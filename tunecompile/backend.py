@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from tunecompile import _torch
 from tunecompile.canonical import canonicalize
 from tunecompile.graphs import Replays
-from tunecompile.partition import Lowering, Partitioner
+from tunecompile.memory.planner import KEEP, Plan
+from tunecompile.partition import Decide, Lowering, Partitioner, copied
 from tunecompile.pipeline import Context, Pass, run_stage
 
 log = logging.getLogger("tunecompile")
@@ -21,18 +22,19 @@ Executor = Literal["inductor", "eager"]
 class Backend:
     """Compiles every graph Dynamo makes of one region under one plan, and remembers what it did in `contexts`.
 
-    `executor` "eager" runs the final graphs op by op instead of compiling them: the same passes without code generation.
+    A `plan` that is None is made by `decide` from the first graph that has a backward, and kept. `executor` "eager" runs the final graphs
+    op by op instead of compiling them: the same passes without code generation.
     """
 
-    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", checkpoint: bool = False,
-                 replays: Replays | None = None, precision: str | None = None):
-        self.region, self.passes, self.executor, self.checkpoint = region, tuple(passes), executor, checkpoint
-        self.replays, self.precision = replays, precision
+    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", plan: Plan | None = KEEP,
+                 replays: Replays | None = None, precision: str | None = None, decide: Decide | None = None):
+        self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
+        self.replays, self.precision, self.decide = replays, precision, decide
         self.contexts: list[Context] = []
         self.failures: list[str] = []
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, checkpoint=self.checkpoint, precision=self.precision)
+        context = Context(self.region, self.plan or KEEP, self.precision)
         _torch.specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
             compiled = self._compile(gm, inputs, context)
@@ -46,6 +48,8 @@ class Backend:
                 self._note("runs eagerly", second)
                 return gm.forward
         self.contexts.append(context)
+        if self.plan is None and context.outputs:
+            self.plan = context.plan
         return compiled
 
     def _note(self, what: str, error: Exception) -> None:
@@ -56,21 +60,21 @@ class Backend:
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
         """As torch.compile would; with checkpointing, the plan still recomputes."""
-        plan = [p for p in self.passes if p.stage == "plan"] if self.checkpoint else []
-        context = Context(self.region, checkpoint=self.checkpoint)
+        plan = [p for p in self.passes if p.stage == "plan"] if self.plan not in (None, KEEP) else []
+        context = Context(self.region, self.plan or KEEP)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
-        return compiler(_copy(gm), inputs, Lowering((), context), Partitioner(plan, context))
+        return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
     def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
-        work = _copy(gm)  # the original stays whole, to fall back on
+        work = copied(gm)  # the original stays whole, to fall back on
         canonicalize(work)
         run_stage(self.passes, "recognize", work.graph, context)
         work.graph.lint()
         work.recompile()
-        lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context)
+        lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         with _torch.preferred_attention(_device_type(inputs)):
-            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)))
+            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), cached=self.plan is not None)
 
     def _replay(self, context: Context, device: str) -> _torch.Wrap | None:
         """Launch-bound graphs are recorded once they run."""
@@ -82,16 +86,6 @@ class Backend:
             return replays.forward(run, context.outputs, parameters) if kind == "forward" else replays.backward(run)
 
         return wrap
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    """Nodes and their metadata anew; fake values are shared. (`deepcopy` would give every copy a fake mode of its own.)"""
-    graph = torch.fx.Graph()
-    returned = graph.graph_copy(gm.graph, {})
-    graph.output(returned)
-    work = GraphModule(gm, graph)
-    work.meta = dict(gm.meta)
-    return work
 
 
 def _device_type(inputs: list) -> str:

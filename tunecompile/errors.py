@@ -41,3 +41,7 @@ class InvalidPipeline(TunecompileError):
 
 class LeftoverOp(TunecompileError):
     template = "{ops} reached code generation without a provider. This is a fault of the pass that made them; please report it."
+
+
+class UnknownBudget(TunecompileError, ValueError):
+    template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."

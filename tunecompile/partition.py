@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from tunecompile._torch import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
+from tunecompile.memory.menu import Cut
+from tunecompile.memory.planner import Plan
 from tunecompile.pipeline import Context, Pass, run_stage
 
 
@@ -38,21 +40,49 @@ class _Hook:
         self.passes, self.context = tuple(passes), context
 
     def uuid(self) -> str:
-        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.checkpoint}:{self.context.precision}"
+        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.plan.key}:{self.context.precision}"
 
     def __reduce__(self) -> tuple:
         return str, (self.uuid(),)
 
 
+Decide = Callable[[Graph, Cut], Plan]
+
+
 class Partitioner(_Hook, CustomPartitionerFn):
-    """Runs the plan passes on the joint graph, then cuts it in two."""
+    """Runs the plan passes on the joint graph, then cuts it in two. With `decide`, the plan is made here, where the graph is known."""
+
+    def __init__(self, passes: Sequence[Pass], context: Context, decide: Decide | None = None):
+        super().__init__(passes, context)
+        self.decide = decide
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if self.decide is not None:
+            self.context.plan = self.decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs))
         run_stage(self.passes, "plan", gm.graph, self.context)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
+
+    def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
+        """Both graphs as a plan would have them lowered, made from a copy."""
+        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision)
+        run_stage(self.passes, "plan", trial.graph, context)
+        graphs = min_cut_rematerialization_partition(trial, joint_inputs, **kwargs)
+        for graph in graphs:
+            run_stage(self.passes, "lower", graph.graph, context)
+        return graphs
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """Nodes and their metadata anew; fake values are shared. (`deepcopy` would give every copy a fake mode of its own.)"""
+    graph = Graph()
+    returned = graph.graph_copy(gm.graph, {})
+    graph.output(returned)
+    work = GraphModule(gm, graph)
+    work.meta = dict(gm.meta)
+    return work
 
 
 def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, int | torch.SymInt]]:

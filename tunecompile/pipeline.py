@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal, Sequence
 from torch.fx import Graph, Node
 
 from tunecompile.errors import InvalidPipeline
+from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.rewrite import Rewrite, apply, where_from
 
 Stage = Literal["recognize", "plan", "lower"]
@@ -30,7 +31,7 @@ class Context:
     """What a pass may read and what it reports into, for one graph of one region."""
 
     region: str
-    checkpoint: bool = False
+    plan: Plan = KEEP  #: what the layer computes again
     precision: str | None = None  #: what the user allows beside the model's own
     tallies: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -6,6 +6,7 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
@@ -17,7 +18,9 @@ from torch.fx import GraphModule
 from tunecompile._torch import recompile_reason
 from tunecompile.backend import Backend, Executor
 from tunecompile.graphs import Replays
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
 from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
+from tunecompile.partition import Decide
 from tunecompile.pipeline import Pass
 
 
@@ -175,20 +178,28 @@ class Region:
     executor: Executor
     replays: Replays | None = None
     precision: str | None = None
-    backends: dict[bool, Backend] = field(default_factory=dict)
+    backends: dict[Plan | None, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     bypassed: bool = False
 
-    def variant(self, checkpoint: bool, kind: tuple) -> Variant:
-        """The variant for this plan and this kind of call."""
-        key = (checkpoint, *kind)
+    def variant(self, plan: Plan | None, kind: tuple, decide: Decide | None = None) -> Variant:
+        """The variant for this plan and this kind of call. Where there is no plan yet, `decide` makes it from the graph."""
+        key = (plan, *kind)
         if key not in self.variants:
-            name = f"{self.name}_checkpointed" if checkpoint else self.name
-            if checkpoint not in self.backends:
-                self.backends[checkpoint] = Backend(name, self.passes, self.executor, checkpoint, self.replays, self.precision)
-            self.variants[key] = Variant(name, self.backends[checkpoint])
+            name = self.name + _suffix(plan)
+            if plan not in self.backends:
+                self.backends[plan] = Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide)
+            self.variants[key] = Variant(name, self.backends[plan])
         return self.variants[key]
+
+    def settle(self, kind: tuple) -> None:
+        """What was compiled before there was a plan goes under the plan that was made of it."""
+        variant, backend = self.variants[None, *kind], self.backends[None]
+        if backend.plan is not None:
+            del self.variants[None, *kind], self.backends[None]
+            self.backends.setdefault(backend.plan, backend)
+            self.variants.setdefault((backend.plan, *kind), variant)
 
     def notes(self) -> list[str]:
         """What did not run as compiled, or not in one piece."""
@@ -206,6 +217,11 @@ class Region:
         return said
 
 
+def _suffix(plan: Plan | None) -> str:
+    """What tells a plan's variants from those that keep all."""
+    return "" if plan in (None, KEEP) else "_checkpointed" if plan == RECOMPUTE else f"_recomputes_{plan.key.replace(',', '_')}"
+
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -214,7 +230,7 @@ class Slot:
 
     def __init__(self, step: "Any", layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
-        self.checkpoint = False
+        self.checkpoint = False  #: whether the user asks for it
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
@@ -231,8 +247,16 @@ class Slot:
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
         kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
-        self.variant = self.region.variant(self.checkpoint, kind)
-        return self.variant.call(self.layer, *args, **kwargs)
+        budget = self.step.budget
+        if budget is None:
+            self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
+            return self.variant.call(self.layer, *args, **kwargs)
+        option = budget.option(self, math.prod(sizes))
+        self.variant = self.region.variant(option and option.plan, kind, budget.decide)
+        output = self.variant.call(self.layer, *args, **kwargs)
+        if option is None:
+            self.region.settle(kind)
+        return output
 
     def _flattened(self, args: tuple, kwargs: dict) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""

@@ -8,6 +8,7 @@ from typing import Any, Sequence
 
 from torch import nn
 
+from tunecompile.memory.gauge import shown
 from tunecompile.pipeline import Tally
 from tunecompile.regions import Region
 
@@ -32,6 +33,7 @@ class Report:
     regions: list[RegionReport] = field(default_factory=list)
     matches: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds
 
     @property
     def compiles(self) -> int:
@@ -39,7 +41,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
-                "notes": list(self.notes), "compiles": self.compiles,
+                "notes": list(self.notes), "memory": self.memory, "compiles": self.compiles,
                 "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}
 
     def __str__(self) -> str:
@@ -55,12 +57,24 @@ class Report:
             if m.found:
                 lines.append(f"  {m.family:22s}{m.found:7d}{m.rewritten:11d}")
                 lines += [f"      refused: {reason}" for reason in dict.fromkeys(m.refused)]
+        if self.memory is not None:
+            lines += _memory_lines(self.memory)
         if not self.compiles:
             lines.append("  nothing is compiled yet: run one training step")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str]) -> Report:
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
+    measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
+    lines = [f"  memory: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
+    for plan in memory["plans"]:
+        again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
+        lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
+    return lines + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+
+
+def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],
+              memory: dict[str, Any] | None = None) -> Report:
     """Collect what the backends of all regions recorded."""
     made, matches, notes = [], {}, list(notes)
     layers = _layer_counts(model)
@@ -83,7 +97,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     for tally in tails:  # the head's loss is joined outside the regions
         total = matches.setdefault(tally.family, Tally(tally.family))
         total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
-    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)))
+    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory)
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:

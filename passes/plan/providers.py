@@ -3,8 +3,8 @@
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile.memory.menu import backward_nodes
 from tunecompile.op import OPS
-from tunecompile.passes.plan.remat import backward_nodes
 from tunecompile.pipeline import Context, Pass
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

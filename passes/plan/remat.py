@@ -1,4 +1,4 @@
-"""Save what is dear to compute, recompute what is cheap; under checkpointing, recompute all that draws no random numbers.
+"""Save what is dear to compute, recompute what is cheap, and what the layer's plan names; under checkpointing, all that draws no random numbers.
 
 Tags only: the partitioner (min-cut) decides within them. A value tagged to be saved is saved only if the backward needs it, so
 a product whose result nobody reads again costs no memory.
@@ -6,57 +6,39 @@ a product whose result nobody reads again costs no memory.
 
 import operator
 
-import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import CheckpointPolicy
-from tunecompile.op import OPS, Cost
+from tunecompile.memory.liveness import tensor_bytes
+from tunecompile.memory.menu import backward_nodes, cost, dear_nodes, random
+from tunecompile.op import Cost
 from tunecompile.pipeline import Context, Pass
 
-_DEAR = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
-
-
-def backward_nodes(graph: Graph) -> set[Node]:
-    """Everything that depends on a tangent."""
-    reached: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if tangent or any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    return reached
-
-
-def _cost(node: Node) -> Cost | None:
-    """Of an op, or of an ATen call; None where the partitioner knows best."""
-    if node.target in OPS:
-        return OPS[node.target].cost
-    packet = getattr(node.target, "overloadpacket", None)
-    name = getattr(packet, "__name__", "")
-    if name in _DEAR or ("attention" in name and "backward" not in name):
-        return Cost.MATMUL
-    return None
-
-
-def _random(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+SMALL = 1 / 16  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
 
 
 def run(graph: Graph, context: Context) -> None:
-    backward = backward_nodes(graph)
+    backward, dear, plan = backward_nodes(graph), dear_nodes(graph), context.plan
+    again = set(dear if plan.recompute is None else [node for i, node in enumerate(dear) if i in plan.recompute])
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
             continue
         if node.target is operator.getitem:
-            policy = node.args[0].meta.get("recompute")
-        elif _random(node):  # its numbers would have to be drawn again from the same state
+            small = plan.recompute is not None and node.args[0] in again and _is_small(node)
+            policy = CheckpointPolicy.MUST_SAVE if small else node.args[0].meta.get("recompute")
+        elif random(node):  # its numbers would have to be drawn again from the same state
             policy = CheckpointPolicy.MUST_SAVE
-        elif context.checkpoint:
-            policy = CheckpointPolicy.MUST_RECOMPUTE
+        elif again and (node in again or cost(node) is not Cost.MATMUL):
+            policy = CheckpointPolicy.MUST_RECOMPUTE  # also what is fused: min-cut would save it in place of the product it is made of
         else:
-            cost = _cost(node)
-            policy = None if cost is None else _POLICY[cost]
+            policy = _POLICY.get(cost(node))
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
+
+
+def _is_small(member: Node) -> bool:
+    value = member.args[0].meta["val"]
+    return isinstance(value, (tuple, list)) and tensor_bytes(member.meta.get("val")) <= SMALL * sum(map(tensor_bytes, value))
 
 
 _POLICY = {Cost.POINTWISE: CheckpointPolicy.MUST_RECOMPUTE, Cost.MATMUL: CheckpointPolicy.MUST_SAVE}

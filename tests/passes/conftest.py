@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph
 
-from tunecompile.backend import Backend, _copy
+from tunecompile.backend import Backend
+from tunecompile.partition import copied
 from tunecompile.canonical import canonicalize
 from tunecompile.op import OPS
 from tunecompile.passes import PIPELINE
@@ -44,7 +45,7 @@ class Recorder:
         self.passes, self.seen = passes, Seen()
 
     def __call__(self, gm, inputs):
-        work = _copy(gm)
+        work = copied(gm)
         canonicalize(work)
         context = Context("test")
         run_stage(self.passes, "recognize", work.graph, context)

@@ -107,10 +107,10 @@ def test_bodies_of_checkpoints_are_respelled_too():
     seen = []
 
     def backend(gm, inputs):
-        from tunecompile.backend import _copy
+        from tunecompile.partition import copied
         from tunecompile.canonical import canonicalize
 
-        work = _copy(gm)
+        work = copied(gm)
         canonicalize(work)
         seen.extend(str(n.target) for m in work.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes if n.op in ("call_function", "call_method"))
         return gm.forward

@@ -15,6 +15,12 @@ def chunk_rows(vocabulary: int) -> int:
     return max(1024, CHUNK_BYTES // (4 * vocabulary))
 
 
+def workspace(weight: Tensor, rows: int) -> int:
+    """Bytes the op needs beside its inputs, on a GPU: a chunk of logits, and the gradients it returns."""
+    vocabulary, hidden = weight.shape
+    return weight.element_size() * (min(rows, chunk_rows(vocabulary)) * vocabulary + 2 * rows * hidden) + 4 * weight.numel() * weight.requires_grad
+
+
 @op(cost=Cost.MATMUL, opaque=True)
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], labels: Tensor, scale: float, softcap: float,
                          ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,

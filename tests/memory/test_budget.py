@@ -1,0 +1,121 @@
+"""Budgets on real layers: fewer bytes for a smaller budget, bit-equal losses and gradients, plans that follow the batch."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.models import zoo
+from tunecompile.compare.meters import count_saved_bytes
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+LAYERS = 6
+
+
+def build(memory, dropout=0.0, **config):
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config), lora_dropout=dropout).train()
+    return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
+
+
+def step(model, seed=3, **shape):
+    torch.manual_seed(seed)
+    loss = model(**zoo.batch(**shape)).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def same(one, other):
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def needed(model=None):
+    """What a step without a budget would need, by a budget it cannot exceed."""
+    model = model or build("1TiB")
+    step(model)
+    return tunecompile.report(model).memory["predicted_peak"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_any_budget_gives_the_same_bits(dropout):
+    reference = step(build(None, dropout))
+    whole = needed(build("1TiB", dropout))
+    recomputing = set()
+    for share in (1.1, 0.8, 0.6, 0.4, 0.05):
+        model = build(int(share * whole), dropout)
+        same(step(model), reference)
+        recomputing.add(sum(p["layers"] for p in tunecompile.report(model).memory["plans"] if p["recompute"]))
+    assert min(recomputing) == 0 and max(recomputing) >= LAYERS - 1
+
+
+def test_fewer_bytes_are_saved_for_a_smaller_budget():
+    whole, saved = needed(), []
+    for share in (1.1, 0.75, 0.5, 0.05):
+        model = build(int(share * whole))
+        step(model)  # compiles
+        saved.append(count_saved_bytes(model, lambda: model(**zoo.batch()).loss))
+    assert saved == sorted(saved, reverse=True) and saved[-1] < 0.5 * saved[0]
+
+
+def test_a_bigger_batch_is_planned_anew_and_a_smaller_one_again():
+    model = build(int(1.2 * needed()))
+    plans = []
+    for rows in (2, 8, 2):
+        same(step(model, rows=rows), step(build(None), rows=rows))
+        plans.append([(tuple(p["recompute"]), p["layers"]) for p in tunecompile.report(model).memory["plans"]])
+    assert plans[0] == plans[2] == [((), LAYERS)] and plans[1] != plans[0]
+
+
+def test_a_budget_takes_the_place_of_checkpointing():
+    model = build("1TiB")
+    model.gradient_checkpointing_enable()
+    same(step(model), step(build(None)))
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "offload": False, "layers": LAYERS}]
+
+
+def test_what_does_not_fit_is_run_and_told():
+    model = build("1KiB")
+    same(step(model), step(build(None)))
+    assert any("more than memory='1KiB' allows" in note for note in tunecompile.report(model).notes)
+
+
+def test_accumulated_gradients_are_kept():
+    model, reference = build(int(0.4 * needed())), build("eager")
+    for m in (model, reference):
+        for rows in (2, 3):
+            m(**zoo.batch(rows=rows)).loss.backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters()):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_auto_does_nothing_on_a_cpu():
+    model = build("auto")
+    step(model)
+    report = tunecompile.report(model)
+    assert report.memory is None and not any("memory" in note for note in report.notes)
+
+
+def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
+    from tunecompile.memory import menu
+
+    def fail(*_):
+        raise RuntimeError("no survey today")
+
+    monkeypatch.setattr(menu, "survey", fail)
+    model = build("1MiB")
+    same(step(model), step(build(None)))
+    assert any("no survey today" in note for note in tunecompile.report(model).notes)
+
+
+def test_layers_of_two_structures_share_the_budget():
+    model = zoo.make("llama", num_hidden_layers=LAYERS)
+    for layer in model.model.layers[LAYERS // 2:]:
+        layer.mlp.extra = torch.nn.Identity()
+    model = tunecompile.optimize(zoo.adapt(model).train(), memory=int(0.4 * needed()), executor="eager")
+    step(model)
+    report = tunecompile.report(model)
+    assert len(report.regions) == 2 and sum(p["layers"] for p in report.memory["plans"]) == LAYERS
+    assert any(p["recompute"] for p in report.memory["plans"])

@@ -1,0 +1,91 @@
+"""The planner against brute force, and what it promises of any layers and any budget."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunecompile.errors import UnknownBudget
+from tunecompile.memory.gauge import HostGauge, budget_bytes
+from tunecompile.memory.planner import KEEP, Option, Plan, Stack, choose, hull, peak
+
+bytes_ = st.integers(0, 100)
+option = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)))
+stack = st.builds(Stack, st.integers(1, 4), st.lists(option, min_size=1, max_size=4).map(tuple))
+
+
+def brute_force(stacks, room, tail):
+    """The time of the fastest assignment that fits, or None."""
+    each = [stack.options for stack in stacks for _ in range(stack.layers)]
+    fitting = [sum(o.ms for o in chosen) for chosen in itertools.product(*each) if peak([chosen], tail) <= room]
+    return min(fitting, default=None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(stack, min_size=1, max_size=2), st.integers(0, 600), bytes_)
+def test_what_is_chosen_fits_or_says_that_it_does_not(stacks, room, tail):
+    choice = choose(stacks, room, tail)
+    assert [len(options) for options in choice.options] == [stack.layers for stack in stacks]
+    assert all(option in stack.options for stack, options in zip(stacks, choice.options) for option in options)
+    assert choice.peak == peak(choice.options, tail)
+    assert choice.fits == (choice.peak <= room)
+
+
+@settings(max_examples=100, deadline=None)
+@given(stack, st.integers(0, 400), st.integers(0, 400))
+def test_more_room_is_never_slower(stack, one, other):
+    less, more = sorted((one, other))
+    tight, loose = choose([stack], less), choose([stack], more)
+    assert not tight.fits or loose.fits
+    assert not tight.fits or loose.ms <= tight.ms + 1e-9
+
+
+def nested(layers, held, ms):
+    """Layers as they are: the less a plan holds, the more it computes; nothing beside."""
+    return Stack(layers, tuple(Option(Plan(frozenset(range(i))), h, 0, 0, t) for i, (h, t) in enumerate(zip(sorted(held, reverse=True), sorted(ms)))))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=2, max_size=3), st.lists(st.floats(0.1, 9), min_size=1, max_size=2), st.integers(0, 250))
+def test_at_most_one_layer_from_the_optimum(layers, held, ms, room):
+    stack = nested(layers, held[:len(ms) + 1], [0.0, *ms])
+    best, choice = brute_force([stack], room, 0), choose([stack], room)
+    assert choice.fits == (best is not None)
+    if best is not None:
+        assert choice.ms <= best + max(o.ms for o in stack.options) + 1e-9
+
+
+def test_early_layers_move_first_and_only_as_many_as_must():
+    stack = nested(8, [100, 40, 10], [0.0, 1.0, 4.0])
+    plans = [option.held for option in choose([stack], 8 * 100 - 130).options[0]]
+    assert plans == [40, 40, 40, 100, 100, 100, 100, 100]
+
+
+def test_all_is_kept_where_it_fits_even_if_another_plan_costs_as_little():
+    options = (Option(KEEP, 100, 5, 5, 0.0), Option(KEEP, 0, 300, 300, 0.01, offloaded=100))
+    assert all(o.offloaded == 0 for o in choose([Stack(4, options)], 405).options[0])
+
+
+def test_the_hull_leaves_out_what_another_plan_does_better():
+    keep, bad, good = Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 90, 0, 0, 5.0), Option(KEEP, 20, 0, 0, 6.0)
+    assert hull([bad, good, keep]) == [keep, good]
+
+
+def test_room_to_compute_again_counts():
+    """The last layer's backward runs while all others hold theirs, so it may be the one that must not compute again."""
+    options = (Option(KEEP, 50, 0, 10, 0.0), Option(Plan(None), 10, 0, 100, 1.0))
+    choice = choose([Stack(3, options)], 130)
+    assert choice.fits and choice.options[0][-1].plan == KEEP
+
+
+@pytest.mark.parametrize("spec, expected", [("20GiB", 20 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * 2**20), (10**9, 10**9), (0.5, 1 << 61),
+                                            (None, None), ("auto", "auto")])
+def test_budgets(spec, expected):
+    assert budget_bytes(spec, HostGauge()) == expected
+
+
+@pytest.mark.parametrize("spec", ["20", "much", "GiB", -1, 0, 0.0, 1.5, True, "0GiB", [1]])
+def test_what_is_no_budget(spec):
+    with pytest.raises(UnknownBudget, match="is no budget"):
+        budget_bytes(spec, HostGauge())

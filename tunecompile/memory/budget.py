@@ -1,0 +1,191 @@
+"""The plan of one model: made when its first layer's graph is known, looked at again at every step, made anew when the batch outgrows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from tunecompile.memory import menu
+from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
+from tunecompile.memory.rates import Rates, rates
+
+GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What one region's layers may choose from, surveyed on a batch of so many tokens."""
+
+    rows: tuple[menu.Row, ...]
+    tokens: int
+    names: tuple[str, ...] = ()  #: of the values that plans call by number
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a plan was made for: tokens, bytes that are there anyway, bytes it may use for layers, head and loss."""
+
+    tokens: int
+    resident: int
+    room: int
+    choice: Choice
+
+    @property
+    def peak(self) -> int:
+        """Predicted, of all tensors."""
+        return self.resident + self.choice.peak
+
+
+@dataclass
+class Budget:
+    """Gives every layer its plan, within the bytes the user allows.
+
+    `layers` are the slots of the model's layers in running order, each with its `region`; `tail(tokens)` are the bytes head and loss need.
+    """
+
+    spec: Spec
+    model: nn.Module
+    gauge: Gauge
+    device: torch.device
+    layers: Sequence[Any]
+    tail: Callable[[int], int]
+    offloads: bool = False
+    menus: dict[int, Menu] = field(default_factory=dict)
+    options: dict[int, Option] = field(default_factory=dict)
+    admitted: Admission | None = None
+    running: Any = None
+    tokens: int = 0
+    surplus: int = 0  #: bytes by which steps exceeded what was predicted
+    slack: int = 0  #: bytes the allocator held beside tensors at the peak
+    measured: int = 0  #: the highest peak of a step
+    asked: bool = False
+    exceeded: bool = False
+    plans: int = 0
+    shortfall: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.limit = budget_bytes(self.spec, self.gauge)
+
+    def begin(self) -> None:
+        """At the model's entry: look at what the last step needed."""
+        self.asked = False
+        peak, held = self.gauge.peak()
+        if self.admitted is None or peak <= self.measured:  # an earlier step's, which led to the plan there is
+            return
+        if peak > self.admitted.resident:  # else somebody reset the count
+            self.measured = peak
+            self.surplus += max(0, peak - self.admitted.peak)
+            self.slack = max(self.slack, held - peak)
+            self.exceeded = held > self._limit()
+
+    def option(self, slot: Any, tokens: int) -> Option | None:
+        """What this layer does in this step; None where its graph has to be seen first."""
+        if not self.asked or self.admitted is None or tokens != self.admitted.tokens:
+            self.asked = True
+            self._review(tokens)
+        self.running, self.tokens = slot, tokens
+        return self.options.get(id(slot))
+
+    def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
+        """Inside the compilation of the running layer: survey its graph and plan for all layers."""
+        region, tokens = id(self.running.region), self.tokens
+        try:
+            self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens)
+            self._admit(tokens)
+            if not self.admitted.choice.fits:
+                self.menus[region] = Menu(tuple(menu.survey(cut, menu.plans(graph))), tokens, tuple(map(menu.name, menu.dear_nodes(graph))))
+                self._admit(tokens)
+        except Exception as error:  # the step goes on without a plan
+            self.notes.append(f"no memory plan for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
+            return self._without()
+        return self.options[id(self.running)].plan
+
+    def _without(self) -> Plan:
+        """For layers there is nothing to plan with: what the user asked for."""
+        for slot in self.layers:
+            self.options.setdefault(id(slot), Option(RECOMPUTE if slot.checkpoint else KEEP, 0, 0, 0, 0.0))
+        return self.options[id(self.running)].plan
+
+    def _review(self, tokens: int) -> None:
+        """Before a step's first layer."""
+        if self.admitted is None or not self.menus:
+            return
+        if tokens == self.admitted.tokens and not self.exceeded and self.gauge.allocated() <= GROWN * self.admitted.resident:
+            return
+        self.exceeded = False
+        self._admit(tokens)
+        if not self.admitted.choice.fits and any(len(found.rows) == 1 for found in self.menus.values()):
+            self.options.clear()  # only the plan that keeps all was surveyed: the layers' graphs have to be seen again
+
+    def _admit(self, tokens: int) -> None:
+        self.gauge.release()
+        resident = self.gauge.allocated() + self._to_come() + self.surplus
+        room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
+        stacks, slots = self._stacks(tokens)
+        choice = choose(stacks, room, self.tail(tokens))
+        self.admitted = Admission(tokens, resident, room, choice)
+        self.plans += 1
+        self.shortfall = None
+        self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
+        if not choice.fits:
+            self._note_shortfall(choice.peak - room)
+
+    def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
+        """Layers of one region after another's are a stack. A region nobody has surveyed is taken for one that was."""
+        known = next(iter(self.menus.values()))
+        slots: list[list[Any]] = []
+        for slot in self.layers:
+            if not slots or slots[-1][-1].region is not slot.region:
+                slots.append([])
+            slots[-1].append(slot)
+        speed = rates(self.device, self._dtype()) if any(len(found.rows) > 1 for found in self.menus.values()) else Rates(float("inf"), float("inf"))
+        stacks = []
+        for layers in slots:
+            found = self.menus.get(id(layers[0].region), known)
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, speed, self.offloads and len(found.rows) > 1)))
+        return stacks, slots
+
+    def _dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
+            if self.device.type == "cuda" else torch.float32
+
+    def _limit(self) -> int:
+        if self.limit == "auto":
+            return self.gauge.available()
+        return self.limit - self.gauge.outside()
+
+    def _to_come(self) -> int:
+        """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
+        trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
+        gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
+        return gradients + (sum(8 * p.numel() for p in trained) if self.admitted is None else 0) if self.device.type == "cuda" else 0
+
+    def _note_shortfall(self, missing: int) -> None:
+        self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"
+
+    def said(self) -> list[str]:
+        """For the report."""
+        return self.notes + ([self.shortfall] if self.shortfall else [])
+
+    def summary(self) -> dict[str, Any] | None:
+        """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
+        if self.admitted is None:
+            return None
+        counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
+                "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
+                "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
+
+    def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
+        """What a layer computes again, by name."""
+        if plan.recompute is None:
+            return ("everything",)
+        names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
+        return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))

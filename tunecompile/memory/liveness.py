@@ -1,0 +1,133 @@
+"""How much memory a compiled graph needs beside its inputs, from the graph alone.
+
+Generated code keeps a value in memory where something that is no element-wise code reads or makes it, and where it is returned; element-wise
+code in between lives in registers. A buffer is given back after its last reader. That is a model of Inductor, not its own account, which
+exists only once code is generated; it is right to within a few per cent of a layer's bytes, and the planner learns the rest from measured peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+_FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
+          "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes a graph holds at its peak beside its inputs, and how many of them it returns."""
+
+    peak: int
+    returned: int
+
+
+def hint(size: Any) -> int:
+    """A size, or a symbolic one at its hint."""
+    return size if isinstance(size, int) else int(size.node.hint if size.node.has_hint() else 0)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of the tensor, were it dense."""
+    return hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def extent(graph: Graph) -> Extent:
+    """Walk the graph in order, as the generated code runs."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    output = nodes[-1]
+    roots: dict[Node, Node | None] = {}
+    for node in nodes:
+        roots[node] = _root(node, roots)
+    reads = {node: set() if node.op == "placeholder" else _reads(node, roots) for node in nodes}
+    last: dict[Node, int] = {}
+    for node in nodes:
+        if roots[node] is node or _runs(node):  # what is fused reads when its consumer runs
+            for source in reads[node]:
+                last[source] = place[node]
+    returned = {roots[node] for node in output.all_input_nodes if roots[node] is not None}
+    dying: dict[int, list[Node]] = {}
+    for source, when in last.items():
+        dying.setdefault(when, []).append(source)
+    live = peak = 0
+    for node in nodes[:-1]:
+        if roots[node] is node:
+            live += tensor_bytes(node.meta.get("val"))
+            peak = max(peak, live)
+            if node not in last:
+                live -= tensor_bytes(node.meta.get("val"))
+        live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
+    return Extent(peak, sum(tensor_bytes(node.meta.get("val")) for node in returned))
+
+
+def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:
+    """The node whose memory this one's value lies in; None for inputs and for what is never in memory."""
+    if node.op != "call_function":
+        return None
+    if node.target is getitem:
+        return _member(node, roots)
+    if (source := _viewed(node)) is not None:
+        return roots[source]
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    return node if not _fused(node) or any(_needs_memory(user) for user in node.users) else None
+
+
+def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
+    """Of a call with several results: each has its memory, but pieces lie in the whole, and a kernel writes where it is told to."""
+    call, key = node.args
+    if isinstance(key, str):
+        written = call.kwargs.get("kwargs", {}).get(key)
+        return roots.get(written, node) if isinstance(written, Node) and written.op != "placeholder" else node
+    source = _viewed(call)
+    return node if source is None else roots[source]
+
+
+def _viewed(node: Node) -> Node | None:
+    """The tensor a view is of."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    views = target is torch.ops.aten._unsafe_view.default or any(returned.alias_info is not None for returned in target._schema.returns)
+    return next(iter(node.all_input_nodes), None) if views else None
+
+
+def _fused(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in _FUSED)
+
+
+def _runs(node: Node) -> bool:
+    """Whether a kernel is called here, or the graph ends."""
+    return node.op == "output" or (node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not _fused(node))
+
+
+def _needs_memory(user: Node) -> bool:
+    """Whether this reader wants its operand in memory, or reads a view of it that somebody does."""
+    if user.op == "output":
+        return True
+    if _viewed(user) is not None or user.target is getitem:
+        return any(_needs_memory(reader) for reader in user.users)
+    return not _fused(user)
+
+
+def _reads(node: Node, roots: dict[Node, Node | None]) -> set[Node]:
+    """Whose memory is read when this node is computed, through all that is fused into it."""
+    found, pending, seen = set(), list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        root = roots[source]
+        if root is not None and root is not node:
+            found.add(root)
+        elif root is None and source.op == "call_function":
+            pending.extend(source.all_input_nodes)
+    return found

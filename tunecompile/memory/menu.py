@@ -1,0 +1,146 @@
+"""What a region's graph offers to the planner: a few plans, each with its bytes and milliseconds.
+
+Which values are dear is read off the joint graph, and each plan is tried on a copy of it: partitioned and lowered as it would be for
+code generation, so that bytes are those of the real graphs. The plans are nested: the value that frees most bytes a millisecond is computed
+again first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from tunecompile._torch import fake_mode_of
+from tunecompile.memory.liveness import extent, hint, tensor_bytes
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
+from tunecompile.memory.rates import Rates
+from tunecompile.op import OPS, Cost
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
+Cut = Callable[[Plan], tuple[GraphModule, GraphModule]]  #: a plan -> the lowered forward and backward graph
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of one region at the sizes of one batch: bytes a layer returns from its forward (what it saves and hands on), bytes its
+    forward and backward need beside, and floating point operations of both."""
+
+    plan: Plan
+    returned: int
+    forward: int
+    backward: int
+    forward_flops: int
+    backward_flops: int
+
+
+def cost(node: Node) -> Cost | None:
+    """Of an op, or of an ATen call; None where the partitioner knows best."""
+    if node.target in OPS:
+        return OPS[node.target].cost
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return Cost.MATMUL if name in _PRODUCTS or (_is_attention(node) and "backward" not in name) else None
+
+
+def random(node: Node) -> bool:
+    """Whether its numbers would have to be drawn again from the same state."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def backward_nodes(graph: Graph) -> set[Node]:
+    """Everything that depends on a tangent."""
+    reached: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def dear_nodes(graph: Graph) -> list[Node]:
+    """The products and attentions of the forward pass, by whose place in this list a `Plan` calls them."""
+    backward = backward_nodes(graph)
+    return [node for node in graph.nodes if node.op == "call_function" and node not in backward and cost(node) is Cost.MATMUL and not random(node)]
+
+
+def name(node: Node) -> str:
+    """Of a dear call, for people: what it is and the shape of what it returns."""
+    value = node.meta["val"]
+    largest = max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes) if isinstance(value, (tuple, list)) else value
+    called = OPS[node.target].name if node.target in OPS else node.target.overloadpacket.__name__
+    return f"{called.strip('_')} {'x'.join(str(hint(size)) for size in largest.shape)}"
+
+
+def flops(node: Node) -> int:
+    """Floating point operations of a dear call, at the hinted sizes; 0 where nobody counts them."""
+    args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
+    if (op := OPS.get(node.target)) is not None and op.flops is not None:
+        return hint(op.flops(*args, **kwargs))
+    if _is_attention(node):
+        return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
+    run = node.target if op is None else op.reference
+    with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run(*args, **kwargs)
+    return hint(counter.get_total_flops())
+
+
+def _is_attention(node: Node) -> bool:
+    return "attention" in getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
+def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
+    """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
+    backward = "backward" in node.target.overloadpacket.__name__
+    q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
+    return int((10 if backward else 4) * hint(q.numel()) * hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
+
+
+def plans(graph: Graph) -> list[Plan]:
+    """From keeping all dear values to computing everything again, the best bargain first."""
+    dear = dear_nodes(graph)
+    bargains = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
+    return [Plan(frozenset(bargains[:count])) for count in range(len(bargains) + 1)] + [RECOMPUTE]
+
+
+def _freed(node: Node) -> int:
+    value = node.meta["val"]
+    return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
+
+
+def survey(cut: Cut, candidates: Sequence[Plan]) -> list[Row]:
+    """A row for each plan."""
+    return [_row(plan, *cut(plan)) for plan in candidates]
+
+
+def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> Row:
+    ahead, back = extent(forward.graph), extent(backward.graph)
+    return Row(plan, ahead.returned, ahead.peak - ahead.returned, back.peak, _total_flops(forward.graph), _total_flops(backward.graph))
+
+
+def _total_flops(graph: Graph) -> int:
+    return sum(flops(node) for node in graph.nodes if node.op == "call_function" and (cost(node) is Cost.MATMUL or _is_attention(node)))
+
+
+def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> tuple[Option, ...]:
+    """What a layer may choose from.
+
+    scale: tokens of this batch by tokens of the one the rows are of. offload: whether what is saved may go to the host; its copies are
+    hidden behind the layer's own work, and what is longer than that is paid for.
+    """
+    kept = next(row for row in rows if row.plan == KEEP)
+    found = []
+    for row in rows:
+        held, forward, backward = (int(n * scale) for n in (row.returned, row.forward, row.backward))
+        extra = (row.backward_flops - kept.backward_flops) * scale / rates.flops
+        found.append(Option(row.plan, held, forward, backward, extra))
+        if offload:
+            copy = held / rates.copy
+            ms = extra + sum(max(0.0, copy - work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
+            found.append(Option(row.plan, 0, forward + IN_FLIGHT * held, backward + IN_FLIGHT * held, ms, held))
+    return tuple(found)
+
+
+IN_FLIGHT = 3  #: layers whose copies are under way, beside the one that runs

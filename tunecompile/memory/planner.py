@@ -1,0 +1,109 @@
+"""Which plan each layer follows, so that the fastest step fits: a pure function of bytes and milliseconds.
+
+A layer has a few plans to choose from, each with the bytes it holds until the layer's backward and the time it costs. Only those on
+the lower convex hull of time over bytes can be part of the best choice (up to one layer), so layers are moved along it, the cheapest byte
+first, until the step fits. Early layers move before late ones: the last layer's backward runs while all others still hold
+what they saved, and should not need room to compute its own again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layer computes again in its backward pass: the matrix products and attentions of these numbers, in the order of its
+    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does."""
+
+    recompute: frozenset[int] | None = frozenset()
+
+    @property
+    def key(self) -> str:
+        return "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
+
+
+KEEP, RECOMPUTE = Plan(), Plan(None)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
+    beside that while they run, bytes that go to the host, and milliseconds on top of the fastest option."""
+
+    plan: Plan
+    held: int
+    forward: int
+    backward: int
+    ms: float
+    offloaded: int = 0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of one kind, in the order in which they run, and what they may choose from."""
+
+    layers: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For each stack an option for each layer; the bytes the regions need at the peak; whether that fits."""
+
+    options: tuple[tuple[Option, ...], ...]
+    peak: int
+    fits: bool
+
+    @property
+    def ms(self) -> float:
+        return sum(option.ms for stack in self.options for option in stack)
+
+
+def hull(options: Sequence[Option]) -> list[Option]:
+    """The options that can be part of a best choice: from the fastest on, each one fewer bytes for the least time a byte."""
+    best = [min(options, key=lambda o: (o.ms, o.held))]
+    while smaller := [o for o in options if o.held < best[-1].held]:
+        best.append(min(smaller, key=lambda o: ((o.ms - best[-1].ms) / (best[-1].held - o.held), o.held)))
+    return best
+
+
+def peak(stacks: Sequence[Sequence[Option]], tail: int) -> int:
+    """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward."""
+    order = [option for stack in stacks for option in stack]
+    held, highest = 0, tail
+    for option in order:
+        highest = max(highest, held + option.held + option.forward, held + option.held + option.backward)
+        held += option.held
+    return max(highest, held + tail)
+
+
+def choose(stacks: Sequence[Stack], room: int, tail: int = 0) -> Choice:
+    """The fastest choice whose peak is at most `room`; the smallest there is where none fits.
+
+    tail: bytes that head and loss need while all layers hold theirs.
+    """
+    hulls = [hull(stack.options) for stack in stacks]
+    at = [[0] * stack.layers for stack in stacks]
+
+    def options() -> tuple[tuple[Option, ...], ...]:
+        return tuple(tuple(hulls[s][level] for level in levels) for s, levels in enumerate(at))
+
+    best = Choice(options(), needed := peak(options(), tail), needed <= room)
+    while not best.fits and (moves := list(_moves(hulls, at))):
+        _, stack, layer = min(moves)
+        at[stack][layer] += 1
+        needed = peak(options(), tail)
+        if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
+            best = Choice(options(), needed, needed <= room)
+    return best
+
+
+def _moves(hulls: Sequence[Sequence[Option]], at: Sequence[Sequence[int]]):
+    """(milliseconds a byte, stack, layer) of the next step along each hull: of layers at one level, the first."""
+    for s, levels in enumerate(at):
+        for level in sorted(set(levels)):
+            if level + 1 < len(hulls[s]):
+                now, then = hulls[s][level], hulls[s][level + 1]
+                yield (then.ms - now.ms) / (now.held - then.held), s, levels.index(level)
