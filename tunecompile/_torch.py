@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import torch
@@ -15,14 +16,15 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "compile_eager",
-    "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint", "min_cut_rematerialization_partition", "no_autocast", "preferred_attention", "recompile_reason",
-    "specialize_floats", "trace",
+    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "attention_order",
+    "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint", "min_cut_rematerialization_partition",
+    "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "size_hint", "specialize_floats", "trace",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -114,16 +116,35 @@ def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass
 
 
 @contextlib.contextmanager
-def preferred_attention(gm_device: str):
-    """Let SDPA pick cuDNN before flash while the graph is traced: 1.7 to 1.9 times faster on Hopper.
-
-    The choice is baked into the traced graph, so nothing is paid for at run time.
-    """
-    if gm_device != "cuda":
-        yield
-        return
+def attention_order(names: Sequence[str]):
+    """F.scaled_dot_product_attention takes the first of these ("cudnn", "flash", "efficient", "math") that supports its arguments, and no other."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+                "math": SDPBackend.MATH}
+    with sdpa_kernel([backends[name] for name in names], set_priority=True):
         yield
+
+
+@contextlib.contextmanager
+def outside_compilation():
+    """Inside a backend: real tensors, whatever autocast and whichever fake mode it was called under."""
+    with unset_fake_temporarily(), no_autocast():
+        yield
+
+
+def occupy_gpu(cycles: int = 2_000_000) -> None:
+    """The current stream waits for about a millisecond, while the host goes on."""
+    torch.cuda._sleep(cycles)
+
+
+def cache_folder() -> Path:
+    """Where Inductor keeps what it generated."""
+    return Path(cache_dir())
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or of a symbol the size it was compiled for; 0 without one."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 0

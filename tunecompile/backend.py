@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Callable, Literal, Sequence
 
 import torch
 from torch.fx import GraphModule
 
-from tunecompile import _torch
+from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
 from tunecompile.graphs import Replays
 from tunecompile.memory.planner import KEEP, Plan
@@ -73,8 +74,18 @@ class Backend:
         work.recompile()
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
-        with _torch.preferred_attention(_device_type(inputs)):
+        with self._attention(gm, inputs, context):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), cached=self.plan is not None)
+
+    def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
+        """Under which attention's kernel is chosen, while the graph is traced."""
+        choice = sdpa.choose(gm, _device_type(inputs))
+        if choice is None:
+            return contextlib.nullcontext()
+        context.attention = choice.order
+        if choice.why:
+            context.notes += [f"attention of {self.region}: {choice.why}", *sdpa.notes()]
+        return _torch.attention_order(choice.order)
 
     def _replay(self, context: Context, device: str) -> _torch.Wrap | None:
         """Launch-bound graphs are recorded once they run."""

@@ -40,7 +40,8 @@ class _Hook:
         self.passes, self.context = tuple(passes), context
 
     def uuid(self) -> str:
-        return f"{source_hash()}:{','.join(p.name for p in self.passes)}:{self.context.plan.key}:{self.context.precision}"
+        passes, context = ",".join(p.name for p in self.passes), self.context
+        return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}"
 
     def __reduce__(self) -> tuple:
         return str, (self.uuid(),)

@@ -33,6 +33,7 @@ class Context:
     region: str
     plan: Plan = KEEP  #: what the layer computes again
     precision: str | None = None  #: what the user allows beside the model's own
+    attention: tuple[str, ...] = ()  #: the order in which torch tries its kernels for it
     tallies: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     providers: Counter[str] = field(default_factory=Counter)

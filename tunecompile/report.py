@@ -8,6 +8,7 @@ from typing import Any, Sequence
 
 from torch import nn
 
+from tunecompile._torch import size_hint
 from tunecompile.memory.gauge import shown
 from tunecompile.pipeline import Tally
 from tunecompile.regions import Region
@@ -107,7 +108,4 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
 
 def _bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
-    def size(n: Any) -> int:
-        return n if isinstance(n, int) else int(n.node.hint if n.node.has_hint() else 0)
-
-    return sum(size(nbytes) for _, nbytes in saved)
+    return sum(size_hint(nbytes) for _, nbytes in saved)
