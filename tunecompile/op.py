@@ -43,13 +43,15 @@ class Cost(enum.Enum):
 class Provider:
     """One way to run an op. `refuses(*args)` sees fake tensors and gives a reason, or None; `run` is traced into the graph.
 
-    One with a `precision` is less exact than the op's meaning, and taken only where the user asked for that precision.
+    `because` says what is gained over the reference, with what was measured where it was; the report shows it. A provider with a
+    `precision` is less exact than the op's meaning, and taken only where the user asked for that precision.
     """
 
     name: str
     run: Callable
     refuses: Callable[..., str | None]
     precision: str | None = None
+    because: str = ""
 
     def supports(self, *args: Any) -> bool:
         return self.refuses(*args) is None
@@ -76,10 +78,10 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def provider(self, name: str, supports: Callable[..., bool] | None = None, refuses: Callable[..., str | None] | None = None,
-                 precision: str | None = None) -> Callable:
+                 precision: str | None = None, because: str = "") -> Callable:
         """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
 
-        `refuses` is `supports` with a reason, which the report shows for providers of a precision. One that also takes the keyword
+        `refuses` is `supports` with a reason, which the report shows where none is taken. One that also takes the keyword
         `used` is told which of its outputs are read, and may give None for the others.
         """
 
@@ -88,7 +90,8 @@ class Op:
             got = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
             if got != self.parameters:
                 raise InvalidOp(name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}")
-            self.providers.append(Provider(name, run, refuses or (lambda *args: None if supports(*args) else "its arguments are not supported"), precision))
+            why_not = refuses or (lambda *args: None if supports(*args) else "its arguments are not supported")
+            self.providers.append(Provider(name, run, why_not, precision, because))
             return run
 
         return register
@@ -102,10 +105,10 @@ class Op:
                     return provider
         return self.fallback()
 
-    def refusals(self, args: Sequence[Any], precision: str | None) -> list[str]:
-        """Why each provider of a precision that was asked for does not run these arguments."""
-        asked = [provider for provider in self.providers if precision is not None and provider.precision == precision]
-        return [reason for provider in asked if (reason := provider.refuses(*args)) is not None]
+    def refusals(self, args: Sequence[Any], precision: str | None) -> dict[str, str]:
+        """Why each provider of this precision (None: of the model's own) does not run these arguments, by its name."""
+        asked = [provider for provider in self.providers if provider.precision == precision]
+        return {provider.name: reason for provider in asked if (reason := provider.refuses(*args)) is not None}
 
     def fallback(self) -> Provider:
         """The reference as a provider."""
@@ -161,6 +164,18 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
 def has_triton() -> bool:
     """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported."""
     return importlib.util.find_spec("triton") is not None
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
+    """Why a GPU's kernel in half precision cannot take these tensors, if it cannot."""
+    if not all(t.is_cuda for t in tensors):
+        return "not on a GPU"
+    if wide := [t for t in tensors if t.dtype not in HALF]:
+        return f"in {str(wide[0].dtype).removeprefix('torch.')}, not in half precision"
+    return "Triton is not installed" if triton and not has_triton() else None
 
 
 def _without_autocast(fn: Callable) -> Callable:

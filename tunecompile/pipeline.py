@@ -37,6 +37,7 @@ class Context:
     tallies: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     providers: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
     reduced: int = 0  #: ops that run in that precision
     saved: list[Any] = field(default_factory=list)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted

@@ -24,6 +24,7 @@ class RegionReport:
     recompiles: list[str]
     saved_bytes: list[int]
     providers: dict[str, int]
+    reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Report:
             saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
             lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
             lines += [f"    again because {reason}" for reason in r.recompiles]
-            lines += [f"    {count:3d} x {name}" for name, count in sorted(r.providers.items())]
+            for name, count in sorted(r.providers.items()):
+                lines += [f"    {count:3d} x {name}", *(f"          {reason}" for reason in r.reasons.get(name, []))]
         if any(m.found for m in self.matches):
             lines.append(f"  {'family':22s}{'found':>7s}{'rewritten':>11s}")
         for m in self.matches:
@@ -87,9 +89,10 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
                   for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
         providers = Counter(training[-1].providers) if training else Counter()
+        reasons = {name: [reason for reason in said if reason] for name, said in training[-1].reasons.items()} if training else {}
         recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
         made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [_bytes(c.saved) for c in training],
-                                 dict(providers)))
+                                 dict(providers), reasons))
         for tally in training[-1].tallies if training else []:
             total = matches.setdefault(tally.family, Tally(tally.family))
             total.found += tally.found

@@ -1,10 +1,10 @@
-"""Which provider will run each op, for the report: lowering itself is skipped where Inductor finds the code in its cache."""
+"""Which provider will run each op and why, for the report: lowering itself is skipped where Inductor finds the code in its cache."""
 
 import torch
 from torch.fx import Graph, Node
 
 from tunecompile.memory.menu import backward_nodes
-from tunecompile.op import OPS
+from tunecompile.op import OPS, Op, Provider
 from tunecompile.pipeline import Context, Pass
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -17,12 +17,22 @@ def run(graph: Graph, context: Context) -> None:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
-        context.providers[f"{op.name}: {provider.name}"] += 1
+        label = f"{op.name}: {provider.name}"
+        context.providers[label] += 1
+        context.reasons.setdefault(label, {})[_reason(op, provider, values)] = None
         context.reduced += provider.precision is not None
         if provider.precision != context.precision:
-            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}" for reason in op.refusals(values, context.precision)]
+            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}"
+                              for reason in op.refusals(values, context.precision).values()]
     if context.precision is not None and (plain := _plain_products(graph)):
         context.notes.append(f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be")
+
+
+def _reason(op: Op, provider: Provider, values: list) -> str:
+    """What a provider gains, or who refused; empty where there is only the reference."""
+    if provider.run is not op.reference:
+        return provider.because
+    return "; ".join(f"{name}: {why}" for name, why in op.refusals(values, None).items())
 
 
 def _plain_products(graph: Graph) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.op import Cost, op, refuse_gpu
 
 
 @op(cost=Cost.MATMUL)
@@ -69,24 +69,31 @@ class _Places:
         return flat if heads is None else flat.reshape(flat.shape[0], heads, -1, flat.shape[-1]).sum(2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Flash attention reads sequences as they lie, and shared keys once."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype and q.shape[-1] % 8 == 0 \
-        and q.shape[-1] == v.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+_FLASH = "reads sequences as they lie, and shared keys once"
+
+
+def _refuse_flash(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if reason := refuse_gpu(q, k, v, triton=False):
+        return reason
+    if not q.dtype == k.dtype == v.dtype:
+        return "queries, keys and values differ in dtype"
+    if q.shape[-1] % 8 or not q.shape[-1] == v.shape[-1] <= 256:
+        return f"heads of {q.shape[-1]} and {v.shape[-1]}: they must be equal, a multiple of 8 and at most 256"
+    return None if torch.cuda.get_device_capability(q.device) >= (8, 0) else "the GPU is older than Ampere"
 
 
 def _window(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-@varlen_attention.provider("flash", supports=lambda q, k, v, offsets, longest, scale, window: _flash(q, k, v))
+@varlen_attention.provider("flash", because=_FLASH, refuses=lambda q, k, v, *_: _refuse_flash(q, k, v))
 def _(q, k, v, offsets, longest, scale, window):
     made = torch.ops.aten._flash_attention_forward(q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest, 0.0, True,
                                                    False, scale=scale, **_window(window))
     return made[0], made[1]
 
 
-@varlen_attention.backward_op.provider("flash", supports=lambda grad, q, k, v, offsets, longest, scale, window, out0, out1: _flash(q, k, v))
+@varlen_attention.backward_op.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
 def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
     return list(torch.ops.aten._flash_attention_backward(

@@ -14,6 +14,7 @@ from tunecompile.op import has_triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+BECAUSE = "FP8 products: half the bytes, twice the rate of bf16's tensor cores"
 WIDTH = 128  #: what is summed is padded to a multiple of this
 FAST_FORWARD, FAST_BACKWARD = True, False  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
 WIDEST = 65536  #: columns of a row that one program quantises

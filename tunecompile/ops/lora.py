@@ -5,10 +5,8 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, has_triton, op
+from tunecompile.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ops import fp8
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -46,7 +44,8 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
     return y.reshape(*x.shape[:-1], y.shape[-1]), xas[0] if len(xas) == 1 else torch.cat(xas, 1)
 
 
-@lora_linear.provider("k_extension", supports=lambda x, inputs, weights, biases, a, b, scales, dtype: x.is_cuda and x.dtype in HALF)
+@lora_linear.provider("k_extension", because="one product for all siblings; base and delta are rounded once",
+                      refuses=lambda x, *_: refuse_gpu(x, triton=False))
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
     wide, xa = with_xa(x, inputs, a, dtype)
@@ -73,7 +72,7 @@ def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@lora_linear.provider("fp8", precision="fp8", refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+@lora_linear.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     return forward_in_fp8(x, inputs, fp8.dense_operand(weights), biases, a, b, scales, dtype)
 
@@ -159,8 +158,8 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]
 
 
-@lora_linear.backward_op.provider("grouped", supports=lambda grad, x, inputs, weights, biases, a, b, scales, dtype, out1:
-                                  x.is_cuda and x.dtype in HALF)
+@lora_linear.backward_op.provider("grouped", because="one dX product for all siblings, one pass over dY for their adapters",
+                                  refuses=lambda grad, x, *_: refuse_gpu(x, triton=False))
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     size = sum(w.shape[0] for w in weights)
     rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
@@ -168,7 +167,8 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
 
 
-@lora_linear.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+@lora_linear.backward_op.provider("fp8", precision="fp8", because=fp8.BECAUSE,
+                                  refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     base = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
     return adapter_gradients(grad, x, inputs, base, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)

@@ -5,11 +5,11 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, has_triton, op
+from tunecompile.op import Cost, op, refuse_gpu
 from tunecompile.ops import fp8
-from tunecompile.ops.lora import (HALF, adapter_gradients, base_gradient, base_gradient_in_fp8, below, extends, finish, forward_in_fp8, lora_linear,
+from tunecompile.ops.lora import (adapter_gradients, base_gradient, base_gradient_in_fp8, below, extends, finish, forward_in_fp8, lora_linear,
                                   padded, with_xa)
-from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.ops.nf4 import BITSANDBYTES, dequantize_4bit
 
 
 def _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> list[tuple]:
@@ -23,18 +23,18 @@ def reference_weights(*args) -> list[Tensor]:
     return [dequantize_4bit.reference(*each) for each in _arguments(*args)]
 
 
-def _bitsandbytes(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> bool:
-    """Whether its kernel dequantises all weights. (Generated code looks each level up in a table, several times slower on a CPU.)"""
+def _refuse_bitsandbytes(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> str | None:
+    """Why its kernel does not dequantise all weights, if it does not."""
     args = _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype)
-    return all(dequantize_4bit.choose(each).name == "bitsandbytes" for each in args)
+    return next((reason for each in args if (reason := dequantize_4bit.refusals(each, None).get("bitsandbytes"))), None)
 
 
 def _dequantized(*args) -> list[Tensor]:
     return [dequantize_4bit.choose(each).run(*each) for each in _arguments(*args)]
 
 
-def _supports(x: Tensor, packed: Sequence[Tensor]) -> bool:
-    return x.is_cuda and x.dtype in HALF and has_triton() and all(p.is_contiguous() for p in packed)
+def _refuse(x: Tensor, packed: Sequence[Tensor]) -> str | None:
+    return refuse_gpu(x) or (None if all(p.is_contiguous() for p in packed) else "the packed weight is not contiguous")
 
 
 def forward_flops(x, inputs, packed, *_) -> int:
@@ -54,7 +54,8 @@ def lora_linear_nf4(x: Tensor, inputs: Sequence[Tensor], packed: Sequence[Tensor
     return lora_linear.reference(x, inputs, weights, biases, a, b, scales, dtype)
 
 
-@lora_linear_nf4.provider("k_extension", supports=lambda x, inputs, packed, *_: _supports(x, packed))
+@lora_linear_nf4.provider("k_extension", because="weights and adapters are dequantised to where one product for all siblings reads them",
+                          refuses=lambda x, inputs, packed, *_: _refuse(x, packed))
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     """[x | xa] @ [W | scale B]^T: the dequantisation kernel writes W and scale B side by side, each sibling into its rows."""
     wide, xa = with_xa(x, inputs, a, dtype)
@@ -92,8 +93,9 @@ def stacked_weight(x, packed, absmax, code, scale, offset, below, rows, columns,
     return out
 
 
-@lora_linear_nf4.provider("bitsandbytes", supports=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
-                          blocksize, quant_type: _bitsandbytes(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype))
+@lora_linear_nf4.provider("bitsandbytes", because=BITSANDBYTES, refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype,
+                          rows, blocksize, quant_type: _refuse_bitsandbytes(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type,
+                                                                            x.dtype))
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     weights = _dequantized(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.choose((x, inputs, weights, biases, a, b, scales, dtype)).run(x, inputs, weights, biases, a, b, scales, dtype)
@@ -105,8 +107,8 @@ def refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str 
     return fp8.refuse(x, rows)
 
 
-@lora_linear_nf4.provider("fp8", precision="fp8", refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows,
-                          *_: refuse_fp8(x, packed, rows))
+@lora_linear_nf4.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=lambda x, inputs, packed, absmax, code, scale, offset, biases, a, b,
+                          scales, dtype, rows, *_: refuse_fp8(x, packed, rows))
 def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type):
     weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return forward_in_fp8(x, inputs, weight, biases, a, b, scales, dtype)
@@ -155,7 +157,8 @@ def lora_linear_nf4_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], 
     return lora_linear.backward_op.reference(grad, x, inputs, weights, biases, a, b, scales, dtype, out1)
 
 
-@lora_linear_nf4.backward_op.provider("grouped", supports=lambda grad, x, inputs, packed, *_: _supports(x, packed))
+@lora_linear_nf4.backward_op.provider("grouped", because="one scratch for the siblings' weights, one dX product",
+                                      refuses=lambda grad, x, inputs, packed, *_: _refuse(x, packed))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     """One scratch for the siblings' weights, one dX product."""
     extra = below(a, sum(rows), x.dtype) if extends(x, inputs, sum(rows)) else None
@@ -163,16 +166,16 @@ def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales
     return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
 
 
-@lora_linear_nf4.backward_op.provider("fp8", precision="fp8", refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales,
-                                      dtype, rows, *_: refuse_fp8(x, packed, rows))
+@lora_linear_nf4.backward_op.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset,
+                                      biases, a, b, scales, dtype, rows, *_: refuse_fp8(x, packed, rows))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     weight = operand_in_fp8(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return adapter_gradients(grad, x, inputs, base_gradient_in_fp8(weight, a, dtype), rows, biases, a, b, scales, dtype, out1)
 
 
-@lora_linear_nf4.backward_op.provider("bitsandbytes", supports=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype,
-                                      rows, blocksize, quant_type, out1: _bitsandbytes(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize,
-                                                                                       quant_type, x.dtype))
+@lora_linear_nf4.backward_op.provider("bitsandbytes", because=BITSANDBYTES, refuses=lambda grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b,
+                                      scales, dtype, rows, blocksize, quant_type, out1: _refuse_bitsandbytes(
+                                          packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype))
 def _(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1):
     weights = _dequantized(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     args = (grad, x, inputs, weights, biases, a, b, scales, dtype, out1)

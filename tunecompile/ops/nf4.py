@@ -41,12 +41,17 @@ def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor]
     return code[absmax.long()] * scale[outer] + offset
 
 
-def _bitsandbytes_is_right(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> bool:
+BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
+
+
+def _refuse_bitsandbytes(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> str | None:
     """Its CPU kernel (0.50) begins a new block at each row; its quantiser and its GPU kernels do not."""
-    return hasattr(torch.ops.bitsandbytes, "dequantize_4bit") and (packed.is_cuda or columns % blocksize == 0)
+    if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
+        return "bitsandbytes is not loaded"
+    return None if packed.is_cuda or columns % blocksize == 0 else f"its CPU kernel is wrong for rows of {columns}, which no block of {blocksize} divides"
 
 
-@dequantize_4bit.provider("bitsandbytes", supports=_bitsandbytes_is_right)
+@dequantize_4bit.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)
 def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
     if absmax_code is not None:
         absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(absmax, absmax_scale, absmax_code, 256, torch.float32)

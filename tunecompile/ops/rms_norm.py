@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, has_triton, op
+from tunecompile.op import Cost, op, refuse_gpu
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,11 +59,15 @@ def add_rms_norm_backward(grad: Tensor, grad_total: Tensor, out1: Tensor, weight
     return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
 
 
-def _template(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.stride(-1) == 1 and x.shape[-1] >= 1024 and has_triton()
+def _refuse(*tensors: Tensor) -> str | None:
+    if reason := refuse_gpu(*tensors):
+        return reason
+    if any(t.stride(-1) != 1 for t in tensors):
+        return "elements of a row do not lie side by side"
+    return f"rows of {tensors[0].shape[-1]}: it is for 1024 and more" if tensors[0].shape[-1] < 1024 else None
 
 
-@rms_norm.backward_op.provider("triton", supports=lambda grad, x, weight, eps, offset, round_first: _template(x, weight) and _template(grad, weight))
+@rms_norm.backward_op.provider("triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: _refuse(x, grad))
 def _(grad, x, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template
 
@@ -71,8 +75,8 @@ def _(grad, x, weight, eps, offset, round_first, *, used):
     return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
 
 
-@add_rms_norm.backward_op.provider("triton", supports=lambda grad, grad_total, out1, weight, eps, offset, round_first:
-                                   _template(out1, weight) and _template(grad, weight) and _template(grad_total, weight))
+@add_rms_norm.backward_op.provider("triton", because="one pass for both paths' dX and the weight's partial sums",
+                                   refuses=lambda grad, grad_total, out1, *_: _refuse(out1, grad, grad_total))
 def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template
 
