@@ -1,130 +1,228 @@
-"""Timing of kernels beside each other: medians, inputs larger than L2, a table and JSON lines.
+"""Timing of kernels beside each other: medians, cold caches, a table and one JSON.
 
-    python benchmarks/nf4.py [--out results.jsonl] [--sweep] [--only TEXT]
+    python benchmarks/nf4.py [--out results.json] [--only TEXT] [--sweep] [--shown] [--dry]
+
+What is timed is what the GPU does: before each repetition its L2 cache is overwritten and it is kept waiting while the host queues the
+call, so a Python layer around a kernel costs nothing, whoever's it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-PEAK_GBPS = 4300.0  # what a device-to-device copy reaches on an H200 (shared/performance.md)
+from tunecompile._torch import occupy_gpu
+from tunecompile.compare.machine import header
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L2_BYTES = 60e6
+WARMUP = 4
+INDUCTOR, TEMPLATE = "Inductor", "template"  #: how the systems of every case are called that the README compares
+
+
+@dataclass(frozen=True)
+class Before:
+    """What happens before the clock starts: prepare(*inputs) gives the call that is timed. A kernel that works in place gets copies
+    here, each in the layout it likes best, and a backward pass its forward pass."""
+
+    prepare: Callable[..., Callable[[], Any]]
+
+
+System = Callable | Before | Exception
 
 
 class Bench:
-    """Collects the cases of one script; every case becomes rows of the table and lines of ``--out``."""
+    """Runs the cases of the families; each system of a case becomes a row."""
 
-    def __init__(self, name: str) -> None:
-        parser = argparse.ArgumentParser(description=f"{name}: template against its peers")
-        parser.add_argument("--out", help="append JSON lines to this file")
-        parser.add_argument("--sweep", action="store_true", help="time every tile of the template as well")
-        parser.add_argument("--only", default="", help="only cases whose name contains this")
-        parser.add_argument("--ms", type=int, default=60, help="milliseconds of repetitions a measurement")
-        self.options = parser.parse_args()
-        self.name = name
-        self.table = Table(title=f"{name} on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        for column in ("case", "system", "ms", "GB/s", f"% of {PEAK_GBPS / 1000:.1f} TB/s", "TFLOP/s", "error"):
-            self.table.add_column(column, justify="left" if column in ("case", "system") else "right")
+    def __init__(self, only: str = "", sweep: bool = False, shown: bool = False, dry: bool = False, repetitions: int = 30) -> None:
+        self.only, self.sweep, self.shown, self.dry, self.repetitions = only, sweep, shown, dry, repetitions
+        self.family = ""
+        self.rows: list[dict[str, Any]] = []
+        self.copy_gbps = float("nan")
+        self.flush = torch.empty(256 << 20 if DEVICE == "cuda" else 1, dtype=torch.uint8, device=DEVICE)
 
-    def __call__(self, case: str, fn_by_system: dict[str, Callable | Exception], make: Callable[[int], Sequence[Any]], *,
-                 bytes: float, flops: float = 0.0, check: Callable[[Any, Any], float] | None = None) -> None:
-        """Time each system on inputs from ``make(seed)``.
+    def size(self, n: int) -> int:
+        """`n`, or in a dry run something Triton's interpreter gets through."""
+        return min(n, 128) if self.dry else n
 
-        The inputs rotate: as many sets as exceed L2 twice. bytes, flops: the least the operation needs, the same for every
-        system. check(result, result of the first system) -> error, shown beside the time. A system that is an exception
-        (an import that failed) or raises is a row with its reason.
+    def tiles(self, tiles: Callable[[], Mapping[str, System]]) -> Mapping[str, System]:
+        """The template with other tiles, where they are asked for."""
+        return tiles() if self.sweep else {}
+
+    def __call__(self, case: str, systems: Mapping[str, System], make: Callable[[int], Sequence[Any]], *, bytes: float, flops: float = 0.0,
+                 check: Callable[[Any, Any], float] | None = None, shown: str = "") -> None:
+        """Time each system on inputs from ``make(seed)``, several sets in turn.
+
+        bytes, flops: the least the operation needs, the same for every system. check(result, result of the first system) -> error,
+        shown beside the time. A system that is an exception (an import that failed) or raises is a row with its reason.
+        shown: what the README calls the case; ``--shown`` runs only cases with such a name.
         """
-        if self.options.only not in case:
+        if self.only not in f"{self.family} {case}" or (self.shown and not shown):
             return
         sets = [make(seed) for seed in range(max(2, min(8, int(2 * L2_BYTES / bytes) + 1)))]
         first = None
-        for system, function in fn_by_system.items():
+        for name, system in systems.items():
+            row = {"family": self.family, "case": case, "system": name, "shown": shown}
             try:
-                if isinstance(function, Exception):
-                    raise function
+                if isinstance(system, Exception):
+                    raise system
                 if check is not None:
-                    result = function(*make(0))
+                    result = _prepared(system, make(0))()
                     first = result if first is None else first
-                    error = check(result, first)
+                    row["error"] = check(result, first)
                     del result
-                else:
-                    error = float("nan")
-                self._row(case, system, self._median(function, sets), bytes, flops, error)
-            except ImportError:
-                self._failed(case, system, "not installed")
-            except Exception as e:  # a peer that fails must not end the run
-                self._failed(case, system, f"{type(e).__name__}: {e}".splitlines()[0][:80])
+                ms = self._median(system, sets)
+                row |= {"ms": ms, "gbps": bytes / ms / 1e6, "percent": 100 * bytes / ms / 1e6 / self.copy_gbps, "tflops": flops / ms / 1e9}
+            except ImportError as error:
+                row["failed"] = f"not installed: {error}".splitlines()[0][:80]
+            except Exception as error:  # a peer that fails must not end the run
+                row["failed"] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:160]
+            self.rows.append({key: value for key, value in row.items() if value == value})
 
-    def _median(self, function: Callable, sets: list) -> float:
-        import triton
-
+    def _median(self, system: System, sets: list) -> float:
+        """Milliseconds."""
         rotation = itertools.cycle(sets)
-        return triton.testing.do_bench(lambda: function(*next(rotation)), warmup=15, rep=self.options.ms, return_mode="median")
+        if DEVICE == "cpu":  # says nothing about speed
+            call, begin = _prepared(system, next(rotation)), time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begin)
+        clocks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARMUP + self.repetitions)]
+        for begin, end in clocks:
+            call = _prepared(system, next(rotation))
+            self.flush.zero_()
+            occupy_gpu()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in clocks[WARMUP:])
 
-    def _row(self, case, system, ms, size, flops, error):
-        gbps, tflops = size / ms / 1e6, flops / ms / 1e9
-        self.table.add_row(case, system, f"{ms:.4f}", f"{gbps:,.0f}", f"{100 * gbps / PEAK_GBPS:.1f}", f"{tflops:.1f}" if flops else "",
-                           "" if error != error else f"{error:.1e}")
-        self._write(case=case, system=system, ms=ms, gbps=gbps, percent=100 * gbps / PEAK_GBPS, tflops=tflops, error=error)
-
-    def _failed(self, case, system, reason):
-        self.table.add_row(case, system, reason)
-        self._write(case=case, system=system, failed=reason)
-
-    def _write(self, **fields):
-        if self.options.out:
-            import triton
-
-            fields = {k: v for k, v in fields.items() if v == v}
-            with open(self.options.out, "a") as f:
-                f.write(json.dumps({"benchmark": self.name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-                                    "triton": triton.__version__, **fields}) + "\n")
-
-    def show(self) -> None:
-        Console(width=150).print(self.table)
+    def measure_copy(self) -> None:
+        """What a copy on this device reaches: the limit that `percent` is of."""
+        source = randn((256 << 20) if DEVICE == "cuda" else 128)
+        self.copy_gbps = 2 * source.nbytes / self._median(lambda x: x.clone(), [(source,)]) / 1e6
 
 
-def attempt(load: Callable[[], Callable]) -> Callable | Exception:
-    """``load()``, or the exception it raised, for packages that may be absent."""
+def _prepared(system: Callable | Before, inputs: Sequence[Any]) -> Callable[[], Any]:
+    return system.prepare(*inputs) if isinstance(system, Before) else functools.partial(system, *inputs)
+
+
+def main(families: Mapping[str, Callable[[Bench], None]], shown: bool = False) -> None:
+    """Parse arguments, run, print, and write ``--out``."""
+    parser = argparse.ArgumentParser(description=f"{', '.join(families)}: templates against their peers")
+    parser.add_argument("--out", type=Path, help="write one JSON here")
+    parser.add_argument("--only", default="", help="only cases whose family and name contain this")
+    parser.add_argument("--shown", action=argparse.BooleanOptionalAction, default=shown, help="only the cases of the README's table")
+    parser.add_argument("--sweep", action="store_true", help="time every tile of the template as well")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes: checks that everything runs, says nothing about speed")
+    parser.add_argument("--repetitions", type=int, default=30)
+    given = parser.parse_args()
+    bench = Bench(given.only, given.sweep, given.shown, given.dry, given.repetitions)
+    bench.measure_copy()
+    for bench.family, run in families.items():
+        try:
+            run(bench)
+        except Exception as error:
+            bench.rows.append({"family": bench.family, "case": "", "system": "", "failed": f"{type(error).__name__}: {error}"[:300]})
+    show(bench)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps({**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, indent=1) + "\n")
+
+
+def show(bench: Bench) -> None:
+    table = Table(title=f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU, interpreted'}, torch {torch.__version__}")
+    for column in ("family", "case", "system", "ms", "GB/s", f"% of {bench.copy_gbps / 1000:.1f} TB/s", "TFLOP/s", "error"):
+        table.add_column(column, justify="left" if column in ("family", "case", "system") else "right")
+    for row in bench.rows:
+        names = row["family"], row["case"], row["system"]
+        if "failed" in row:
+            table.add_row(*names, row["failed"])
+            continue
+        table.add_row(*names, f"{row['ms']:.4f}", f"{row['gbps']:,.0f}", f"{row['percent']:.1f}", f"{row['tflops']:.1f}" if row["tflops"] else "",
+                      f"{row['error']:.1e}" if "error" in row else "")
+    Console(width=170).print(table)
+
+
+def attempt(load: Callable[[], System]) -> System:
+    """``load()``, or the exception it raised, for packages that may be absent. What they change in the compiler's settings is undone."""
     try:
-        return load()
-    except Exception as e:
-        return e
+        with _settings_kept():
+            return load()
+    except Exception as error:
+        return error
+
+
+@contextlib.contextmanager
+def _settings_kept() -> Iterator[None]:
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    configs = torch._inductor.config, torch._dynamo.config
+    saved = [config.get_config_copy() for config in configs]
+    try:
+        yield
+    finally:
+        for config, state in zip(configs, saved):
+            now = config.get_config_copy()
+            for name, value in state.items():
+                if now.get(name) != value:
+                    setattr(config, name, value)
 
 
 def compiled(function: Callable) -> Callable:
-    """``function`` under torch.compile, one graph, static shapes."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    """``function`` under torch.compile, one graph, static shapes. (Without a GPU as it is: nothing is timed there.)"""
+    return torch.compile(function, fullgraph=True, dynamic=False) if DEVICE == "cuda" else function
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normal values on the GPU. Never zeros: they draw less power and run faster."""
-    g = torch.Generator("cuda").manual_seed(seed + 1)
-    return torch.randn(*shape, generator=g, device="cuda", dtype=dtype)
+    """Normal values. Never zeros: they draw less power and run faster."""
+    g = torch.Generator(DEVICE).manual_seed(seed + 1)
+    return torch.randn(*shape, generator=g, device=DEVICE, dtype=dtype)
+
+
+def backward_of(function: Callable, frozen: Sequence[int] = ()) -> Before:
+    """The backward pass of ``function(*inputs)``, timed alone: its inputs come after the gradients of its outputs, which it may
+    overwrite. ``frozen``: positions among the inputs that want no gradient."""
+    def prepare(*given):
+        grads, inputs = given[0], given[1:]
+        leaves = [x.detach().requires_grad_(i not in frozen) if x.is_floating_point() else x for i, x in enumerate(inputs)]
+        out = function(*leaves)
+        grads = [g.clone() for g in (grads if isinstance(grads, tuple) else (grads,))]
+        wanted = [x for x in leaves if x.requires_grad]
+        return lambda: torch.autograd.grad(out, wanted, grads)
+    return Before(prepare)
 
 
 def packed_nf4(n: int, k: int) -> Callable[[int], tuple]:
     """seed -> (packed, absmax, its code, its scales, its offset) of a double-quantised weight [n, k] in blocks of 64."""
     def make(seed):
-        g = torch.Generator("cuda").manual_seed(seed)
+        g = torch.Generator(DEVICE).manual_seed(seed)
         blocks = n * k // 64
-        packed = torch.randint(0, 256, (n * k // 2, 1), generator=g, device="cuda", dtype=torch.uint8)
-        absmax = torch.randint(0, 256, (blocks,), generator=g, device="cuda", dtype=torch.uint8)
-        code = torch.linspace(-1, 1, 256, device="cuda").pow(3)
-        return packed, absmax, code, torch.rand(blocks // 256, generator=g, device="cuda") + 0.1, torch.tensor(0.7, device="cuda")
+        packed = torch.randint(0, 256, (n * k // 2, 1), generator=g, device=DEVICE, dtype=torch.uint8)
+        absmax = torch.randint(0, 256, (blocks,), generator=g, device=DEVICE, dtype=torch.uint8)
+        code = torch.linspace(-1, 1, 256, device=DEVICE).pow(3)
+        return packed, absmax, code, torch.rand(-(-blocks // 256), generator=g, device=DEVICE) + 0.1, torch.tensor(0.7, device=DEVICE)
     return make
 
 
 def relative_error(value: Any, reference: Any) -> float:
-    """Largest ||value - reference|| / ||reference|| over the tensors of two results."""
+    """Largest ||value - reference|| / ||reference|| over the tensors of two results, as far as both have them."""
     if isinstance(value, torch.Tensor):
-        value, reference = (value,), (reference,)
+        value = (value,)
+    if isinstance(reference, torch.Tensor):
+        reference = (reference,)
     return max(float((v.float() - r.float()).norm() / r.float().norm().clamp_min(1e-30)) for v, r in zip(value, reference))

@@ -5,13 +5,14 @@ quantises. Products beside bf16's; the error is that of the product of the same 
 """
 
 import torch
-from _harness import Bench, compiled, packed_nf4, randn, relative_error
+from _harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, packed_nf4, randn, relative_error
 
-from tunecompile.templates import fp8, nf4
+from tunecompile.ops.nf4 import CODES
+from tunecompile.templates import fp8
 from tunecompile.templates._tiles import Tile
 
-bench = Bench("fp8")
 T, RANK, E4M3 = 8192, 16, torch.float8_e4m3fn
+WEIGHT_SCALE = 1e-2
 SHAPES = {  # product -> (columns out, what is summed, ranks of its siblings)
     "qkv": (6144, 4096, 48), "o": (4096, 4096, 16), "gate|up": (28672, 4096, 32), "down": (4096, 14336, 16),
     "dX of qkv": (4096, 6144, 48), "dX of gate|up": (4096, 28672, 32), "dX of down": (14336, 4096, 16),
@@ -47,10 +48,9 @@ def by_row(width, fast):
 
 
 def by_tensor(width, fast):
-    one = torch.ones((), device="cuda")  # its value costs nothing
-
     def product(x, w, xa, b, made):
         a, _, c, _ = made[width]
+        one = torch.ones((), device=DEVICE)  # its value costs nothing
         return torch._scaled_mm(a, c.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return product
 
@@ -59,28 +59,6 @@ def then_addmm(width):
     def product(x, w, xa, b, made):
         return by_row(width, True)(x, w, xa, b, made).addmm_(xa.bfloat16(), b.bfloat16().t())
     return product
-
-
-for case, (n, k, ranks) in SHAPES.items():
-    widths = {to: pad(k + 3 * ranks, to) for to in (16, 128)}
-    systems = {"bf16": lambda x, w, *_: x @ w.t(), "by tensor, fast": by_tensor(k, True), "by tensor, slow": by_tensor(k, False),
-               "by row, fast": by_row(k, True), "by row, slow": by_row(k, False), "by row, fast, then addmm": then_addmm(k)}
-    systems |= {f"by row, fast, adapter in K to {to}: +{w - k}": by_row(w, True) for to, w in widths.items()}
-    systems[f"by row, slow, adapter in K to 128: +{widths[128] - k}"] = by_row(widths[128], False)
-    bench(f"{case}: {n}x{k}", systems, operands(n, k, ranks), bytes=T * k + n * k + 2 * T * n, flops=2 * T * n * k)
-
-for k in (4096, 14336, 28672):  # against fp64 products of the same values: what the accumulator loses
-    def exact(a, sa, c, sc):
-        return (a.double() @ c.double().t() * sa.double() * sc.double()).float()
-
-    def accumulated(fast):
-        return lambda a, sa, c, sc: torch._scaled_mm(a, c.t(), sa, sc, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-    def small(seed):
-        return (*fp8.quantize_rows(randn(512, k, seed=seed), None, k), *weight(randn(1024, k, seed=seed + 9), None, k))
-
-    bench(f"error of the accumulator, K={k}", {"fp64": exact, "fast": accumulated(True), "slow": accumulated(False)}, small,
-          bytes=1536 * k, flops=2 * 512 * 1024 * k, check=relative_error)
 
 
 def cast(dtype, by_row):
@@ -97,12 +75,6 @@ def gradient(seed):
     return randn(T, 4096, seed=seed + 2, dtype=torch.float32) * spread, randn(4096, 1024, seed=seed + 3) * 0.02
 
 
-systems = {"fp32": lambda g, w: g @ w.float()}
-systems |= {f"{name} by {'row' if by_row else 'tensor'}": cast(dtype, by_row)
-            for name, dtype in (("e4m3", E4M3), ("e5m2", torch.float8_e5m2)) for by_row in (True, False)}
-bench("error of a gradient's format", systems, gradient, bytes=T * 4096, check=lambda v, r: float(((v - r).norm(dim=1) / r.norm(dim=1)).mean()))
-
-
 def in_torch(x, extra, width):
     """What quantize_rows does, for Inductor to fuse."""
     largest = torch.maximum(x.abs().amax(1, keepdim=True).float(), extra.abs().amax(1, keepdim=True)).clamp_min(1e-30)
@@ -114,44 +86,131 @@ def in_torch(x, extra, width):
     return torch.cat([(x / scale).to(E4M3), high, low, high, zeros], 1), scale
 
 
-for k, ranks in ((4096, 48), (6144, 48), (14336, 16), (28672, 32)):
-    width = pad(k + 3 * ranks, 128)
-    systems = {"torch.compile": compiled(lambda x, e: in_torch(x, e, width))} if k in (4096, 14336) else {}
-    systems |= {"template": lambda x, e: fp8.quantize_rows(x, e, width)}
-    if bench.options.sweep:
-        systems |= {f"{warps} warps": lambda x, e, warps=warps: fp8.quantize_rows(x, e, width, tile=Tile(0, num_warps=warps)) for warps in (2, 4, 8, 16, 32)}
-    bench(f"quantise rows of {k}", systems, lambda s: (randn(T, k, seed=s), randn(T, ranks, seed=s, dtype=torch.float32)),
-          bytes=T * (3 * k + 7 * ranks), check=lambda v, r: relative_error((v[0].float(), v[1]), (r[0].float(), r[1])))
-
-
 def nf4_to_fp8(n, k, transposed, **options):
     rows, columns = (k, n) if transposed else (n, k)
-    out = torch.empty(rows, columns + 128, dtype=E4M3, device="cuda")
-    scale = torch.full((1, rows), 1e-3, device="cuda")
+    out = torch.empty(rows, columns + 128, dtype=E4M3, device=DEVICE)
+    scale = torch.full((1, rows), WEIGHT_SCALE, device=DEVICE)
 
     def write(packed, absmax, code, outer, offset):
         fp8.write_nf4(packed, absmax, (n, k), scale, out, transposed=transposed, absmax_code=code, absmax_scale=outer, absmax_offset=offset, **options)
+        return out[:, :columns]
     return write
 
 
-for n, k in ((14336, 4096), (4096, 14336), (1024, 4096)):
-    systems = {"to bf16": lambda p, a, c, s, o: nf4.dequantize(p, a, (n, k), torch.bfloat16, absmax_code=c, absmax_scale=s, absmax_offset=o),
-               "to e4m3": nf4_to_fp8(n, k, False), "to e4m3, transposed": nf4_to_fp8(n, k, True)}
-    if bench.options.sweep:
-        for rows, columns, warps in ((1, 2048, 2), (1, 2048, 4), (2, 1024, 4), (4, 512, 4), (4, 1024, 8), (8, 512, 8), (1, 4096, 8), (16, 128, 4)):
-            systems[f"{rows}x{columns}, {warps} warps"] = nf4_to_fp8(n, k, False, tile=Tile(columns, rows=rows, num_warps=warps))
-        for rows, columns, warps in ((64, 64, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 32, 8), (256, 64, 8), (64, 128, 4)):
-            systems[f"{rows}x{columns}, {warps} warps, transposed"] = nf4_to_fp8(n, k, True, tile=Tile(columns, rows=rows, num_warps=warps))
-    bench(f"NF4 {n}x{k}", systems, packed_nf4(n, k), bytes=n * k * (0.5 + 1 / 64 + 1))
+def products(bench):
+    for case, (n, k, ranks) in SHAPES.items():
+        widths = {to: pad(k + 3 * ranks, to) for to in (16, 128)}
+        systems = {"bf16": lambda x, w, *_: x @ w.t(), "by tensor, fast": by_tensor(k, True), "by tensor, slow": by_tensor(k, False),
+                   "by row, fast": by_row(k, True), "by row, slow": by_row(k, False), "by row, fast, then addmm": then_addmm(k)}
+        systems |= {f"by row, fast, adapter in K to {to}: +{w - k}": by_row(w, True) for to, w in widths.items()}
+        systems[f"by row, slow, adapter in K to 128: +{widths[128] - k}"] = by_row(widths[128], False)
+        bench(f"{case}: {n}x{k}", systems, operands(n, k, ranks), bytes=T * k + n * k + 2 * T * n, flops=2 * T * n * k)
 
-n, k = 14336, 4096
-dense = torch.empty(n, k + 128, dtype=E4M3, device="cuda")
-turned = torch.empty(k, n + 128, dtype=E4M3, device="cuda")
-scales = {rows: torch.full((1, rows), 1e-3, device="cuda") for rows in (n, k)}
-systems = {"template": lambda w: fp8.write_dense(w, scales[n], dense), "template, transposed": lambda w: fp8.write_dense(w.t(), scales[k], turned),
-           "largest (torch.compile)": compiled(lambda w: w.abs().amax().float())}
-bench(f"bf16 {n}x{k} to e4m3", systems, lambda s: (randn(n, k, seed=s),), bytes=3 * n * k)
-b = randn(n, RANK, dtype=torch.float32)
-bench("adapter's columns beside 28672x4096", {"template": lambda b, largest: fp8.begin_weight(largest, b, 2 * n, k, k + 128)},
-      lambda s: (randn(2 * n, 2 * RANK, seed=s, dtype=torch.float32), torch.ones((), device="cuda")), bytes=2 * n * (128 + 8 * RANK))
-bench.show()
+
+def errors(bench):
+    for k in (4096, 14336, 28672):  # against fp64 products of the same values: what the accumulator loses
+        def exact(a, sa, c, sc):
+            return (a.double() @ c.double().t() * sa.double() * sc.double()).float()
+
+        def accumulated(fast):
+            return lambda a, sa, c, sc: torch._scaled_mm(a, c.t(), sa, sc, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+        def small(seed):
+            return (*fp8.quantize_rows(randn(512, k, seed=seed), None, k), *weight(randn(1024, k, seed=seed + 9), None, k))
+
+        bench(f"error of the accumulator, K={k}", {"fp64": exact, "fast": accumulated(True), "slow": accumulated(False)}, small,
+              bytes=1536 * k, flops=2 * 512 * 1024 * k, check=relative_error)
+
+    systems = {"fp32": lambda g, w: g @ w.float()}
+    systems |= {f"{name} by {'row' if by_row else 'tensor'}": cast(dtype, by_row)
+                for name, dtype in (("e4m3", E4M3), ("e5m2", torch.float8_e5m2)) for by_row in (True, False)}
+    bench("error of a gradient's format", systems, gradient, bytes=T * 4096, check=lambda v, r: float(((v - r).norm(dim=1) / r.norm(dim=1)).mean()))
+
+
+def quantise(bench):
+    """Activations and gradients, with an adapter's columns."""
+    for k, ranks in ((4096, 48), (6144, 48), (14336, 16), (28672, 32)):
+        tokens, k, first = bench.size(T), bench.size(k), k == 4096
+        width = pad(k + 3 * ranks, 128)
+
+        def template(x, extra, width=width, **options):
+            return fp8.quantize_rows(x, extra, width, **options)
+
+        bench(f"quantise {tokens} rows of {k}", {
+            INDUCTOR: compiled(lambda x, e, width=width: in_torch(x, e, width)), TEMPLATE: template,
+            **bench.tiles(lambda: {f"{n} warps": lambda x, e, n=n: template(x, e, tile=Tile(0, num_warps=n)) for n in (2, 4, 8, 16, 32)})},
+            lambda seed, k=k, ranks=ranks: (randn(tokens, k, seed=seed), randn(tokens, ranks, seed=seed, dtype=torch.float32)),
+            bytes=tokens * (3 * k + 7 * ranks), check=lambda v, r: relative_error((v[0].float(), v[1]), (r[0].float(), r[1])),
+            shown="rows and adapters to FP8" if first else "")
+
+
+def nf4_in_torch(n, k, transposed):
+    """What write_nf4 does, for Inductor to fuse."""
+    table = torch.tensor(CODES["nf4"], device=DEVICE)
+
+    def call(packed, absmax, code, outer, offset):
+        scales = code[absmax.int()] * outer.repeat_interleave(256)[:len(absmax)] + offset
+        nibbles = torch.cat([packed >> 4, packed & 15], 1).int()
+        weight = (table[nibbles].view(-1, 64) * scales[:, None]).view(n, k)
+        return (weight.t().contiguous() if transposed else weight).div(WEIGHT_SCALE).clamp(-448, 448).to(E4M3)
+    return call
+
+
+def tiles(n, k, transposed):
+    plain = (1, 2048, 2), (1, 2048, 4), (2, 1024, 4), (4, 512, 4), (4, 1024, 8), (8, 512, 8), (1, 4096, 8), (16, 128, 4)
+    turned = (64, 64, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 32, 8), (256, 64, 8), (64, 128, 4)
+    return {f"{rows}x{columns}, {warps} warps": nf4_to_fp8(n, k, transposed, tile=Tile(columns, rows=rows, num_warps=warps))
+            for rows, columns, warps in (turned if transposed else plain)}
+
+
+def in_floats(value, reference):
+    return relative_error(value.float(), reference.float())
+
+
+def write(bench):
+    """Frozen weights in either direction, and the adapter's columns beside them."""
+    for n, k in ((14336, 4096), (4096, 14336), (1024, 4096)):
+        n, k, first = bench.size(n), bench.size(k), (n, k) == (14336, 4096)
+        for transposed in (False, True):
+            name = "NF4 to FP8, transposed" if transposed else "NF4 to FP8"
+            bench(f"{name}, {n}x{k}", {
+                INDUCTOR: compiled(nf4_in_torch(n, k, transposed)), TEMPLATE: nf4_to_fp8(n, k, transposed),
+                **bench.tiles(lambda: tiles(n, k, transposed))},
+                packed_nf4(n, k), bytes=n * k * (0.5 + 1 / 64 + 1), check=in_floats, shown=name if first else "")
+
+    n, k = bench.size(14336), bench.size(4096)
+    for transposed in (False, True):
+        rows, columns = (k, n) if transposed else (n, k)
+        out, scales = torch.zeros(rows, columns + 128, dtype=E4M3, device=DEVICE), torch.full((1, rows), WEIGHT_SCALE, device=DEVICE)
+
+        def template(w, transposed=transposed, out=out, scales=scales):
+            fp8.write_dense(w.t() if transposed else w, scales, out)
+            return out[:, :out.shape[1] - 128]
+
+        name = "bf16 to FP8, transposed" if transposed else "bf16 to FP8"
+        bench(f"{name}, {n}x{k}", {
+            INDUCTOR: compiled(lambda w, turn=transposed: (w.t().contiguous() if turn else w).float().div(WEIGHT_SCALE).clamp(-448, 448).to(E4M3)),
+            TEMPLATE: template}, lambda s: (randn(n, k, seed=s),), bytes=3 * n * k, check=in_floats, shown=name)
+
+    def adapter(b, largest):
+        scale = torch.maximum(b.abs().amax(1, keepdim=True), largest).clamp_min(1e-30) / 448
+        v = b / scale
+        high = v.to(E4M3)
+        return torch.cat([high, high, (v - high.float()).to(E4M3), b.new_zeros((b.shape[0], 128 - 6 * RANK), dtype=E4M3)], 1), scale
+
+    bench(f"adapter's columns beside {2 * n}x{k}", {
+        INDUCTOR: compiled(adapter), TEMPLATE: lambda b, largest: fp8.begin_weight(largest, b, 2 * n, k, k + 128)},
+        lambda s: (randn(2 * n, 2 * RANK, seed=s, dtype=torch.float32), torch.ones((), device=DEVICE)), bytes=2 * n * (128 + 8 * RANK),
+        check=lambda v, r: relative_error(v[0][:, -128:].float(), r[0][:, -128:].float()), shown="an adapter's columns in FP8")
+
+
+def run(bench):
+    quantise(bench)
+    write(bench)
+    if not bench.dry:
+        products(bench)
+        errors(bench)
+
+
+if __name__ == "__main__":
+    main({"fp8": run})

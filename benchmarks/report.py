@@ -1,4 +1,4 @@
-"""The README's table and picture, made from the measured results beside this file.
+"""The README's tables and picture, made from the measured results beside this file.
 
     python benchmarks/report.py            # print the table
     python benchmarks/report.py --write    # put it into README.md, and draw docs/speed.svg
@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+KERNELS = "kernels.json"  #: what benchmarks/kernels.py measured
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
@@ -19,9 +20,12 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
          "tunecompile": "**tunecompile**", "tunecompile-fp8": "**tunecompile, FP8**"}
 
 
+PEERS = ("Liger", "Unsloth", "bitsandbytes")
+
+
 def load_results(folder: Path = RESULTS) -> list[dict]:
-    """Every result file, in the order of its first run's model, mode and shape."""
-    results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    """Every result of training steps, in the order of its first run's model, mode and shape."""
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json") if path.name != KERNELS]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -65,6 +69,44 @@ def render(results: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def load_kernels(folder: Path = RESULTS) -> dict | None:
+    path = folder / KERNELS
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def render_kernels(result: dict | None) -> str:
+    """A row a template: its time beside Inductor's, the fastest peer's, and the memory's limit. Empty without measurements."""
+    cases: dict[str, dict[str, dict]] = {}
+    for row in (result or {}).get("rows", []):
+        if row.get("shown"):
+            cases.setdefault(row["shown"], {})[row["system"]] = row
+    lines = [line for name, systems in cases.items() if (line := _kernel_row(name, systems))]
+    if not lines:
+        return ""
+    versions = ", ".join(f"{name} {result['versions'][key]}" for name, key in
+                         (("torch", "torch"), ("triton", "triton"), ("Liger", "liger_kernel"), ("Unsloth", "unsloth"), ("bitsandbytes", "bitsandbytes"))
+                         if key in result["versions"])
+    return "\n".join([
+        "", "The templates alone, in ms; caches cold, only what the GPU does. A peer that works in place had its copies made before the clock started.", "",
+        "| kernel | case | template | reference under Inductor | fastest peer | of the memory's limit |", "|---|---|---|---|---|---|", *lines, "",
+        f"Measured on {result['machine']['gpu']}, {versions}, {result['date'][:10]}; the limit is a copy's {result['copy_gbps'] / 1000:.2f} TB/s."]) + "\n"
+
+
+def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
+    ours = systems.get("template")
+    if ours is None or "ms" not in ours:
+        return None
+    peers = [row for row in systems.values() if row["system"].startswith(PEERS) and "ms" in row]
+    best = min(peers, key=lambda row: row["ms"], default=None)
+    inductor = systems.get("Inductor", {}).get("ms")
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    rival = "" if best is None else f"{ms(best['ms'])} ({best['system']})"
+    return f"| {name} | {ours['case']} | {ms(ours['ms'])} | {ms(inductor)} | {rival} | {ours['percent']:.0f} % |"
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Tokens a second, one panel a case."""
     import matplotlib
@@ -94,7 +136,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     results = load_results()
-    text = render(results)
+    text = render(results) + render_kernels(load_kernels())
     if not given.write:
         print(text)
         return

@@ -1,44 +1,49 @@
-"""RMS norm: bytes are one read and one write forward, two reads and one write backward (a residual adds one of each)."""
+"""RMS norm: bytes are one read and one write forward, two reads and one write backward (a residual adds one of each, or one read)."""
 
 import torch
-from _harness import Bench, attempt, compiled, randn, relative_error
+from _harness import INDUCTOR, TEMPLATE, attempt, backward_of, compiled, main, randn, relative_error
 
 from tunecompile.templates import rms_norm
 from tunecompile.templates._tiles import Tile
 
-bench = Bench("rms_norm")
 EPS = 1e-5
 
 
-@compiled
-def reference(x, weight):
+def norm(x, weight):
     xf = x.float()
     return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
+reference = compiled(norm)
+
+
 @compiled
-def reference_residual(x, weight, residual):
+def reference_residual(x, residual, weight):
     total = x + residual
-    xf = total.float()
-    return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype), total
+    return norm(total, weight), total
 
 
-def _backward(grad, x, weight):
+def gradients(grad, x, weight):
     xf = x.float()
     inverse = torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + EPS)
     xhat, g = xf * inverse, grad.float() * weight.float()
-    return (inverse * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(x.dtype), xhat
+    return inverse * (g - xhat * (g * xhat).mean(-1, keepdim=True)), xhat
 
 
 @compiled
 def reference_backward(grad, x, weight):
-    return _backward(grad, x, weight)[0]
+    return gradients(grad, x, weight)[0].to(x.dtype)
 
 
 @compiled
 def reference_backward_weight(grad, x, weight):
-    dx, xhat = _backward(grad, x, weight)
-    return dx, (grad.float() * xhat).flatten(0, -2).sum(0)
+    dx, xhat = gradients(grad, x, weight)
+    return dx.to(x.dtype), (grad.float() * xhat).flatten(0, -2).sum(0)
+
+
+@compiled
+def reference_backward_residual(grads, x, weight):
+    return (gradients(grads[0], x, weight)[0] + grads[1].float()).to(x.dtype)
 
 
 def liger():
@@ -46,37 +51,78 @@ def liger():
     return lambda x, weight: liger_rms_norm(x, weight, EPS)
 
 
+def liger_residual():
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+    return lambda x, residual, weight: liger_fused_add_rms_norm(x, residual, weight, EPS)
+
+
+def liger_backward_residual():
+    """The sum's gradient is that of x and of the residual alike, so the residual asks for none."""
+    function = liger_residual()
+    blank = {}
+
+    def forward(total, weight):
+        residual = blank.setdefault(total.shape, torch.zeros_like(total))
+        return function(total, residual, weight)
+    return backward_of(forward, frozen=(1,))
+
+
 def unsloth():
     from unsloth.kernels.rms_layernorm import Fast_RMS_Layernorm
     return lambda x, weight: Fast_RMS_Layernorm.apply(x, weight, EPS, False)
 
 
-def tiles(function, choices):
-    if not bench.options.sweep:
-        return {}
-    return {f"{rows} rows, {warps} warps": (lambda *a, t=Tile(0, rows=rows, num_warps=warps): function(*a, tile=t)) for rows, warps in choices}
+def run(bench):
+    for shape in ((8192, 4096), (4, 2048, 40, 128)):
+        heads = len(shape) == 4
+        shape = tuple(bench.size(n) for n in (shape if not (heads and bench.dry) else (2, 16, 4, 128)))
+        size, name, w = 2 * torch.Size(shape).numel(), "x".join(map(str, shape)), randn(shape[-1], seed=99)
 
+        def one(seed, shape=shape, w=w):
+            return randn(*shape, seed=seed), w
 
-for shape in ((8192, 4096), (4, 2048, 40, 128)):
-    heads = len(shape) == 4
-    size = 2 * torch.Size(shape).numel()
-    choices = [(r, w) for r in ((4, 8, 16, 32) if heads else (1, 2)) for w in ((2, 4, 8) if heads else (2, 4, 8, 16))]
-    name = "x".join(map(str, shape))
-    w = randn(shape[-1], seed=99)
-    make = lambda s: (randn(*shape, seed=s), w)  # noqa: E731
-    make2 = lambda s: (randn(*shape, seed=s), randn(*shape, seed=s + 50), w)  # noqa: E731
-    forward = lambda x, w, **k: rms_norm.forward(x, w, EPS, **k)  # noqa: E731
-    backward = lambda g, x, w, **k: rms_norm.backward(g, x, w, EPS, **k)  # noqa: E731
-    both = lambda g, x, w, **k: rms_norm.backward(g, x, w, EPS, need_weight_grad=True, **k)  # noqa: E731
-    peers = {} if heads else {"Liger": attempt(liger), "Unsloth": attempt(unsloth)}
-    bench(f"{name} forward", {"reference, torch.compile": reference, **peers, "template": forward, **tiles(forward, choices)},
-          make, bytes=2 * size, check=relative_error)
-    if not heads:
+        def two(seed, shape=shape, w=w):
+            return randn(*shape, seed=seed), randn(*shape, seed=seed + 50), w
+
+        def pair(seed, shape=shape, w=w):
+            return (randn(*shape, seed=seed), randn(*shape, seed=seed + 50)), randn(*shape, seed=seed + 70), w
+
+        def tiles(function, heads=heads):
+            choices = [(r, n) for r in ((4, 8, 16, 32) if heads else (1, 2)) for n in ((2, 4, 8) if heads else (2, 4, 8, 16))]
+            return bench.tiles(lambda: {f"{r} rows, {n} warps": lambda *a, t=Tile(0, rows=r, num_warps=n): function(*a, tile=t) for r, n in choices})
+
+        def forward(x, w, **options):
+            return rms_norm.forward(x, w, EPS, **options)
+
+        def backward(grad, x, w, **options):
+            return rms_norm.backward(grad, x, w, EPS, **options)
+
+        def both(grad, x, w, **options):
+            return rms_norm.backward(grad, x, w, EPS, need_weight_grad=True, **options)
+
+        def shown(what, heads=heads):
+            return "" if heads else what
+
+        bench(f"{name} forward", {INDUCTOR: reference, "Liger": attempt(liger), "Unsloth": attempt(unsloth), TEMPLATE: forward, **tiles(forward)},
+              one, bytes=2 * size, check=relative_error, shown=shown("RMS norm"))
+        bench(f"{name} backward", {
+            INDUCTOR: reference_backward, "Liger, in place": attempt(lambda: backward_of(liger(), frozen=(1,))),
+            "Unsloth": attempt(lambda: backward_of(unsloth(), frozen=(1,))), TEMPLATE: backward, **tiles(backward)},
+            two, bytes=3 * size, check=relative_error, shown=shown("RMS norm backward"))
+        bench(f"{name} backward + weight", {
+            INDUCTOR: reference_backward_weight, "Liger, in place": attempt(lambda: backward_of(liger())),
+            "Unsloth": attempt(lambda: backward_of(unsloth())), TEMPLATE: both, **tiles(both)},
+            two, bytes=3 * size, check=relative_error, shown=shown("RMS norm backward, weight trained"))
+        if heads:
+            continue
         bench(f"{name} residual + forward", {
-            "reference, torch.compile": lambda x, r, w: reference_residual(x, w, r),
-            "template": lambda x, r, w: rms_norm.forward(x, w, EPS, residual=r)}, make2, bytes=4 * size, check=relative_error)
-    bench(f"{name} backward", {"reference, torch.compile": reference_backward, "template": backward, **tiles(backward, choices)},
-          make2, bytes=3 * size, check=relative_error)
-    bench(f"{name} backward + weight", {"reference, torch.compile": reference_backward_weight, "template": both, **tiles(both, choices)},
-          make2, bytes=3 * size, check=relative_error)
-bench.show()
+            INDUCTOR: reference_residual, "Liger": attempt(liger_residual), TEMPLATE: lambda x, r, w: rms_norm.forward(x, w, EPS, residual=r)},
+            two, bytes=4 * size, check=relative_error, shown="residual and RMS norm")
+        bench(f"{name} residual + backward", {
+            INDUCTOR: reference_backward_residual, "Liger": attempt(liger_backward_residual),
+            TEMPLATE: lambda grads, x, w: rms_norm.backward(grads[0], x, w, EPS, residual_grad=grads[1])},
+            pair, bytes=4 * size, check=relative_error, shown="residual and RMS norm backward")
+
+
+if __name__ == "__main__":
+    main({"rms_norm": run})

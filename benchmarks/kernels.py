@@ -1,0 +1,18 @@
+"""Every template against its reference under Inductor, the kernels of Liger, Unsloth and bitsandbytes for the same work, and the memory's limit.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels.json     # the README's cases, a few minutes
+    python benchmarks/kernels.py --no-shown                                # all cases
+    TRITON_INTERPRET=1 python benchmarks/kernels.py --dry                  # without a GPU: does everything run?
+
+`benchmarks/report.py --write` makes the README's table of the JSON. A template that loses to what Inductor makes of its reference has no
+place in the tree.
+"""
+
+import importlib
+
+from _harness import main
+
+FAMILIES = ("rms_norm", "rope", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8")
+
+if __name__ == "__main__":
+    main({name: importlib.import_module(name).run for name in FAMILIES}, shown=True)
