@@ -195,9 +195,9 @@ class Region:
 
     def settle(self, kind: tuple) -> None:
         """What was compiled before there was a plan goes under the plan that was made of it."""
-        variant, backend = self.variants[None, *kind], self.backends[None]
+        variant, backend = self.variants[(None, *kind)], self.backends[None]
         if backend.plan is not None:
-            del self.variants[None, *kind], self.backends[None]
+            del self.variants[(None, *kind)], self.backends[None]
             self.backends.setdefault(backend.plan, backend)
             self.variants.setdefault((backend.plan, *kind), variant)
 

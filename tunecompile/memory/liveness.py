@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile._torch import size_hint
+
 _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
           "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
 
@@ -26,14 +28,9 @@ class Extent:
     returned: int
 
 
-def hint(size: Any) -> int:
-    """A size, or a symbolic one at its hint."""
-    return size if isinstance(size, int) else int(size.node.hint if size.node.has_hint() else 0)
-
-
 def tensor_bytes(value: Any) -> int:
     """Of the tensor, were it dense."""
-    return hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return size_hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def extent(graph: Graph) -> Extent:

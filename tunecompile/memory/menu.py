@@ -14,8 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from tunecompile._torch import fake_mode_of
-from tunecompile.memory.liveness import extent, hint, tensor_bytes
+from tunecompile._torch import fake_mode_of, size_hint
+from tunecompile.memory.liveness import extent, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
 from tunecompile.memory.rates import Rates
 from tunecompile.op import OPS, Cost
@@ -71,20 +71,20 @@ def name(node: Node) -> str:
     value = node.meta["val"]
     largest = max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes) if isinstance(value, (tuple, list)) else value
     called = OPS[node.target].name if node.target in OPS else node.target.overloadpacket.__name__
-    return f"{called.strip('_')} {'x'.join(str(hint(size)) for size in largest.shape)}"
+    return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
 
 
 def flops(node: Node) -> int:
     """Floating point operations of a dear call, at the hinted sizes; 0 where nobody counts them."""
     args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
     if (op := OPS.get(node.target)) is not None and op.flops is not None:
-        return hint(op.flops(*args, **kwargs))
+        return size_hint(op.flops(*args, **kwargs))
     if _is_attention(node):
         return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
     run = node.target if op is None else op.reference
     with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(*args, **kwargs)
-    return hint(counter.get_total_flops())
+    return size_hint(counter.get_total_flops())
 
 
 def _is_attention(node: Node) -> bool:
@@ -95,7 +95,7 @@ def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
     """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
     backward = "backward" in node.target.overloadpacket.__name__
     q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
-    return int((10 if backward else 4) * hint(q.numel()) * hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
+    return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
 
 
 def plans(graph: Graph) -> list[Plan]:
