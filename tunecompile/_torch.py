@@ -19,12 +19,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "TensorifyScalarRestartAnalysis", "attention_order",
-    "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint", "min_cut_rematerialization_partition",
-    "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "size_hint", "specialize_floats", "trace",
+    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
+    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint",
+    "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "saving_is_taken", "size_hint",
+    "specialize_floats", "trace",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -45,6 +47,19 @@ def in_checkpoint() -> bool:
     """Whether a non-reentrant `torch.utils.checkpoint` is under way: it will repeat what is called now, in the backward pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def saving_is_taken() -> str | None:
+    """Why hooks for saved tensors must not be set now; None where they may. (Autograd calls the innermost hooks only.)"""
+    if torch._C._current_graph_task_id() != -1:
+        return "recomputed in the backward pass, where it is used at once"
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return "hooks for saved tensors are forbidden here (torch.func)"
+    if in_checkpoint():
+        return "inside a checkpoint"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "other hooks take the saved tensors"
+    return None
 
 
 def specialize_floats(gm: torch.fx.GraphModule) -> None:

@@ -31,6 +31,10 @@ class NoSecondDerivative(TunecompileError, RuntimeError):
     template = "{name} has no derivative: gradients of gradients are not supported. Call tunecompile.restore(model) for such a loss."
 
 
+class ModifiedInPlace(TunecompileError, RuntimeError):
+    template = "One of the variables needed for gradient computation has been modified by an inplace operation: {what}, saved by layer {layer}."
+
+
 class InvalidRewrite(TunecompileError):
     template = "Rewrite {name!r} is not valid: {reason}."
 

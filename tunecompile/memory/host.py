@@ -1,0 +1,299 @@
+"""Host memory for saved activations, and the copies between it and the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+GRANULE = 2 << 20  #: bytes; what blocks are rounded up to
+SLAB = 512 << 20  #: bytes allocated at once; a power of two, since torch rounds pinned memory up to the next
+
+
+@dataclass
+class Room:
+    """Host memory of one block: pieces of slabs, in the order of its bytes."""
+
+    nbytes: int
+    extents: list[tuple[int, int, int]]  #: (slab, begin, end)
+    pieces: list[Tensor]
+    kept: Tensor | None = None  #: the block itself, where nothing is copied
+
+    def beside(self, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(piece, its part of the block's bytes on the device)."""
+        begin = 0
+        for piece in self.pieces:
+            yield piece, device[begin:begin + piece.numel()]
+            begin += piece.numel()
+
+
+class Pool:
+    """Host memory, allocated when first needed and kept for the next step.
+
+    A block may lie in several pieces, so free memory is never too scattered to be used.
+
+    Args:
+        limit: bytes that may be allocated in all.
+        allocate: bytes -> memory; a RuntimeError (nothing left to pin) ends growth, and `failure` says why.
+    """
+
+    def __init__(self, limit: int, allocate: Callable[[int], Tensor], granule: int = GRANULE, slab: int = SLAB):
+        self.limit, self.allocate, self.granule, self.slab = limit, allocate, granule, slab
+        self.slabs: list[Tensor] = []
+        self.free: list[tuple[int, int, int]] = []  #: (slab, begin, end), in order, never touching each other
+        self.reserved = self.used = self.peak = 0  #: bytes
+        self.failure: str | None = None
+
+    def take(self, nbytes: int) -> Room | None:
+        """None where it does not fit."""
+        need = -(-nbytes // self.granule) * self.granule
+        while self.reserved - self.used < need:
+            if not self._grow(need - (self.reserved - self.used)):
+                return None
+        extents = self._cut(need)
+        self.used += need
+        self.peak = max(self.peak, self.used)
+        pieces, left = [], nbytes
+        for slab, begin, end in extents:
+            pieces.append(self.slabs[slab][begin:min(end, begin + left)])
+            left -= pieces[-1].numel()
+        return Room(nbytes, extents, pieces)
+
+    def give(self, room: Room) -> None:
+        """Take it back. Copies that are still to come must have been ordered before the next owner's."""
+        self.used -= sum(end - begin for _, begin, end in room.extents)
+        merged: list[tuple[int, int, int]] = []
+        for slab, begin, end in sorted(self.free + room.extents):
+            if merged and merged[-1][0] == slab and merged[-1][2] == begin:
+                begin = merged.pop()[1]
+            merged.append((slab, begin, end))
+        self.free = merged
+
+    @property
+    def room(self) -> int:
+        """Bytes that can still be taken."""
+        return self.limit - self.used if self.failure is None else self.reserved - self.used
+
+    def _cut(self, need: int) -> list[tuple[int, int, int]]:
+        """The first extent that is long enough, or the first ones together."""
+        whole = next((extent for extent in self.free if extent[2] - extent[1] >= need), None)
+        taken = []
+        for extent in [whole] if whole else list(self.free):
+            slab, begin, end = extent
+            at = self.free.index(extent)
+            stop = min(end, begin + need)
+            self.free[at:at + 1] = [(slab, stop, end)] if stop < end else []
+            taken.append((slab, begin, stop))
+            need -= stop - begin
+            if not need:
+                break
+        return taken
+
+    def _grow(self, missing: int) -> bool:
+        left = (self.limit - self.reserved) // self.granule * self.granule
+        if left < missing or self.failure is not None:
+            return False
+        size = 1 << (min(left, self.slab).bit_length() - 1)
+        try:
+            self.slabs.append(self.allocate(size))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            self.failure = f"no more pinned memory than {self.reserved >> 20} MiB: {str(error).strip().splitlines()[0][:200]}"
+            return False
+        self.free.append((len(self.slabs) - 1, 0, size))
+        self.reserved += size
+        return True
+
+
+def available() -> int:
+    """Bytes of host memory that could be taken now, by the machine and by the container; 0 where the system does not say."""
+    found = []
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) << 10)
+    limit, current = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and current.isdigit():
+        found.append(max(0, int(limit) - int(current)))
+    if not found and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=0)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+@dataclass
+class Mark:
+    """The end of a batch of copies. `stream` is the one that computes: what is copied was made there, or will be used there."""
+
+    begin: Any = None
+    end: Any = None
+    stream: Any = None
+    waited: bool = False  #: whether `stream` comes after it already
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        if self.end is not None:
+            self.end.synchronize()
+
+
+class Copier(Protocol):
+    """Copies blocks, in order in each direction, while the device computes."""
+
+    moves: bool  #: whether a block's bytes are anywhere but where they were
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Host memory."""
+
+    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+        """Copy to the host what the device has computed by now."""
+
+    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+        """Copy to new memory on the device, which may be used, or freed, once `wait` was called."""
+
+    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+        """What is computed from now on comes after the mark. `used` is what it uses."""
+
+    def order(self, mark: Mark) -> None:
+        """What is copied out from now on comes after the mark."""
+
+    def fence(self) -> list[Mark]:
+        """The end of all copies asked for up to now, in each direction."""
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds since `reset`: copied_out_ms, copied_back_ms, and exposed_ms in which the device waited for copies."""
+
+    def reset(self) -> None: ...
+
+
+class KeepCopier:
+    """Copies nothing, everything stays where it is: so that plans can be run where there is no device."""
+
+    moves = False
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+        for device, room in pairs:
+            room.kept = device
+        return Mark()
+
+    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+        return [room.kept for room in rooms], Mark()
+
+    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+        mark.waited = True
+
+    def order(self, mark: Mark) -> None: ...
+
+    def fence(self) -> list[Mark]:
+        return []
+
+    def times(self) -> dict[str, float]:
+        return {}
+
+    def reset(self) -> None: ...
+
+
+class HostCopier(KeepCopier):
+    """Copies at once, from host memory to host memory: the runtime's logic, without streams."""
+
+    moves = True
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+        for device, room in pairs:
+            for piece, part in room.beside(device):
+                piece.copy_(part)
+        return Mark()
+
+    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+        devices = [torch.empty(room.nbytes, dtype=torch.uint8) for room in rooms]
+        for device, room in zip(devices, rooms):
+            for piece, part in room.beside(device):
+                part.copy_(piece)
+        return devices, Mark()
+
+
+@dataclass
+class CudaCopier:
+    """One stream out and one back, since a GPU copies in both directions at once. The host never waits.
+
+    The host is far ahead of the device, so asking an event whether it has passed would say no, and nothing would be freed: the
+    computing stream waits for events instead, one layer after the copy was asked for, when it is long done.
+    """
+
+    moves = True
+
+    device: torch.device
+    copies: dict[str, list[Mark]] = field(default_factory=lambda: {"out": [], "back": []})
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.outward, self.inward = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+        return self._copy("out", self.outward, [(piece, part) for device, room in pairs for piece, part in room.beside(device)])
+
+    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+        # Of the computing stream's memory: blocks freed there, whose last use is still to come on the device, are taken again at once,
+        # and `_copy` begins after what that stream was asked for up to now.
+        devices = [torch.empty(room.nbytes, dtype=torch.uint8, device=self.device) for room in rooms]
+        pairs = [(part, piece) for device, room in zip(devices, rooms) for piece, part in room.beside(device)]
+        return devices, self._copy("back", self.inward, pairs)
+
+    def _copy(self, direction: str, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        mark = Mark(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device))
+        stream.wait_stream(mark.stream)
+        with torch.cuda.stream(stream):
+            mark.begin.record(stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            mark.end.record(stream)
+        self.copies[direction].append(mark)
+        return mark
+
+    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream != mark.stream and used is not None:  # the allocator has to know, before it gives the memory to `mark.stream` again
+            used.record_stream(stream)
+        elif mark.waited:
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        stream.wait_event(mark.end)
+        end.record(stream)
+        self.waits.append((begin, end))
+        mark.waited = mark.waited or stream == mark.stream
+
+    def order(self, mark: Mark) -> None:
+        self.outward.wait_event(mark.end)
+
+    def fence(self) -> list[Mark]:
+        return [Mark(end=stream.record_event()) for stream in (self.outward, self.inward)]
+
+    def times(self) -> dict[str, float]:
+        def total(pairs: Sequence[tuple[Any, Any]]) -> float:
+            for _, end in pairs:
+                end.synchronize()
+            return sum(begin.elapsed_time(end) for begin, end in pairs)
+
+        out, back = ([(mark.begin, mark.end) for mark in self.copies[direction]] for direction in ("out", "back"))
+        return {"copied_out_ms": total(out), "copied_back_ms": total(back), "exposed_ms": total(self.waits)}
+
+    def reset(self) -> None:
+        self.copies = {"out": [], "back": []}
+        self.waits.clear()
