@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
 from tunecompile.memory.budget import Budget
+from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
@@ -26,7 +28,8 @@ _ATTRIBUTE = "_tunecompile"
 Precision = Literal["fp8"]
 
 
-def optimize(model: nn.Module, *, memory: Spec = None, precision: Precision | None = None, executor: Executor = "inductor") -> nn.Module:
+def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None, offload_dir: str | os.PathLike | None = None,
+             precision: Precision | None = None, executor: Executor = "inductor") -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
     Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
@@ -40,6 +43,9 @@ def optimize(model: nn.Module, *, memory: Spec = None, precision: Precision | No
             a millisecond, as few layers as will do, and the plan is looked at again when the batch grows. It takes the place of
             the model's own gradient checkpointing, with the same results. None: each layer keeps what is dear to compute, or
             nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers hold for the backward pass.
+        host_memory: bytes of pinned host memory that may hold saved activations under a budget, where copies are cheaper than computing
+            again; None for half of what is available, 0 for none.
+        offload_dir: folder for activations that host memory cannot hold; files are removed as soon as their tensors are.
         precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit floating
             point (e4m3), where the GPU has compute capability 9.0 or 10.0 and activations are bf16: nearly half of the
             matrix products' time, for results that are off by a few per cent each. Adapters keep their precision; attention,
@@ -60,11 +66,12 @@ def optimize(model: nn.Module, *, memory: Spec = None, precision: Precision | No
     if precision not in (None, *get_args(Precision)):
         raise UnknownPrecision(given=precision)
     budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
+    host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
     if os.environ.get("TUNECOMPILE") == "0" or getattr(model, _ATTRIBUTE, None) is not None:
         return model
     from tunecompile.passes import PIPELINE
 
-    state = State(model, validate(PIPELINE), executor, precision, memory)
+    state = State(model, validate(PIPELINE), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None)
     state.attach()
     model.__dict__[_ATTRIBUTE] = state
     return model
@@ -192,6 +199,8 @@ class State(_NotCopied):
     executor: Executor
     precision: Precision | None = None
     memory: Spec = None
+    host_bytes: int | None = None
+    offload_dir: Path | None = None
     step: StepFlag = field(default_factory=StepFlag)
     regions: list[Region] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -299,8 +308,12 @@ class State(_NotCopied):
                 self.memory = None
                 return
             device = next(iter(devices))
-            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes)
+            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays)
         self.step.budget.begin()
+
+    def _offload(self, device: torch.device) -> Offload | None:
+        """On a CPU there is nowhere else to go."""
+        return Offload(device, self.host_bytes, self.offload_dir) if device.type == "cuda" and self.host_bytes != 0 else None
 
     def _tail_bytes(self, tokens: int) -> int:
         """What head and loss need beside what the layers hold."""

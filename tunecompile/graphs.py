@@ -193,6 +193,7 @@ class Replays:
         self.failures: list[str] = []
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.recorded = 0
+        self.allowed = True  #: whether there is memory for them
         self.bytes = 0  #: what recordings made the process take from the device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
@@ -209,6 +210,8 @@ class Replays:
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
+        if not self.allowed:
+            return False
         if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1]:
             return True
         full = f"recordings hold {self.bytes / 2**30:.1f} GiB: further layers or shapes get no CUDA graph"

@@ -253,7 +253,8 @@ class Slot:
             return self.variant.call(self.layer, *args, **kwargs)
         option = budget.option(self, math.prod(sizes))
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
-        output = self.variant.call(self.layer, *args, **kwargs)
+        with budget.around(self):
+            output = self.variant.call(self.layer, *args, **kwargs)
         if option is None:
             self.region.settle(kind)
         return output

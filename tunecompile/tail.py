@@ -277,4 +277,6 @@ class HeadSlot:
         if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
             self.head.refuse(f"the head is a {type(module).__name__}" + (" with hooks" if type(module) is nn.Linear else ""))
             return module._call_impl(*args, **kwargs)
+        if self.step.budget is not None:
+            self.step.budget.settle()
         return defer(self.head, args[0])

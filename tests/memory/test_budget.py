@@ -119,3 +119,40 @@ def test_layers_of_two_structures_share_the_budget():
     report = tunecompile.report(model)
     assert len(report.regions) == 2 and sum(p["layers"] for p in report.memory["plans"]) == LAYERS
     assert any(p["recompute"] for p in report.memory["plans"])
+
+
+@pytest.fixture
+def to_the_host(monkeypatch):
+    """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
+    from tunecompile.api import State
+    from tunecompile.memory import budget
+    from tunecompile.memory.host import HostCopier
+    from tunecompile.memory.offload import Offload
+    from tunecompile.memory.rates import Rates
+
+    made = []
+
+    def offload(self, device):
+        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopier()))
+        return made[-1]
+
+    monkeypatch.setattr(State, "_offload", offload)
+    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    return made
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
+    reference = step(build(None, dropout))
+    model = build(int(0.7 * needed(build("1TiB", dropout))), dropout)
+    for _ in range(3):
+        same(step(model), reference)
+    memory, offload = tunecompile.report(model).memory, to_the_host[-1]
+    assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(p["layers"] for p in memory["plans"] if p["offload"]) < LAYERS
+    assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
+
+
+def test_nothing_is_copied_where_all_fits(to_the_host):
+    model = build("1TiB")
+    step(model)
+    assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from tunecompile.graphs import Replays
 from tunecompile.memory import menu
 from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
+from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
 
@@ -55,7 +58,8 @@ class Budget:
     device: torch.device
     layers: Sequence[Any]
     tail: Callable[[int], int]
-    offloads: bool = False
+    offload: Offload | None = None
+    replays: Replays | None = None
     menus: dict[int, Menu] = field(default_factory=dict)
     options: dict[int, Option] = field(default_factory=dict)
     admitted: Admission | None = None
@@ -72,10 +76,14 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.limit = budget_bytes(self.spec, self.gauge)
+        self.places = {id(slot): place for place, slot in enumerate(self.layers)}
+        self.offloading = False
 
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
         self.asked = False
+        if self.offload is not None:
+            self.offload.begin_step()
         peak, held = self.gauge.peak()
         if self.admitted is None or peak <= self.measured:  # an earlier step's, which led to the plan there is
             return
@@ -92,6 +100,17 @@ class Budget:
             self._review(tokens)
         self.running, self.tokens = slot, tokens
         return self.options.get(id(slot))
+
+    def around(self, slot: Any) -> AbstractContextManager:
+        """A layer's call: what it saves goes to the host, where its plan says so. (The plan of the very first is made inside.)"""
+        if self.offload is None or not (self.offloading or id(slot) not in self.options):
+            return nullcontext()
+        return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: self.options[id(slot)].offloaded > 0)
+
+    def settle(self) -> None:
+        """Before head and loss, whose memory may be the peak."""
+        if self.offload is not None:
+            self.offload.settle()
 
     def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
@@ -126,13 +145,17 @@ class Budget:
 
     def _admit(self, tokens: int) -> None:
         self.gauge.release()
-        resident = self.gauge.allocated() + self._to_come() + self.surplus
+        recorded = self.replays.bytes if self.replays is not None else 0  # what layers hold, in graphs' own memory
+        resident = max(0, self.gauge.allocated() - recorded) + self._to_come() + self.surplus
         room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
         stacks, slots = self._stacks(tokens)
-        choice = choose(stacks, room, self.tail(tokens))
+        choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
         self.admitted = Admission(tokens, resident, room, choice)
         self.plans += 1
         self.shortfall = None
+        self.offloading = any(option.offloaded for options in choice.options for option in options)
+        if self.replays is not None:
+            self.replays.allowed = 2 * choice.peak <= room  # recordings keep a step's memory for good
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
         if not choice.fits:
             self._note_shortfall(choice.peak - room)
@@ -149,7 +172,7 @@ class Budget:
         stacks = []
         for layers in slots:
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, speed, self.offloads and len(found.rows) > 1)))
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, speed, self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
 
     def _dtype(self) -> torch.dtype:
@@ -160,6 +183,10 @@ class Budget:
         if self.limit == "auto":
             return self.gauge.available()
         return self.limit - self.gauge.outside()
+
+    def _host_bytes(self) -> int | None:
+        """That may leave the device; None for any number."""
+        return 0 if self.offload is None else None if self.offload.store.disk is not None else self.offload.pool.limit
 
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
@@ -181,6 +208,7 @@ class Budget:
         counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
+                "offload": self.offload.report() if self.offloading else None,
                 "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
 
     def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:

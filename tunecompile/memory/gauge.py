@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -84,9 +85,10 @@ class HostGauge:
         pass
 
     def available(self) -> int:
-        return 1 << 62
+        return self.total()
 
-    total = available
+    def total(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gauge(device: torch.device) -> Gauge:

@@ -79,10 +79,10 @@ def peak(stacks: Sequence[Sequence[Option]], tail: int) -> int:
     return max(highest, held + tail)
 
 
-def choose(stacks: Sequence[Stack], room: int, tail: int = 0) -> Choice:
+def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None = None) -> Choice:
     """The fastest choice whose peak is at most `room`; the smallest there is where none fits.
 
-    tail: bytes that head and loss need while all layers hold theirs.
+    tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
     hulls = [hull(stack.options) for stack in stacks]
     at = [[0] * stack.layers for stack in stacks]
@@ -91,19 +91,23 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0) -> Choice:
         return tuple(tuple(hulls[s][level] for level in levels) for s, levels in enumerate(at))
 
     best = Choice(options(), needed := peak(options(), tail), needed <= room)
-    while not best.fits and (moves := list(_moves(hulls, at))):
-        _, stack, layer = min(moves)
-        at[stack][layer] += 1
+    while not best.fits:
+        left = None if host is None else host - sum(option.offloaded for stack in options() for option in stack)
+        if not (moves := list(_moves(hulls, at, left))):
+            break
+        _, stack, layer, level = min(moves)
+        at[stack][layer] = level
         needed = peak(options(), tail)
         if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
             best = Choice(options(), needed, needed <= room)
     return best
 
 
-def _moves(hulls: Sequence[Sequence[Option]], at: Sequence[Sequence[int]]):
-    """(milliseconds a byte, stack, layer) of the next step along each hull: of layers at one level, the first."""
+def _moves(hulls: Sequence[Sequence[Option]], at: Sequence[Sequence[int]], left: int | None):
+    """(milliseconds a byte, stack, layer, level) of the next step along each hull that the host has room for: of layers at one level, the first's."""
     for s, levels in enumerate(at):
         for level in sorted(set(levels)):
-            if level + 1 < len(hulls[s]):
-                now, then = hulls[s][level], hulls[s][level + 1]
-                yield (then.ms - now.ms) / (now.held - then.held), s, levels.index(level)
+            now = hulls[s][level]
+            onward = (i for i in range(level + 1, len(hulls[s])) if left is None or hulls[s][i].offloaded - now.offloaded <= left)
+            if (then := next(onward, None)) is not None:
+                yield (hulls[s][then].ms - now.ms) / (now.held - hulls[s][then].held), s, levels.index(level), then
