@@ -59,6 +59,8 @@ def saving_is_taken() -> str | None:
         return "inside a checkpoint"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "other hooks take the saved tensors"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "recorded as a CUDA graph, whose memory is its own"
     return None
 
 

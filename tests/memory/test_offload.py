@@ -1,91 +1,21 @@
 """What layers save comes back as it was, under any loop; host memory is bounded and empty in the end. On a CPU, with real copies."""
 
-import ctypes
 import gc
-import threading
 import weakref
-from collections import deque
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import tunecompile
+from tests.memory.copiers import LateCopier, Recorder
 from tests.memory.stack import Stack, same, wrap
 from tests.models import zoo
 from tunecompile.errors import ModifiedInPlace
-from tunecompile.memory.host import GRANULE, HostCopier, Mark, Pool, available
+from tunecompile.memory.host import GRANULE, HostCopier
 from tunecompile.memory.offload import Offload
 
 CPU = torch.device("cpu")
-
-
-class Recorder(HostCopier):
-    """Also says what was copied back, in order."""
-
-    def __init__(self):
-        self.log: list[tuple[str, int]] = []
-
-    def out(self, pairs):
-        self.log.append(("out", len(pairs)))
-        return super().out(pairs)
-
-    def back(self, rooms):
-        self.log.append(("back", len(rooms)))
-        return super().back(rooms)
-
-
-class LateCopier(HostCopier):
-    """Copies as late as streams and events allow, and would read garbage where something was not ordered."""
-
-    def __init__(self):
-        self.queues: dict[str, deque] = {"out": deque(), "back": deque()}
-        self.lock = threading.RLock()  # the disk's thread synchronizes, too
-
-    def out(self, pairs):
-        return self._ask("out", [(device.data_ptr(), room) for device, room in pairs], to_host=True)  # without holding it
-
-    def back(self, rooms):
-        devices = [torch.full((room.nbytes,), 255, dtype=torch.uint8) for room in rooms]  # NaN
-        return devices, self._ask("back", [(device.data_ptr(), room) for device, room in zip(devices, rooms)], to_host=False)
-
-    def wait(self, mark, used=None):
-        mark.end.synchronize()
-        mark.waited = True
-
-    def order(self, mark):
-        self.queues["out"].append((None, mark.end.synchronize))
-
-    def fence(self):
-        return [self._ask(direction, [], True) for direction in self.queues]
-
-    def _ask(self, direction, jobs, to_host):
-        def run():
-            for address, room in jobs:
-                for piece in room.pieces:
-                    pair = (piece.data_ptr(), address) if to_host else (address, piece.data_ptr())
-                    ctypes.memmove(*pair, piece.numel())
-                    address += piece.numel()
-
-        mark = Mark(end=Later(self, direction))
-        self.queues[direction].append((mark.end, run))
-        return mark
-
-
-class Later:
-    """An event: who waits for it does what was asked for in its direction up to it."""
-
-    def __init__(self, copier, direction):
-        self.copier, self.direction, self.passed = copier, direction, False
-
-    def synchronize(self):
-        with self.copier.lock:
-            queue = self.copier.queues[self.direction]
-            while not self.passed:
-                event, run = queue.popleft()
-                run()
-                if event is not None:
-                    event.passed = True
 
 
 def make(host_bytes=1 << 26, **options) -> Offload:
@@ -468,37 +398,3 @@ class TestDisk:
 
 def files(folder) -> list:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-class TestPool:
-    def test_any_order(self):
-        generator = torch.Generator().manual_seed(0)
-        pool = Pool(64, lambda n: torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
-        held = []
-        for _ in range(500):
-            size = int(torch.randint(1, 24, (1,), generator=generator))
-            if (room := pool.take(size)) is not None:
-                held.append((room, len(held)))
-                assert sum(piece.numel() for piece in room.pieces) == size
-                for piece in room.pieces:
-                    piece.fill_(len(held) % 251)
-                held[-1] = (room, len(held) % 251)
-            else:
-                assert pool.room < size + 4
-            if len(held) > 3 or room is None:
-                room, value = held.pop(int(torch.randint(len(held), (1,), generator=generator)))
-                assert all(piece.eq(value).all() for piece in room.pieces)
-                pool.give(room)
-        for room, _ in held:
-            pool.give(room)
-        assert pool.used == 0 and pool.reserved <= 64 and sum(end - begin for _, begin, end in pool.free) == pool.reserved
-        assert len(pool.free) == len(pool.slabs)
-
-    def test_limits_that_are_no_power_of_two(self):
-        sizes = []
-        pool = Pool(11 * 4, lambda n: sizes.append(n) or torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
-        assert pool.take(44) is not None and pool.take(1) is None
-        assert sizes == [16, 16, 8, 4]
-
-    def test_available_memory_is_known(self):
-        assert available() > 1 << 20

@@ -122,6 +122,7 @@ class Offload:
         self.number = 0
         self.reached: int | None = None  #: the call that the backward pass is in
         self._forget_step()
+        weakref.finalize(self, _give_back, self.dead, self.store, self.copier).atexit = False  # copies may still be under way
 
     @contextmanager
     def layer(self, index: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None = None) -> Iterator[None]:
@@ -245,12 +246,7 @@ class Offload:
         block.watched.clear()
 
     def _sweep(self) -> None:
-        """Give back what dead blocks held."""
-        while self.dead:
-            stay, device, mark = self.dead.popleft()
-            if device is not None and mark is not None:
-                self.copier.wait(mark, device)
-            self.store.give(stay)
+        _give_back(self.dead, self.store, self.copier)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -308,6 +304,15 @@ class Offload:
             block.device, block.mark, block.stay.mark = device, mark, mark
             block.pending = set(range(block.handles))
             self.back += block.stay.nbytes
+
+
+def _give_back(dead: deque[tuple[Stay, Tensor | None, Mark | None]], store: Store, copier: Copier) -> None:
+    """What dead blocks held."""
+    while dead:
+        stay, device, mark = dead.popleft()
+        if device is not None and mark is not None:
+            copier.wait(mark, device)
+        store.give(stay)
 
 
 def _alive(refs: Sequence[weakref.ref[Block]]) -> list[Block]:
