@@ -281,6 +281,19 @@ def empty_after(result, offload) -> bool:
     return offload.report()["host_bytes"] == 0
 
 
+def test_only_the_last_two_layers_wait_on_the_device():
+    offload = make()
+    kept, x = [], torch.randn(8, 32)
+    for index in range(5):
+        layer = torch.nn.Linear(32, 32)
+        with offload.layer(index, layer, (lambda _: False) if index == 3 else None):
+            x = layer(x).sin()
+        kept.append(sum(block.device is not None for block in offload.blocks.values()))
+    assert kept == [2, 4, 4, 2, 2]  # each saves two storages; layer 3 keeps everything
+    offload.settle()
+    assert not any(block.device is not None for block in offload.blocks.values())
+
+
 def test_prefetch_comes_two_layers_ahead():
     recorder = Recorder()
     offload = make(copier=recorder)

@@ -220,6 +220,7 @@ class Offload:
     def _send(self, call: Call) -> None:
         """Copy out what the layer was the first to save."""
         call.module = call.weights = call.offloads = None
+        self.flying.append(call.blocks)  # even none: the layer before is freed when the next one comes
         blocks = [block for block in _alive(call.blocks) if block.mark is None]
         if not blocks:
             return
@@ -229,7 +230,6 @@ class Offload:
             self.sent.append(block.identity)
             self.out[call.layer] += block.stay.nbytes
         self.store.filled([block.stay for block in blocks], mark)
-        self.flying.append(call.blocks)
 
     def _free(self, all_but: int) -> None:
         while len(self.flying) > all_but:
