@@ -199,9 +199,9 @@ def backward_of(function: Callable, frozen: Sequence[int] = ()) -> Before:
     overwrite. ``frozen``: positions among the inputs that want no gradient."""
     def prepare(*given):
         grads, inputs = given[0], given[1:]
-        leaves = [x.detach().requires_grad_(i not in frozen) if x.is_floating_point() else x for i, x in enumerate(inputs)]
-        out = function(*leaves)
         grads = [g.clone() for g in (grads if isinstance(grads, tuple) else (grads,))]
+        leaves = [x.detach().clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)]  # a forward pass may work in place, too
+        out = function(*leaves)
         wanted = [x for x in leaves if x.requires_grad]
         return lambda: torch.autograd.grad(out, wanted, grads)
     return Before(prepare)

@@ -29,7 +29,8 @@ def with_state(shape, function):
 
     def prepare(packed, absmax, code, scale, offset):
         inner = QuantState(absmax=scale, code=code, blocksize=256, dtype=torch.float32)
-        state = QuantState(absmax=absmax, shape=torch.Size(shape), blocksize=64, code=CODE, quant_type="nf4", dtype=torch.bfloat16, offset=offset, state2=inner)
+        state = QuantState(absmax=absmax, shape=torch.Size(shape), blocksize=64, code=CODE, quant_type="nf4", dtype=torch.bfloat16, offset=offset,
+                           state2=inner)
         return lambda: function(packed, state)
     return Before(prepare)
 
@@ -82,8 +83,8 @@ def siblings(bench, n, k, rank):
         return extended(lambda *weight: function.prepare(*weight)())
 
     bench(f"two of {n}x{k}, extended to {width}", {
-        INDUCTOR: compiled(extended(reference((n, k)))), "Unsloth, then torch": attempt(by_unsloth), "template for each, then torch": extended(template((n, k))),
-        TEMPLATE: one_launch},
+        INDUCTOR: compiled(extended(reference((n, k)))), "Unsloth, then torch": attempt(by_unsloth),
+        "template for each, then torch": extended(template((n, k))), TEMPLATE: one_launch},
         lambda s: (randn(n, rank, seed=s), randn(n, rank, seed=s + 50), *packed_nf4(n, k)(s)),
         bytes=2 * n * (k * (0.5 + 1 / 64) + 2 * width + 2 * rank), check=relative_error, shown="two NF4 weights, LoRA's B beside them")
 

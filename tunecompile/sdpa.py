@@ -29,7 +29,7 @@ from tunecompile import _torch, measured
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
 SAME = 1.03  #: times within this factor are equal, and the default order decides: noise must not
 RUNS = 5
-HEADROOM = 3  #: so many times the inputs must be free: they, their gradients, the output, and sums in fp32
+HEADROOM = 5  #: so many times the inputs must be free: they, their gradients, the output, sums in fp32, and shared heads' gradients for each head
 
 
 @dataclass(frozen=True)

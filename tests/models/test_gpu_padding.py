@@ -41,14 +41,14 @@ def test_no_further_from_fp32_than_eager(family, mode, autocast, side):
     model = build(family, mode)
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
-    for seed, (rows, length) in enumerate([(4, 256), (5, 300), (3, 180)]):
+    for seed, (rows, length) in enumerate([(4, 256), (5, 300), (3, 400)]):
         inputs = padded(rows, length, side, seed, "cuda", 4099)
         (_, exact), (_, eager), (_, ours) = zoo.step(reference, inputs), zoo.step(plain, inputs, autocast), zoo.step(model, inputs, autocast)
         theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
         assert median(mine.values()) <= 1.02 * median(theirs.values())
         worst = max(mine, key=lambda name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps))
         assert mine[worst] / max(theirs[worst], torch.finfo(torch.bfloat16).eps) < 1.25, (worst, mine[worst], theirs[worst])
-    assert flattened(model) == 3
+    assert flattened(model) == 3  # all of more than 512 tokens: fewer are one range of the MLP's sums, and compiled apart
     region = tunecompile.report(model).regions[0]
     assert region.providers["varlen_attention: flash"] and region.providers["varlen_attention_backward: flash"], region
     assert region.compiles <= 2, region
@@ -61,7 +61,8 @@ def test_full_precision_keeps_its_padding():
     for seed in range(2):
         (loss, _), (expected, _) = (zoo.step(m, padded(seed=seed, device="cuda")) for m in (model, reference))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-    assert any("torch.float32 without padding" in note for note in tunecompile.report(model).notes)
+    notes = tunecompile.report(model).notes
+    assert any("torch.float32 without padding" in note for note in notes), notes
 
 
 def test_one_compilation_for_all_lengths():

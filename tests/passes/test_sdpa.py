@@ -77,6 +77,9 @@ def test_measured_once_and_then_read():
     assert first.asked == ["cudnn", "flash", "efficient"]
     later = Clock(flash=0.1)  # another process
     assert decide(later).why.endswith("measured before)") and not later.asked
+    masked = Call(**{**CALL.__dict__, "causal": False, "mask": ((4, 1, 2048, 2048), "bool")})
+    assert "dense mask, measured)" in decide(Clock(efficient=3.0), call=masked).why
+    assert "dense mask, measured before)" in decide(Clock(), call=masked).why
     assert decide(Clock(flash=1.0), flash="FA3").order[0] == "flash"  # another implementation under the same name
     assert decide(Clock(flash=1.0), call=Call(**{**CALL.__dict__, "length": 512})).order[0] == "flash"
 
@@ -205,7 +208,7 @@ def test_the_order_reaches_the_trace_and_the_report(monkeypatch):
     """Under a backend that believes to be on a GPU: order while it traces, note, and a cache key of its own."""
     seen = []
 
-    def compiler(gm, inputs, lower, partition, wrap):
+    def compiler(gm, inputs, lower, partition, wrap, cached):
         seen.append((_torch.torch._C._get_sdp_priority_order()[:2], torch.backends.cuda.mem_efficient_sdp_enabled(), lower.uuid()))
         return gm.forward
 

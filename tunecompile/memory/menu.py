@@ -1,8 +1,7 @@
 """What a region's graph offers to the planner: a few plans, each with its bytes and milliseconds.
 
 Which values are dear is read off the joint graph, and each plan is tried on a copy of it: partitioned and lowered as it would be for
-code generation, so that bytes are those of the real graphs. The plans are nested: the value that frees most bytes a millisecond is computed
-again first.
+code generation, so that bytes are those of the real graphs.
 """
 
 from __future__ import annotations
@@ -99,10 +98,13 @@ def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
 
 
 def plans(graph: Graph) -> list[Plan]:
-    """From keeping all dear values to computing everything again, the best bargain first."""
+    """From keeping all dear values to computing everything again: the best bargains first, and the largest first, since what is left
+    may wait on the host at no cost if it is small enough to be copied behind a layer's work."""
     dear = dear_nodes(graph)
     bargains = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
-    return [Plan(frozenset(bargains[:count])) for count in range(len(bargains) + 1)] + [RECOMPUTE]
+    largest = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]))
+    nested = [Plan(frozenset(order[:count])) for count in range(len(dear) + 1) for order in (bargains, largest)]
+    return [*dict.fromkeys(nested), RECOMPUTE]
 
 
 def _freed(node: Node) -> int:

@@ -9,6 +9,8 @@ from typing import Callable
 
 import torch
 
+from tunecompile._torch import outside_compilation
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -25,6 +27,11 @@ COPIED = 64 << 20  #: bytes
 @functools.cache
 def rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Of matrix products in `dtype`. Random numbers: zeros draw less power and run faster."""
+    with outside_compilation():
+        return _measured(device, dtype)
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     size = SIZE if device.type == "cuda" else 512
     state = torch.random.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     left = torch.randn(size, size, device=device, dtype=dtype)
