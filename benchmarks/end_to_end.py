@@ -62,14 +62,18 @@ def main() -> int:
               layers=given.layers, checkpointing=given.gradient_checkpointing, trust_cache=given.keep_caches)
     systems = resolve_systems(given.systems, given.gradient_checkpointing)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
-    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, listen=show)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(result: dict) -> None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, keep=keep, listen=show)
     result = run_comparison(comparison)
     for number in range(1, given.rounds):
         order = systems[::-1] if number % 2 else systems
         again = run_comparison(dataclasses.replace(comparison, systems=order, check=False, warm=False))
         result["runs"] += [run | {"order": run["order"] + number * len(systems)} for run in again["runs"]]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result)
     for run in result["runs"]:
         figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
             + (f", warm {run['first_step_warm_s']:.1f} s" if "first_step_warm_s" in run else "") \

@@ -39,6 +39,11 @@ def median_runs(result: dict) -> list[dict]:
     return sorted(chosen, key=lambda run: run.get("tokens_per_s", 0))
 
 
+def shown(system: str) -> str:
+    name, _, budget = system.partition("@")
+    return NAMES.get(name, name) + (f", memory={budget}" if budget else "")
+
+
 def first_steps(run: dict) -> str:
     warm = run.get("first_step_warm_s")
     return f"{run['first_step_s']:.1f}" + (f", {warm:.1f} warm" if warm else "")
@@ -47,15 +52,15 @@ def first_steps(run: dict) -> str:
 def table(result: dict) -> list[str]:
     """Markdown rows of one file; ratios are only taken inside it."""
     rows, runs = [], median_runs(result)
-    ours = next((run for run in runs if run["system"] == "tunecompile" and run["status"] == "ok"), None)
+    ours = next((run for run in reversed(runs) if run["system"].split("@")[0] == "tunecompile" and run["status"] == "ok"), None)
     for run in runs:
         case = f"{run['model']}, {run['mode']}, {run['shape']}"
         if run["status"] != "ok":
-            rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['status']} | | | | |")
+            rows.append(f"| {case} | {shown(run['system'])} | {run['status']} | | | | |")
             continue
         ratio = f"{ours['tokens_per_s'] / run['tokens_per_s']:.2f}x" if ours and not run["system"].startswith("tunecompile") else ""
         low, high = run["step_ms"]["min"], run["step_ms"]["max"]
-        rows.append(f"| {case} | {NAMES.get(run['system'], run['system'])} | {run['tokens_per_s']:,.0f} | {run['step_ms']['median']:.1f} "
+        rows.append(f"| {case} | {shown(run['system'])} | {run['tokens_per_s']:,.0f} | {run['step_ms']['median']:.1f} "
                     f"({low:.1f} to {high:.1f}) | {run['peak_gib']:.1f} | {first_steps(run)} | {ratio} |")
     return rows
 
@@ -120,7 +125,7 @@ def draw(results: list[dict], path: Path) -> None:
         figure, panels = pyplot.subplots(1, len(results), figsize=(4.6 * len(results), 2.6), layout="constrained", squeeze=False)
         for axes, result in zip(panels[0], results):
             runs = [run for run in median_runs(result) if run["status"] == "ok"]
-            bars = axes.barh([NAMES.get(run["system"], run["system"]).strip("*") for run in runs], [run["tokens_per_s"] for run in runs],
+            bars = axes.barh([shown(run["system"]).replace("*", "") for run in runs], [run["tokens_per_s"] for run in runs],
                              color=[colour(run["system"]) for run in runs])
             axes.bar_label(bars, fmt="{:,.0f}", padding=3)
             axes.margins(x=0.18)

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from tunecompile.cli import app
 from tunecompile.compare import spec
+from tunecompile.compare.errors import UnknownSystem
 
 
 def compare(*options):
@@ -68,3 +69,13 @@ def test_names_of_systems():
     assert names("eager, tunecompile,hf") == ["hf", "tunecompile"]
     assert spec.SYSTEMS["tunecompile-fp8"].precision == "fp8" and spec.SYSTEMS["tunecompile-fp8"].engine == "tunecompile"
     assert names("eager,liger,compile,unsloth", True) == ["hf-checkpoint", "liger-checkpoint", "compile", "unsloth"]
+
+
+def test_a_budget_is_part_of_a_systems_name():
+    (found,) = spec.resolve_systems("tunecompile@20GiB", checkpointing=False)
+    assert (found.name, found.engine, found.memory) == ("tunecompile@20GiB", "tunecompile", "20GiB")
+    job = spec.Job(system="tunecompile-fp8@8GiB", model="m")
+    assert (job.engine, job.precision, job.memory) == ("tunecompile", "fp8", "8GiB")
+    for name in ("hf@8GiB", "nobody@8GiB"):
+        with pytest.raises(UnknownSystem):
+            spec.resolve_systems(name, checkpointing=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunecompile.compare.gradients import Verdict
-from tunecompile.compare.spec import SYSTEMS
+from tunecompile.compare.spec import system
 
 BASES = ("hf", "hf-checkpoint", "tunecompile")  # the first that finished is what the others are held against
 
@@ -42,10 +42,10 @@ def judge_curves(runs: list[dict]) -> list[Verdict]:
     base, rows = base_of(runs), compare_curves(runs)
     verdicts = []
     for row in rows:
-        if SYSTEMS[row["system"]].precision is None:
+        if system(row["system"]).precision is None:
             continue
         noise = batch_noise(base["losses"])
-        others = [f"{other['system']}'s {other['mean_size']:.1e}" for other in rows if SYSTEMS[other["system"]].precision is None]
+        others = [f"{other['system']}'s {other['mean_size']:.1e}" for other in rows if system(other["system"]).precision is None]
         beside = f", {', '.join(others)}" if others else ""
         verdicts.append(Verdict(
             f"{row['system']}: loss differs from {row['base']}'s by less than from batch to batch", row["mean_size"] <= noise,

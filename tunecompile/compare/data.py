@@ -16,7 +16,7 @@ import torch
 from tunecompile.compare.errors import (
     BadJson, BadMessages, DataNotFound, EmptyData, NoChatTemplate, RowsTooLong, TooFewRows, WrongColumns,
 )
-from tunecompile.compare.spec import SYSTEMS, Job, Shape
+from tunecompile.compare.spec import Job, Shape, system
 
 IGNORED = -100
 
@@ -168,7 +168,7 @@ def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: in
     for _ in range(count):
         ids = torch.randint(3, vocabulary - 256, (shape.rows, shape.length), generator=generator)
         batches.append(cut(ids, row_lengths(shape, generator), job.pad_to) if shape.padded else {"input_ids": ids, "labels": ids.clone()})
-    return [flatten(batch) if SYSTEMS[job.system].padding_free and shape.padded else batch for batch in batches]
+    return [flatten(batch) if system(job.system).padding_free and shape.padded else batch for batch in batches]
 
 
 def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:

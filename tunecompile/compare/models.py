@@ -112,7 +112,7 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
     elif engine == "tunecompile":
         import tunecompile
 
-        model = tunecompile.optimize(model, precision=job.precision)
+        model = tunecompile.optimize(model, memory=job.memory, precision=job.precision)
     return model
 
 

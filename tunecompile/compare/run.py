@@ -7,6 +7,7 @@ import importlib.util
 import math
 import multiprocessing
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tunecompile.compare.processes import Listener, Worker, run_workers
 from tunecompile.compare.shapes import SHAPES, save_shape_model
 from tunecompile.compare.spec import REFERENCE, Job, System
 from tunecompile.errors import TunecompileError
+from tunecompile.memory.gauge import HostGauge, budget_bytes
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's
 COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code
@@ -37,6 +39,7 @@ class Comparison:
     check: bool = True
     turns: bool = False
     warm: bool = False  # measure the first step of compiling systems once more, in another process that finds the caches filled
+    keep: Callable[[dict], None] = field(default=lambda result: None)  # is given the result before it is checked, lest that fail
     listen: Listener = field(default=lambda system, event, fields: None)
 
 
@@ -103,7 +106,8 @@ def run_comparison(comparison: Comparison) -> dict:
         if checked_here:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
             check = judge(outcome, reference, scratch, job)
-        elif comparison.check:
+        elif comparison.check and any(system.engine == "tunecompile" and system.memory is None for system in present):
+            comparison.keep(assemble(comparison, outcome, reference, check))
             check = check_shallow(comparison, present, scratch, logs)
     return assemble(comparison, outcome, reference, check)
 
@@ -153,7 +157,7 @@ def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
 
 def check_shallow(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> Check:
     """A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
-    checked = [s for s in present if s.engine in ("hf", "tunecompile")]
+    checked = [s for s in present if s.engine in ("hf", "tunecompile") and s.memory is None]  # a few layers fit any budget
     shallow = comparison.job.replace(layers=CHECK_LAYERS, shapes=comparison.job.shapes[:1], steps=WARMUP + 1, saved_bytes=False, launches=False)
     jobs = [shallow.replace(system=s.name, gradients=f"{scratch}/{s.name}.pt") for s in checked]
     jobs.append(shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False))
@@ -234,7 +238,7 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
         result = outcome.get(system.name, {"status": "not installed"})
         rows = result.get("runs") or [{"shape": shape, "status": result["status"]} for shape in job.shapes or (job.shape,)]
         for row in rows:
-            runs.append({"system": system.name} | common | {"attention": result.get("attention"), "order": order} | row)
+            runs.append({"system": system.name} | common | budget_of(system, result) | {"attention": result.get("attention"), "order": order} | row)
     if job.device == "cuda":
         clock = machine.gpu_clock_mhz()
         runs = [run | {"clock_mhz": clock} if run["status"] == "ok" else run for run in runs]
@@ -242,7 +246,8 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
         eager = next((r for r in runs if r["system"] in ("hf", "hf-checkpoint") and r["shape"] == run["shape"] and r["status"] == "ok"), None)
         if run["status"] == "ok" and run is not eager:
             run["break_even_step"] = break_even(run, eager)
-    ours, reduced = outcome.get("tunecompile", {}), outcome.get("tunecompile-fp8", {})
+    within = next((outcome[name] for name in outcome if name.startswith("tunecompile@")), {})
+    ours, reduced = outcome.get("tunecompile", within), outcome.get("tunecompile-fp8", {})
     report = ours.get("report") or reduced.get("report") or {}
     notes = [*(report.get("notes") or []), *((reduced.get("report") or {}).get("notes") or [])]
     result = machine.header() | {
@@ -257,6 +262,14 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
     if reference and reference.get("runs") and reference["runs"][0].get("status") == "ok":
         result["reference"] = {"dtype": str(models.reference_dtype(job)).removeprefix("torch."), "losses": reference["runs"][0]["losses"]}
     return result
+
+
+def budget_of(system: System, result: dict) -> dict:
+    """The budget in GiB, and the plan that was made for it."""
+    if system.memory is None:
+        return {}
+    allowed = budget_bytes(system.memory, HostGauge())
+    return {"budget_gib": allowed / 2**30 if isinstance(allowed, int) else None, "memory": (result.get("report") or {}).get("memory")}
 
 
 def passed(result: dict) -> bool:

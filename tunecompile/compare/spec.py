@@ -23,6 +23,7 @@ class System:
     package: str | None = None  # what has to be importable
     precision: str | None = None  # of tunecompile: beside the model's own
     padding_free: bool = False  # gets padded batches as one row without padding
+    memory: str | None = None  # of tunecompile: the budget of its step
 
     @property
     def installed(self) -> bool:
@@ -48,6 +49,20 @@ SYSTEMS = {
 ALIASES = {"eager": "hf"}
 
 
+def system(name: str) -> System:
+    """By name. `tunecompile@20GiB` is tunecompile within that budget.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    base, _, budget = name.partition("@")
+    if not budget:
+        return SYSTEMS[name]
+    if SYSTEMS[base].engine != "tunecompile":
+        raise KeyError(name)
+    return dataclasses.replace(SYSTEMS[base], name=name, memory=budget)
+
+
 def resolve_systems(names: str, checkpointing: bool) -> list[System]:
     """`eager,tunecompile` -> systems, under the names that the results use."""
     chosen = []
@@ -55,10 +70,14 @@ def resolve_systems(names: str, checkpointing: bool) -> list[System]:
         name = ALIASES.get(name, name)
         if checkpointing and f"{name}-checkpoint" in SYSTEMS:
             name += "-checkpoint"
-        if name not in SYSTEMS or name == REFERENCE:
-            raise UnknownSystem(name=name, known=", ".join(["eager", *(n for n in SYSTEMS if n != REFERENCE)]))
-        if SYSTEMS[name] not in chosen:
-            chosen.append(SYSTEMS[name])
+        try:
+            found = system(name)
+        except KeyError:
+            found = None
+        if found is None or name == REFERENCE:
+            raise UnknownSystem(name=name, known=", ".join(["eager", *(n for n in SYSTEMS if n != REFERENCE), "tunecompile@20GiB (any budget)"]))
+        if found not in chosen:
+            chosen.append(found)
     if not chosen:
         raise UnknownSystem(name=names, known=", ".join(SYSTEMS))
     return chosen
@@ -117,16 +136,20 @@ class Job:
 
     @property
     def engine(self) -> str:
-        return SYSTEMS[self.system].engine
+        return system(self.system).engine
 
     @property
     def precision(self) -> str | None:
-        return SYSTEMS[self.system].precision
+        return system(self.system).precision
+
+    @property
+    def memory(self) -> str | None:
+        return system(self.system).memory
 
     @property
     def checkpoints(self) -> bool:
         """Whether this system checkpoints: its name decides, or else the user's flag."""
-        fixed = SYSTEMS[self.system].checkpointing
+        fixed = system(self.system).checkpointing
         return self.checkpointing if fixed is None else fixed
 
     @property
