@@ -68,7 +68,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
     def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would have them lowered, made from a copy."""
-        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision)
+        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=self.context.traced)
         run_stage(self.passes, "plan", trial.graph, context)
         graphs = min_cut_rematerialization_partition(trial, joint_inputs, **kwargs)
         for graph in graphs:

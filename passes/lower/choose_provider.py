@@ -25,12 +25,12 @@ def run(graph: Graph, context: Context) -> None:
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
         try:
-            expand(graph, node, _bind(provider.run, node))
+            expand(graph, node, _bind(provider.run, node), context.traced)
         except Exception as error:  # the reference says the same, only slower
             if provider.run is op.reference:
                 raise
             context.notes.append(f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}")
-            expand(graph, node, op.reference)
+            expand(graph, node, op.reference, context.traced)
 
 
 def _bind(run: Callable, node: Node) -> Callable:
@@ -41,8 +41,8 @@ def _bind(run: Callable, node: Node) -> Callable:
     return functools.partial(run, used=[i in read for i in range(len(node.meta["val"]))])
 
 
-def expand(graph: Graph, node: Node, fn: Callable) -> None:
-    """Replace a call by the traced graph of `fn` on the same arguments."""
+def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]) -> None:
+    """Replace a call by the traced graph of `fn` on the same arguments. known: what was traced before, in this compilation."""
     flat, spec = pytree.tree_flatten(list(node.args))
     inputs = [i for i, item in enumerate(flat) if isinstance(item, Node)]
 
@@ -54,7 +54,9 @@ def expand(graph: Graph, node: Node, fn: Callable) -> None:
         return list(made) if isinstance(made, (tuple, list)) else [made]
 
     values = [flat[i].meta["val"] for i in inputs]
-    traced = trace(call, tuple(values), fake_mode_of(values))
+    key = _key(fn, flat, spec, inputs, values)
+    traced = known.get(key) or trace(call, tuple(values), fake_mode_of(values))
+    known[key] = traced
     outputs = _inline(graph, node, traced, [flat[i] for i in inputs])
     for user in list(node.users):
         if user.target is operator.getitem:
@@ -64,6 +66,15 @@ def expand(graph: Graph, node: Node, fn: Callable) -> None:
     if node.users:
         node.replace_all_uses_with(outputs[0])
     graph.erase_node(node)
+
+
+def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> Any:
+    """What a traced graph depends on; of its own where sizes are symbolic."""
+    if not all(isinstance(v, torch.Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride(), v.storage_offset())) for v in values):
+        return object()
+    run, used = (fn.func, tuple(fn.keywords["used"])) if isinstance(fn, functools.partial) else (fn, ())
+    constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
+    return run, used, spec, constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
 
 
 def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:

@@ -156,3 +156,61 @@ def test_nothing_is_copied_where_all_fits(to_the_host):
     model = build("1TiB")
     step(model)
     assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None
+
+
+class Meter:
+    """A gauge that says what a test tells it."""
+
+    def __init__(self):
+        self.now, self.most, self.held = 0, 0, 0
+
+    def allocated(self):
+        return self.now
+
+    def peak(self):
+        return self.most, self.held
+
+    def release(self):
+        pass
+
+    def outside(self):
+        return 0
+
+    def available(self):
+        return 1 << 40
+
+    total = available
+
+
+def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
+    from tunecompile import api
+
+    meter = Meter()
+    monkeypatch.setattr(api, "gauge", lambda device: meter)
+    whole = needed()
+    meter.most = meter.held = 100 * whole  # of loading the model: no step's
+    model = build(int(1.3 * whole))
+    for _ in range(2):
+        step(model)
+    budget = model._tunecompile.step.budget
+    assert budget.plans == 1 and not budget.surplus and tunecompile.report(model).memory["measured_peak"] is None
+    meter.most = meter.held = int(1.6 * whole)  # the user has reset the count since
+    step(model)
+    memory = tunecompile.report(model).memory
+    made = budget.plans
+    assert made > 1 and memory["measured_peak"] == meter.most and any(p["recompute"] for p in memory["plans"])
+    same(step(model), step(build(None)))
+    assert budget.plans == made  # until there is a new peak
+
+
+def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
+    from tunecompile import api
+
+    meter = Meter()
+    monkeypatch.setattr(api, "gauge", lambda device: meter)
+    whole = needed()
+    model = build(int(1.3 * whole))
+    step(model)
+    meter.now = whole // 2  # a second model, say
+    step(model)
+    assert any(p["recompute"] for p in tunecompile.report(model).memory["plans"])

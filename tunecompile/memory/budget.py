@@ -67,7 +67,8 @@ class Budget:
     tokens: int = 0
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
-    measured: int = 0  #: the highest peak of a step
+    highest: int = 0  #: the device's peak when last looked at
+    measured: int = 0  #: the last peak that was a step's
     asked: bool = False
     exceeded: bool = False
     plans: int = 0
@@ -85,10 +86,10 @@ class Budget:
         if self.offload is not None:
             self.offload.begin_step()
         peak, held = self.gauge.peak()
-        if self.admitted is None or peak <= self.measured:  # an earlier step's, which led to the plan there is
-            return
-        if peak > self.admitted.resident:  # else somebody reset the count
-            self.measured = peak
+        if self.admitted is None:
+            self.highest = peak  # of loading the model, say
+        elif peak != self.highest and peak > self.admitted.resident:  # a step's, and not from before somebody reset the count
+            self.measured, self.highest = peak, peak
             self.surplus += max(0, peak - self.admitted.peak)
             self.slack = max(self.slack, held - peak)
             self.exceeded = held > self._limit()
