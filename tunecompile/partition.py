@@ -55,7 +55,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
     def __init__(self, passes: Sequence[Pass], context: Context, decide: Decide | None = None):
         super().__init__(passes, context)
-        self.decide = decide
+        self.decide, self.trials = decide, {}
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if self.decide is not None:
@@ -68,7 +68,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
     def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would have them lowered, made from a copy."""
-        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=self.context.traced)
+        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=self.trials)
         run_stage(self.passes, "plan", trial.graph, context)
         graphs = min_cut_rematerialization_partition(trial, joint_inputs, **kwargs)
         for graph in graphs:

@@ -41,8 +41,8 @@ def _bind(run: Callable, node: Node) -> Callable:
     return functools.partial(run, used=[i in read for i in range(len(node.meta["val"]))])
 
 
-def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]) -> None:
-    """Replace a call by the traced graph of `fn` on the same arguments. known: what was traced before, in this compilation."""
+def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule] | None) -> None:
+    """Replace a call by the traced graph of `fn` on the same arguments. known: what trials of one compilation traced before; None to trace anew."""
     flat, spec = pytree.tree_flatten(list(node.args))
     inputs = [i for i, item in enumerate(flat) if isinstance(item, Node)]
 
@@ -53,10 +53,11 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
         made = fn(*pytree.tree_unflatten(filled, spec))
         return list(made) if isinstance(made, (tuple, list)) else [made]
 
-    values = [flat[i].meta["val"] for i in inputs]
-    key = _key(fn, flat, spec, inputs, values)
-    traced = known.get(key) or trace(call, tuple(values), fake_mode_of(values))
-    known[key] = traced
+    values = _distinct([flat[i] for i in inputs])
+    key = None if known is None else _key(fn, flat, spec, inputs, values)
+    traced = (known or {}).get(key) or trace(call, tuple(values), fake_mode_of(values))
+    if known is not None:
+        known[key] = traced
     outputs = _inline(graph, node, traced, [flat[i] for i in inputs])
     for user in list(node.users):
         if user.target is operator.getitem:
@@ -68,13 +69,24 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
     graph.erase_node(node)
 
 
+def _distinct(nodes: list[Node]) -> list:
+    """Their fake values. Tracing knows tensors by identity, and two results of one trace that was used twice are one object."""
+    owners: dict[int, Node] = {}
+
+    def own(node: Node) -> Any:
+        value = node.meta["val"]
+        return value.detach() if isinstance(value, torch.Tensor) and owners.setdefault(id(value), node) is not node else value
+
+    return [own(node) for node in nodes]
+
+
 def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> Any:
     """What a traced graph depends on; of its own where sizes are symbolic."""
     if not all(isinstance(v, torch.Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride(), v.storage_offset())) for v in values):
         return object()
     run, used = (fn.func, tuple(fn.keywords["used"])) if isinstance(fn, functools.partial) else (fn, ())
     constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
-    return run, used, spec, constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
+    return run, used, spec, tuple(inputs), constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
 
 
 def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:
