@@ -53,7 +53,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.is_cuda and (query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8 or query.shape[-1] > 256):
-        raise CannotFlatten(f"no kernel computes attention in {query.dtype} with heads of {query.shape[-1]} without padding")
+        # a constant: Dynamo, which traces this, cannot put a dtype into a string everywhere
+        raise CannotFlatten("no kernel computes attention in this precision, or with heads this wide, without padding")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
     return out[None], None

@@ -18,6 +18,7 @@ from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
 
+SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
 
 
@@ -64,7 +65,8 @@ class Budget:
     options: dict[int, Option] = field(default_factory=dict)
     admitted: Admission | None = None
     running: Any = None
-    tokens: int = 0
+    present: int = 0  #: bytes allocated before the step's first layer
+    tokens: int = 0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     highest: int = 0  #: the device's peak when last looked at
@@ -96,17 +98,17 @@ class Budget:
 
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
-        if not self.asked or self.admitted is None or tokens != self.admitted.tokens:
-            self.asked = True
+        if not self.asked:  # once a step, at its first layer
+            self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
             self._review(tokens)
-        self.running, self.tokens = slot, tokens
+        self.running = slot
         return self.options.get(id(slot))
 
     def around(self, slot: Any) -> AbstractContextManager:
         """A layer's call: what it saves goes to the host, where its plan says so. (The plan of the very first is made inside.)"""
         if self.offload is None or not (self.offloading or id(slot) not in self.options):
             return nullcontext()
-        return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: self.options[id(slot)].offloaded > 0)
+        return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: (option := self.options.get(id(slot))) is not None and option.offloaded > 0)
 
     def settle(self) -> None:
         """Before head and loss, whose memory may be the peak."""
@@ -137,17 +139,27 @@ class Budget:
         """Before a step's first layer."""
         if self.admitted is None or not self.menus:
             return
-        if tokens == self.admitted.tokens and not self.exceeded and self.gauge.allocated() <= GROWN * self.admitted.resident:
+        if self._still_serves(tokens):
             return
-        self.exceeded = False
         self._admit(tokens)
         if not self.admitted.choice.fits and any(len(found.rows) == 1 for found in self.menus.values()):
             self.options.clear()  # only the plan that keeps all was surveyed: the layers' graphs have to be seen again
 
+    def _still_serves(self, tokens: int) -> bool:
+        """Whether the plan there is does for this batch: batches differ from step to step, and a plan for each would compile without end."""
+        made = self.admitted
+        if self.exceeded or self.present > GROWN * made.resident:
+            return False
+        if tokens > made.tokens:
+            return made.choice.peak * tokens <= made.room * made.tokens
+        return tokens >= SHRUNK * made.tokens or not any(o.offloaded or o.plan != KEEP for options in made.choice.options for o in options)
+
     def _admit(self, tokens: int) -> None:
-        self.gauge.release()
+        if self.admitted is None or self.exceeded:
+            self.gauge.release()
+        self.exceeded = False
         recorded = self.replays.bytes if self.replays is not None else 0  # what layers hold, in graphs' own memory
-        resident = max(0, self.gauge.allocated() - recorded) + self._to_come() + self.surplus
+        resident = max(0, self.present - recorded) + self._to_come() + self.surplus
         room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
         stacks, slots = self._stacks(tokens)
         choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
