@@ -73,6 +73,7 @@ class Budget:
     measured: int = 0  #: the last peak that was a step's
     asked: bool = False
     exceeded: bool = False
+    steps: int = 0
     plans: int = 0
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -85,6 +86,7 @@ class Budget:
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
         self.asked = False
+        self.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
         peak, held = self.gauge.peak()
@@ -137,9 +139,7 @@ class Budget:
 
     def _review(self, tokens: int) -> None:
         """Before a step's first layer."""
-        if self.admitted is None or not self.menus:
-            return
-        if self._still_serves(tokens):
+        if self.admitted is None or not self.menus or self._still_serves(tokens):
             return
         self._admit(tokens)
         if not self.admitted.choice.fits and any(len(found.rows) == 1 for found in self.menus.values()):
@@ -205,7 +205,8 @@ class Budget:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
         gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-        return gradients + (sum(8 * p.numel() for p in trained) if self.admitted is None else 0) if self.device.type == "cuda" else 0
+        moments = sum(8 * p.numel() for p in trained) if self.steps == 1 else 0
+        return gradients + moments if self.device.type == "cuda" else 0
 
     def _note_shortfall(self, missing: int) -> None:
         self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"
