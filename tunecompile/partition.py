@@ -55,20 +55,20 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
     def __init__(self, passes: Sequence[Pass], context: Context, decide: Decide | None = None):
         super().__init__(passes, context)
-        self.decide, self.trials = decide, {}
+        self.decide = decide
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if self.decide is not None:
-            self.context.plan = self.decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs))
+            self.context.plan = self.decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}))
         run_stage(self.passes, "plan", gm.graph, self.context)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
 
-    def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
-        """Both graphs as a plan would have them lowered, made from a copy."""
-        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=self.trials)
+    def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
+        """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
+        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
         graphs = min_cut_rematerialization_partition(trial, joint_inputs, **kwargs)
         for graph in graphs:

@@ -195,11 +195,14 @@ class Region:
 
     def settle(self, kind: tuple) -> None:
         """What was compiled before there was a plan goes under the plan that was made of it."""
-        variant, backend = self.variants[(None, *kind)], self.backends[None]
-        if backend.plan is not None:
-            del self.variants[(None, *kind)], self.backends[None]
-            self.backends.setdefault(backend.plan, backend)
-            self.variants.setdefault((backend.plan, *kind), variant)
+        backend = self.variants[(None, *kind)].backend
+        if backend.plan is None:  # nothing in that layer is trained: no graph of it has shown a backward
+            return
+        variant = self.variants.pop((None, *kind))
+        if self.backends.get(None) is backend:  # another kind of call may have settled it
+            del self.backends[None]
+        self.backends.setdefault(backend.plan, backend)
+        self.variants.setdefault((backend.plan, *kind), variant)
 
     def notes(self) -> list[str]:
         """What did not run as compiled, or not in one piece."""

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention import current_flash_attention_impl
 
 from tunecompile import _torch, measured
+from tunecompile.memory.gauge import CudaGauge
 
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
 SAME = 1.03  #: times within this factor are equal, and the default order decides: noise must not
@@ -227,8 +228,8 @@ def _enabled() -> tuple[str, ...]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """On the GPU, and in what torch has reserved there."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    on = CudaGauge(device)
+    return on.available() - on.allocated()
 
 
 def _sound(candidates: list[str], times: Any) -> bool:

@@ -236,3 +236,19 @@ def test_batches_of_many_sizes_are_not_planned_each():
     for length in (16, 15, 14, 13):
         step(model, rows=8, length=length)
     assert budget.plans == made
+
+
+def test_layers_without_anything_trained_survive_a_new_plan():
+    """Their graphs have no backward to plan with; a bigger batch has all graphs seen again."""
+    def make(memory):
+        model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS)).train()
+        for layer in model.get_base_model().model.layers[:2]:
+            layer.requires_grad_(False)
+        model.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: None)  # a kind of call that no trained layer has
+        return tunecompile.optimize(model, memory=memory, executor="eager")
+
+    whole = make("1TiB")
+    step(whole)
+    model, reference = make(int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), make(None)
+    for rows in (2, 8, 2):
+        same(step(model, rows=rows), step(reference, rows=rows))

@@ -33,9 +33,8 @@ def rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     size = SIZE if device.type == "cuda" else 512
-    state = torch.random.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-    left = torch.randn(size, size, device=device, dtype=dtype)
-    (torch.random.set_rng_state if device.type == "cpu" else functools.partial(torch.cuda.set_rng_state, device=device))(state)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        left = torch.randn(size, size, device=device, dtype=dtype)
     product = _milliseconds(lambda: left @ left, device)
     if device.type != "cuda":
         return Rates(2 * size**3 / product, float("inf"))
