@@ -381,3 +381,7 @@ class WholeSlot(Slot):
         if self.step.active:
             self.state.follow_budget()
         return super().__call__(*args, **kwargs)
+
+    def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """There are no other layers to be like."""
+        return args, kwargs

@@ -223,12 +223,39 @@ def test_lists_of_unlike_shared_and_unused_layers():
     assert report.compiles >= 1, report
 
 
+class WritesIntoItsInput(Habit):
+    def forward(self, x):
+        return self.step(x.mul_(0.5))
+
+
+class Copied(Stack):
+    def forward(self, x):
+        self.given = x.clone()
+        return super().forward(self.given)
+
+
+def test_a_first_layer_that_writes_into_its_input():
+    model = Copied(WritesIntoItsInput)
+    check(model, X)
+    assert torch.equal(model.given, 0.5 * X) and not model.given.requires_grad
+
+
+def test_layers_below_the_first_trained_one_have_no_backward():
+    model = tunecompile.optimize(Stack(Habit), executor="eager")
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    seen = []
+    model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model(X).sum().backward()
+    assert seen == [False] and model.layers[2].linear.weight.grad is not None
+
+
 def test_shared_layers():
     layer = Habit()
     model = Stack(Habit)
     model.layers = nn.ModuleList([layer, layer, Habit()])
     report = check(model, X)
-    assert report.compiles == 2, report  # the first call's input needs no gradient
+    assert report.compiles == 1, report
     tunecompile.restore(model)
     assert not [m for m in model.modules() if m._compiled_call_impl is not None]
 
