@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -51,3 +52,47 @@ def _check(source, out, rows, columns):
         raise ValueError(f"source must have unit column stride, not {source.stride()}")
     if out.stride(1) != 1 or out.shape[0] < rows or out.shape[1] < columns:
         raise ValueError(f"out {tuple(out.shape)}, strides {out.stride()}, cannot hold {rows} x {columns}")
+
+
+@triton.jit
+def write_pieces_kernel(table, factors, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (piece, block of its elements). table: addresses of source and target, rows, columns and both row strides of each piece."""
+    piece = tl.program_id(0)
+    table += piece.to(tl.int64) * 6
+    source = tl.load(table).to(tl.pointer_type(SOURCE))
+    target = tl.load(table + 1).to(tl.pointer_type(TARGET))
+    columns = tl.load(table + 3)
+    elements = tl.load(table + 2) * columns
+    source_stride = tl.load(table + 4)
+    target_stride = tl.load(table + 5)
+    factor = tl.load(factors + piece)
+    for start in range(tl.program_id(1) * BLOCK, elements, tl.num_programs(1) * BLOCK):
+        element = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = element // columns
+        column = element % columns
+        mask = element < elements
+        value = tl.load(source + row * source_stride + column, mask=mask).to(tl.float32) * factor
+        tl.store(target + row * target_stride + column, value.to(TARGET), mask=mask)
+
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def write_pieces(pieces):
+    """A function that writes ``target[...] = source * factor`` for many small matrices (source, target, factor) on one device, as often as it
+    is called: one launch for each pair of ``DTYPES``. Unit column strides; computed in fp32 and rounded once."""
+    groups, launches = {}, []
+    for source, target, factor in pieces:
+        _check(source, target, *source.shape)
+        groups.setdefault((source.dtype, target.dtype), []).append((source, target, factor))
+    for (source_dtype, target_dtype), group in groups.items():
+        rows = [(s.data_ptr(), t.data_ptr(), *s.shape, s.stride(0), t.stride(0)) for s, t, _ in group]
+        table = torch.tensor(rows, dtype=torch.int64, device=group[0][1].device)
+        factors = torch.tensor([factor for *_, factor in group], dtype=torch.float32, device=table.device)
+        launches.append((len(group), table, factors, DTYPES[source_dtype], DTYPES[target_dtype]))
+
+    def run():
+        for count, table, factors, source, target in launches:
+            launch(write_pieces_kernel, (count, 8), table, factors, SOURCE=source, TARGET=target, BLOCK=1024, num_warps=4)
+
+    return run

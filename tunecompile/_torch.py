@@ -92,17 +92,24 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 
 
+#: (graph, its fake inputs, "forward" or "backward"), both changed in place -> what to put around the compiled callable, if anything
+Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable] | None]
+
+
 def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
-                     cached: bool = True) -> Callable:
+                     keep: Keep | None = None, cached: bool = True) -> Callable:
     """cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
+        kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
+        around = keep(graph_module, example_inputs, kind) if keep is not None else None
         code = compile_fx_inner(graph_module, example_inputs, **kwargs)
         if wrap is not None and isinstance(code, CompiledFxGraph) and not kwargs.get("is_inference") and not code.mutated_input_idxs:
-            kind = "backward" if kwargs.get("is_backward") else "forward"
             code.current_callable = wrap(code.current_callable, kind, kwargs.get("static_input_idxs", ()))
+        if around is not None:
+            code.current_callable = around(code.current_callable)
         return code
 
     # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796). combo_kernels joins small independent kernels (casts
@@ -113,15 +120,20 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
 
 
 def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
-                  cached: bool = False) -> Callable:
+                  keep: Keep | None = None, cached: bool = False) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled: seconds instead of minutes, for tests."""
 
     def compiler(kind: str | None) -> Callable:
-        def run(graph_module: torch.fx.GraphModule, _inputs: list) -> Callable:
+        def run(graph_module: torch.fx.GraphModule, inputs: list) -> Callable:
+            around = keep(graph_module, list(inputs), kind or "forward") if keep is not None else None
             lower(graph_module.graph)
             graph_module.recompile()
-            boxed = make_boxed_func(graph_module.forward)
-            return make_boxed_func(lambda *args: wrapped(list(args))) if kind and wrap and (wrapped := wrap(boxed, kind, ())) else boxed
+            called = boxed = make_boxed_func(graph_module.forward)
+            if kind and wrap:
+                called = wrap(called, kind, ())
+            if around is not None:
+                called = around(called)
+            return boxed if called is boxed else make_boxed_func(lambda *args: called(list(args)))
 
         return run
 

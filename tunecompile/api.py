@@ -15,6 +15,7 @@ from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
 from tunecompile.memory.budget import Budget
+from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
 from tunecompile.ops.linear_cross_entropy import workspace
@@ -211,6 +212,7 @@ class State(_NotCopied):
     embeddings: nn.Module | None = None
     replicated: bool = False  #: whether nn.DataParallel ever ran a replica
     replays: Replays = field(default_factory=Replays)
+    kept: Kept = field(default_factory=Kept)
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -237,7 +239,7 @@ class State(_NotCopied):
             kind = structure(layer)
             if kind not in kinds:
                 name = "_".join((*stack.path.split("."), type(layer).__name__, *([str(len(kinds))] if kinds else [])))
-                kinds[kind] = Region(name, self.passes, self.executor, self.replays, self.precision)
+                kinds[kind] = Region(name, self.passes, self.executor, self.replays, self.precision, self.kept)
                 self.regions.append(kinds[kind])
             slot = Slot(self.step, layer, kinds[kind])
             layer._compiled_call_impl = slot
@@ -259,7 +261,7 @@ class State(_NotCopied):
         if self.model._compiled_call_impl is not None:
             self.notes.append("the model is compiled already and left as it is")
             return
-        region = Region(type(self.model).__name__, self.passes, self.executor, self.replays, self.precision)
+        region = Region(type(self.model).__name__, self.passes, self.executor, self.replays, self.precision, self.kept)
         slot = WholeSlot(self, region)
         self.regions.append(region)
         self.model._compiled_call_impl = slot
@@ -308,7 +310,8 @@ class State(_NotCopied):
                 self.memory = None
                 return
             device = next(iter(devices))
-            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays)
+            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays,
+                                      self.kept if self.precision is None else None)
         self.step.budget.begin()
 
     def _offload(self, device: torch.device) -> Offload | None:

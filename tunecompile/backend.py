@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
 from tunecompile.graphs import Replays
+from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.partition import Decide, Lowering, Partitioner, copied
 from tunecompile.pipeline import Context, Pass, run_stage
@@ -28,9 +29,9 @@ class Backend:
     """
 
     def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", plan: Plan | None = KEEP,
-                 replays: Replays | None = None, precision: str | None = None, decide: Decide | None = None):
+                 replays: Replays | None = None, precision: str | None = None, decide: Decide | None = None, kept: Kept | None = None):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
-        self.replays, self.precision, self.decide = replays, precision, decide
+        self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
         self.failures: list[str] = []
 
@@ -75,7 +76,8 @@ class Backend:
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         with self._attention(gm, inputs, context):
-            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), cached=self.plan is not None)
+            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
+                            cached=self.plan is not None and not self.plan.weights)
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
         """Under which attention's kernel is chosen, while the graph is traced."""
@@ -86,6 +88,19 @@ class Backend:
         if choice.why:
             context.notes += [f"attention of {self.region}: {choice.why}", *sdpa.notes()]
         return _torch.attention_order(choice.order)
+
+    def _keep(self, context: Context) -> _torch.Keep | None:
+        """Graphs under a plan that keeps weights read them from elsewhere."""
+        kept = self.kept
+        if kept is None:
+            return None
+
+        def keep(gm: GraphModule, inputs: list, kind: str) -> Callable | None:
+            if not (positions := kept.rewrite(gm, inputs, context.kept) if context.kept else []):
+                return None
+            return lambda run: kept.forward(run, positions) if kind == "forward" else kept.backward(run, positions)
+
+        return keep
 
     def _replay(self, context: Context, device: str) -> _torch.Wrap | None:
         """Launch-bound graphs are recorded once they run."""

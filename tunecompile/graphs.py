@@ -26,7 +26,7 @@ MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
 SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
-WAITING = 3.0  #: kernels that take less than this times the host's time to launch them: nearer, replaying closes the gaps between them
+WAITING = 1.5  #: kernels that take less than this times the host's time to launch them. (Nearer, replaying closes gaps, but copies what goes in and out.)
 
 
 class Recorder(Protocol):
@@ -192,12 +192,15 @@ class Replays:
         self.buffers: dict[tuple, Tensor] = {}
         self.failures: list[str] = []
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
+        self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
         self.allowed = True  #: whether there is memory for them
         self.bytes = 0  #: what recordings made the process take from the device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
-        return Forward(self, run, handed, frozenset(parameters))
+        made = Forward(self, run, handed, frozenset(parameters))
+        self.graphs.add(made)
+        return made
 
     def backward(self, run: Run) -> "Backward":
         return Backward(self, run)
@@ -207,6 +210,15 @@ class Replays:
         while self.flying and self.flying[-1].free():
             self.flying.pop()
         return not self.flying or self.flying[-1].number < recording.number
+
+    def forget(self) -> None:
+        """Drop all recordings; what a backward still needs of one lives until then."""
+        for graph in list(self.graphs):
+            graph.places.clear()
+        self.owners.clear()
+        self.flying.clear()
+        self.buffers.clear()
+        self.bytes = 0
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""

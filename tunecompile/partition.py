@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from tunecompile._torch import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
+from tunecompile.memory.kept import replaceable
 from tunecompile.memory.menu import Cut
 from tunecompile.memory.planner import Plan
 from tunecompile.pipeline import Context, Pass, run_stage
@@ -60,6 +61,8 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if self.decide is not None:
             self.context.plan = self.decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}))
+        if self.context.plan.weights:
+            self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.context.outputs = kwargs["num_fwd_outputs"]

@@ -40,6 +40,7 @@ class Context:
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
     reduced: int = 0  #: ops that run in that precision
     saved: list[Any] = field(default_factory=list)
+    kept: tuple[str, ...] = ()  #: inputs in whose place the plan gives matrices (tunecompile/memory/kept.py)
     traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
 

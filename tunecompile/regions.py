@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 from tunecompile._torch import recompile_reason
 from tunecompile.backend import Backend, Executor
 from tunecompile.graphs import Replays
-from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
+from tunecompile.memory.kept import Kept
+from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan
 from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
 from tunecompile.pipeline import Pass
@@ -190,6 +191,7 @@ class Region:
     executor: Executor
     replays: Replays | None = None
     precision: str | None = None
+    kept: Kept | None = None
     backends: dict[Plan | None, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
@@ -201,7 +203,7 @@ class Region:
         if key not in self.variants:
             name = self.name + _suffix(plan)
             if plan not in self.backends:
-                self.backends[plan] = Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide)
+                self.backends[plan] = Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept)
             self.variants[key] = Variant(name, self.backends[plan])
         return self.variants[key]
 
@@ -234,7 +236,7 @@ class Region:
 
 def _suffix(plan: Plan | None) -> str:
     """What tells a plan's variants from those that keep all."""
-    return "" if plan in (None, KEEP) else "_checkpointed" if plan == RECOMPUTE else f"_recomputes_{plan.key.replace(',', '_')}"
+    return "" if plan in (None, KEEP) else "_keeps_weights" if plan == KEEP_WEIGHTS else "_checkpointed" if plan == RECOMPUTE else f"_recomputes_{plan.key.replace(',', '_')}"
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -73,6 +73,8 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     for plan in memory["plans"]:
         again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
         lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
+    if memory["kept_weights"]:
+        lines.append(f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}")
     return lines + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
 
 

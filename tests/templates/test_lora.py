@@ -34,3 +34,25 @@ def test_what_does_not_fit(device):
         lora.append_columns(torch.ones(2, 3, device=device), torch.ones(2, 4, device=device), 2)
     with pytest.raises(ValueError, match="unit column stride"):
         lora.append_rows(torch.ones(2, 3, device=device).t(), torch.ones(4, 4, device=device), 0)
+
+
+@pytest.mark.gpu
+def test_many_pieces_at_once():
+    """The table holds addresses, which the interpreter cannot follow."""
+    device, pieces, expected = torch.device("cuda"), [], []
+    for number, (rows, columns, source, target) in enumerate([(16, 4096, torch.float32, torch.bfloat16), (300, 8, torch.bfloat16, torch.bfloat16),
+                                                              (1, 5, torch.float32, torch.bfloat16), (3000, 16, torch.float32, torch.float16)]):
+        whole = torch.full((rows + 2, columns + 9), -7.0, device=device, dtype=target)
+        value = torch.randn(rows, columns + 1, device=device).to(source)[:, :columns]
+        pieces.append((value, whole[1:rows + 1, 3:columns + 3], 0.5 + number))
+        expected.append(whole.clone())
+        expected[-1][1:rows + 1, 3:columns + 3] = (value.float() * (0.5 + number)).to(target)
+        pieces[-1] += (whole,)
+    write = lora.write_pieces([piece[:3] for piece in pieces])
+    for _ in range(2):
+        write()
+        for (value, _, _, whole), right in zip(pieces, expected):
+            assert torch.equal(whole, right)
+        for piece, right in zip(pieces, expected):
+            piece[0].mul_(2)  # as an optimizer does
+            right[1:-1, 3:-6] = (piece[0].float() * piece[2]).to(right.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Sequence
 
 import torch
@@ -13,9 +13,10 @@ from torch.fx import Graph
 
 from tunecompile.graphs import Replays
 from tunecompile.memory import menu
+from tunecompile.memory.kept import Kept, matrix_bytes
 from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
 from tunecompile.memory.offload import Offload
-from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
+from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -29,6 +30,7 @@ class Menu:
     rows: tuple[menu.Row, ...]
     tokens: int
     names: tuple[str, ...] = ()  #: of the values that plans call by number
+    weights: int = 0  #: bytes a layer's frozen weights take as products read them
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Admission:
     resident: int
     room: int
     choice: Choice
+    weights: int = 0  #: bytes of frozen weights kept dequantised
 
     @property
     def peak(self) -> int:
         """Predicted, of all tensors."""
-        return self.resident + self.choice.peak
+        return self.resident + self.weights + self.choice.peak
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Budget:
     tail: Callable[[int], int]
     offload: Offload | None = None
     replays: Replays | None = None
+    kept: Kept | None = None
     menus: dict[int, Menu] = field(default_factory=dict)
     options: dict[int, Option] = field(default_factory=dict)
     admitted: Admission | None = None
@@ -89,6 +93,8 @@ class Budget:
         self.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
+        if self.kept is not None:
+            self.kept.begin()
         peak, held = self.gauge.peak()
         if self.admitted is None:
             self.highest = peak  # of loading the model, say
@@ -121,7 +127,8 @@ class Budget:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
         region, tokens = id(self.running.region), self.tokens
         try:
-            self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens)
+            weights = matrix_bytes(graph) if self.kept is not None else 0
+            self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens, weights=weights)
             self._admit(tokens)
             if not self.admitted.choice.fits:
                 self.menus[region] = Menu(tuple(menu.survey(cut, menu.plans(graph))), tokens, tuple(map(menu.name, menu.dear_nodes(graph))))
@@ -151,27 +158,43 @@ class Budget:
         if self.exceeded or self.present > GROWN * made.resident:
             return False
         if tokens > made.tokens:
-            return made.choice.peak * tokens <= made.room * made.tokens
-        return tokens >= SHRUNK * made.tokens or not any(o.offloaded or o.plan != KEEP for options in made.choice.options for o in options)
+            return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
+        return tokens >= SHRUNK * made.tokens or not any(o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options)
 
     def _admit(self, tokens: int) -> None:
         if self.admitted is None or self.exceeded:
             self.gauge.release()
         self.exceeded = False
         recorded = self.replays.bytes if self.replays is not None else 0  # what layers hold, in graphs' own memory
+        recorded += self.kept.bytes if self.kept is not None else 0
         resident = max(0, self.present - recorded) + self._to_come() + self.surplus
         room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
         stacks, slots = self._stacks(tokens)
         choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
-        self.admitted = Admission(tokens, resident, room, choice)
+        records = self.replays is not None and self.replays.recorder.device == self.device.type
+        recordings = records and 2 * choice.peak <= room  # they keep a step's memory for good
+        choice, weights = self._keep_weights(choice, slots, room - (2 if recordings else 1) * choice.peak)
+        self.admitted = Admission(tokens, resident, room, choice, weights)
         self.plans += 1
         self.shortfall = None
         self.offloading = any(option.offloaded for options in choice.options for option in options)
         if self.replays is not None:
-            self.replays.allowed = 2 * choice.peak <= room  # recordings keep a step's memory for good
+            self.replays.allowed = recordings
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
         if not choice.fits:
             self._note_shortfall(choice.peak - room)
+
+    def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
+        """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
+        needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
+        kept = all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
+        if self.kept is None or not needed or not kept or needed > left:
+            if self.kept is not None and self.kept.matrices:
+                self.kept.release()
+                self.replays.forget()  # recordings point at them
+            return choice, 0
+        options = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in options) for options in choice.options)
+        return replace(choice, options=options), needed
 
     def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
         """Layers of one region after another's are a stack. A region nobody has surveyed is taken for one that was."""
@@ -221,7 +244,7 @@ class Budget:
             return None
         counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
-                "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
+                "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
 

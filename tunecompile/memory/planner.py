@@ -15,16 +15,18 @@ from typing import Sequence
 @dataclass(frozen=True)
 class Plan:
     """What a layer computes again in its backward pass: the matrix products and attentions of these numbers, in the order of its
-    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does."""
+    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does. `weights`: whether its frozen weights
+    stay as matrix products read them, from one step to the next."""
 
     recompute: frozenset[int] | None = frozenset()
+    weights: bool = False
 
     @property
     def key(self) -> str:
-        return "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
+        return ("all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))) + (";weights" if self.weights else "")
 
 
-KEEP, RECOMPUTE = Plan(), Plan(None)
+KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ def _tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def forward_flops(x, inputs, weights, *_) -> int:
-    return 2 * (x.numel() // x.shape[-1]) * sum(w.numel() for w in weights)
+def forward_flops(x, inputs, weights, biases, a, b, *_) -> int:
+    return 2 * x.numel() * sum(m.shape[0] for m in b)
 
 
-def backward_flops(grad, x, inputs, weights, *_) -> int:
-    return 2 * (grad.numel() // grad.shape[-1]) * sum(w.numel() for w in weights)
+def backward_flops(grad, *rest) -> int:
+    return forward_flops(*rest)
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)
@@ -30,10 +30,13 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
     `dtype` (PEFT keeps them in fp32 when there is no autocast). `inputs` holds the adapters' own inputs x_i, after dropout;
     empty: they read x. `biases` is empty or one a weight. The weights are frozen. The adapter's term is added in the matrix
     product's accumulator: base and delta are rounded once, together, which is closer to fp32 than adding two rounded results.
+
+    In place of the W_i, `weights` may hold one matrix with room beside them: [[W, scale B], [A, 0]], the W_i below each other, every
+    adapter in columns and rows of its own, `padded` both ways.
     """
     rows = _tokens(x)
     ys, xas = [], []
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(bases(weights, b, x.shape[-1])):
         xa = _tokens(inputs[i] if inputs else x).to(dtype) @ a[i].to(dtype).t()
         delta = ((xa @ b[i].to(dtype).t()) * scales[i]).to(x.dtype)
         if biases:
@@ -49,8 +52,24 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
     wide, xa = with_xa(x, inputs, a, dtype)
-    y = wide @ extended_weight(weights, b, scales, dtype).t()
-    return finish(y, x, biases), xa
+    extended = weights[0][:_height(b)] if has_room(weights, x.shape[-1]) else extended_weight(weights, b, scales, dtype)
+    return finish(wide @ extended.t(), x, biases), xa
+
+
+def _height(b: Sequence[Tensor]) -> int:
+    return sum(m.shape[0] for m in b)
+
+
+def has_room(weights: Sequence[Tensor], width: int) -> bool:
+    """Whether these are no W_i [N_i, width], but a matrix with room for adapters beside them."""
+    return bool(weights) and weights[0].shape[1] > width
+
+
+def bases(weights: Sequence[Tensor], b: Sequence[Tensor], width: int) -> Sequence[Tensor]:
+    """The W_i themselves."""
+    if not has_room(weights, width):
+        return weights
+    return weights[0][:_height(b), :width].split([m.shape[0] for m in b])
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -137,6 +156,7 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
                          a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
                          out1: Tensor) -> list[Tensor]:
     """[dx, dx_i..., dbias_i..., dA_i..., dB_i...]. dY B and XA stay in `dtype` for dA and dB."""
+    weights = bases(weights, b, x.shape[-1])
     grads = _tokens(grad).split([w.shape[0] for w in weights], 1)
     xas = out1.split([m.shape[0] for m in a], 1)
     dx, d_inputs, d_biases, d_a, d_b = None, [], [], [], []
@@ -161,10 +181,13 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
 @lora_linear.backward_op.provider("grouped", because="one dX product for all siblings, one pass over dY for their adapters",
                                   refuses=lambda grad, x, *_: refuse_gpu(x, triton=False))
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    size = sum(w.shape[0] for w in weights)
-    rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
-    weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+    size, width = _height(b), x.shape[-1]
+    if has_room(weights, width):
+        weight = weights[0][:, :width] if extends(x, inputs, size) else weights[0][:size, :width]
+    else:
+        rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
+        weight = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [m.shape[0] for m in b], biases, a, b, scales, dtype, out1)
 
 
 @lora_linear.backward_op.provider("fp8", precision="fp8", because=fp8.BECAUSE,

@@ -17,11 +17,19 @@ MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
 
 
 class Base:
-    """The frozen weights: dense ones, or the packed tensors of `lora_linear_nf4`. Indices: 0 gate, 1 up, 2 down."""
+    """The frozen weights: dense ones, the packed tensors of `lora_linear_nf4`, or two matrices with room, of gate|up and of down
+    (see `lora_linear`). Indices: 0 gate, 1 up, 2 down."""
 
     def __init__(self, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type):
         self.weights, self.columns = weights, (packed, absmax, code, scale, offset)
         self.rows, self.blocksize, self.quant_type = rows, blocksize, quant_type
+
+    @property
+    def roomy(self) -> bool:
+        return len(self.weights) == 2
+
+    def _matrix(self, part: slice) -> Tensor:
+        return self.weights[0 if part == WIDE else 1]
 
     def _packed(self, part: slice, like: Tensor, middle: tuple, width: int) -> tuple:
         rows = self.rows[part]
@@ -29,6 +37,8 @@ class Base:
 
     def dense(self, part: slice, like: Tensor, width: int) -> Sequence[Tensor]:
         """Each weight [rows, width] in the dtype of `like`."""
+        if self.roomy:
+            return self._matrix(part)[:sum(self.rows[part]), :width].split(list(self.rows[part]))
         if self.weights:
             return self.weights[part]
         _, *columns, rows, width, blocksize, quant_type = self._packed(part, like, (), width)
@@ -36,12 +46,16 @@ class Base:
 
     def extended(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int) -> Tensor:
         """[W | scale B | 0]."""
+        if self.roomy:
+            return self._matrix(part)[:sum(self.rows[part])]
         if self.weights:
             return lora.extended_weight(self.weights[part], b[part], scales[part], like.dtype)
         return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width))
 
     def stacked(self, part: slice, like: Tensor, a: Sequence[Tensor], width: int) -> Tensor:
         """[W; A; 0]."""
+        if self.roomy:
+            return self._matrix(part)[:, :width]
         below = lora.below(a[part], sum(self.rows[part]), like.dtype)
         if self.weights:
             return torch.cat([*self.weights[part], below])
@@ -74,7 +88,7 @@ def lora_mlp(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], abs
 
     x: [..., K]; three each of a, b, scales and rows (F, F, K'), for gate, up and down. The weights are three dense ones, or, with
     `weights` empty, three packed ones as `lora_linear_nf4` takes them. Everything computes in x's dtype. gate_up: [..., 2F],
-    xa: [T, r_gate + r_up], xa_down: [T, r_down].
+    xa: [T, r_gate + r_up], xa_down: [T, r_down]. `weights` may also be two matrices with room, of gate|up and of down.
     """
     base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     gate_up, xa = lora.lora_linear.reference(x, [], base.dense(WIDE, x, x.shape[-1]), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype)
