@@ -26,7 +26,7 @@ __all__ = [
     "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "in_checkpoint",
     "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "saving_is_taken", "size_hint",
-    "specialize_floats", "trace",
+    "specialize_floats", "start_compile_workers", "trace",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -88,6 +88,13 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
 
 
+def start_compile_workers() -> None:
+    """Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one after the other."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead
 Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 
@@ -113,8 +120,10 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
         return code
 
     # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796). combo_kernels joins small independent kernels (casts
-    # of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model.
-    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True}
+    # of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model. Templates start as Inductor's own kernels do, without
+    # a run of the C compiler for each, 0.1 s a kernel.
+    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True,
+               "static_launch_user_defined_triton_kernels": True}
     with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached):  # what comes from that cache is not wrapped
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 

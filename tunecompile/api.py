@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from tunecompile._torch import start_compile_workers
 from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
@@ -74,6 +75,8 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
 
     state = State(model, validate(PIPELINE), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None)
     state.attach()
+    if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
+        start_compile_workers()
     model.__dict__[_ATTRIBUTE] = state
     return model
 

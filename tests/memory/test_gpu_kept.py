@@ -37,4 +37,4 @@ def test_training_with_kept_weights(mode):
             optimizer.zero_grad()
     state = model._tunecompile
     assert tunecompile.report(model).memory["kept_weights"] == state.kept.bytes > 0 and len(state.kept.matrices) == 16
-    assert state.replays.recorded == 8 and not state.replays.failures and not tunecompile.report(model).notes[1:], tunecompile.report(model)
+    assert state.replays.recorded == 8 and not state.replays.failures, tunecompile.report(model)
