@@ -24,7 +24,7 @@ from tunecompile.regions import Layers, Region, Slot, find_layers, structure
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 
-_ATTRIBUTE = "_tunecompile"
+ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
 Precision = Literal["fp8"]
 
 
@@ -67,13 +67,13 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         raise UnknownPrecision(given=precision)
     budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
-    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, _ATTRIBUTE, None) is not None:
+    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, ATTRIBUTE, None) is not None:
         return model
     from tunecompile.passes import PIPELINE
 
     state = State(model, validate(PIPELINE), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None)
     state.attach()
-    model.__dict__[_ATTRIBUTE] = state
+    model.__dict__[ATTRIBUTE] = state
     return model
 
 
@@ -85,7 +85,7 @@ def restore(model: nn.Module) -> nn.Module:
     """
     state = _state(model)
     state.detach()
-    del state.model.__dict__[_ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
+    del state.model.__dict__[ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
     return model
 
 
@@ -99,7 +99,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _state(model: nn.Module) -> "State":
-    state = getattr(model, _ATTRIBUTE, None)
+    state = getattr(model, ATTRIBUTE, None)
     if state is None:
         raise NotOptimized(type=type(model).__name__)
     return state

@@ -73,7 +73,7 @@ def _own_code(name: str) -> Callable:
     return types.FunctionType(code, _region.__globals__, name)
 
 
-def _tensors(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
+def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
     """(where, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
     for where, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
@@ -246,7 +246,7 @@ class Slot:
         return self._run(args, kwargs, self.region.sizes.mark)
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable) -> Any:
-        tensors = list(_tensors(args, kwargs))
+        tensors = list(tensors_in(args, kwargs))
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
         kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
