@@ -1,6 +1,7 @@
 """An estimate says what a training step then does, and leaves no trace."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_nothing_is_left_behind():
     assert reports[0] == reports[1]
 
 
+@pytest.mark.parametrize("memory", ["1GiB", None])
+def test_the_model_can_be_freed(memory):
+    model = make()
+    weight = weakref.ref(next(model.parameters()))
+    tunecompile.estimate(model, SHAPE, memory=memory)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 def test_an_optimized_model_is_estimated_with_its_own_options_and_stays_as_it_is():
     reference, model = (tunecompile.optimize(make(), memory="300KiB", executor="eager") for _ in range(2))
     first = step(reference), step(model)
@@ -97,8 +108,7 @@ def test_what_does_not_fit_is_told_with_a_batch_that_does():
     short = tunecompile.estimate(model, (8, 64), memory=allowed)
     assert short.fits is False and short.missing > 0 and 0 < short.fitting_tokens < 8 * 64
     assert f"{short.fitting_tokens} tokens would fit" in str(short)
-    rows = short.fitting_tokens // 64
-    assert rows and tunecompile.estimate(model, (rows, 64), memory=allowed).fits
+    assert tunecompile.estimate(model, (short.fitting_tokens // 64, 64), memory=allowed).fits
     none = tunecompile.estimate(model, SHAPE, memory="100KiB")
     assert none.fitting_tokens == 0 and none.missing > resident(none) - (100 << 10)
 
@@ -144,8 +154,12 @@ class Plain(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
         self.layers = nn.ModuleList(Block() for _ in range(layers)) if layers else Block()
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids):
+        if isinstance(self.layers, nn.ModuleList):  # else Dynamo traces it
+            self.calls += 1
+            torch.rand(3)
         x = self.embedding(ids)
         for layer in self.layers if isinstance(self.layers, nn.ModuleList) else [self.layers]:
             x = layer(x)
@@ -154,7 +168,10 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("layers", [3, 0])
 def test_a_plain_model(layers):
-    estimate = tunecompile.estimate(Plain(layers), (4, 32), memory="1GiB")
+    model = Plain(layers)
+    random = torch.get_rng_state()
+    estimate = tunecompile.estimate(model, (4, 32), memory="1GiB")
+    assert model.calls == 0 and torch.equal(torch.get_rng_state(), random)
     assert estimate.fits and estimate.activations > 0 and sum(plan["layers"] for plan in estimate.plans) == (layers or 1)
     assert estimate.optimizer == 2 * estimate.gradients
     assert tunecompile.estimate(Plain(layers), (4, 32), memory="1GiB", optimizer_bytes=0).optimizer == 0
