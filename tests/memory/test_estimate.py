@@ -109,8 +109,6 @@ def test_what_does_not_fit_is_told_with_a_batch_that_does():
     assert short.fits is False and short.missing > 0 and 0 < short.fitting_tokens < 8 * 64
     assert f"{short.fitting_tokens} tokens would fit" in str(short)
     assert tunecompile.estimate(model, (short.fitting_tokens // 64, 64), memory=allowed).fits
-    none = tunecompile.estimate(model, SHAPE, memory="100KiB")
-    assert none.fitting_tokens == 0 and none.missing > resident(none) - (100 << 10)
 
 
 def test_checkpointing_without_a_budget_and_with_one():
@@ -191,6 +189,15 @@ def test_wrong_questions_are_refused():
         tunecompile.estimate(model.requires_grad_(False), SHAPE)
     with pytest.raises(CannotEstimate, match="too long"):
         tunecompile.estimate(Refusing(3), SHAPE)
+
+
+def test_weights_that_are_not_quantised_yet_are_not_guessed():
+    bnb = pytest.importorskip("bitsandbytes")
+    with torch.device("meta"):
+        model = Plain(3)
+    model.layers[0].up = bnb.nn.Linear4bit(16, 32, device="meta")
+    with pytest.raises(CannotEstimate, match="Params4bit on the meta device is not quantised"):
+        tunecompile.estimate(model, SHAPE)
 
 
 class Refusing(Plain):

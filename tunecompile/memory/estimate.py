@@ -106,7 +106,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
 
     Raises:
         BadBatchShape: `batch_shape` is not two positive integers.
-        CannotEstimate: nothing in the model is trained, it is spread over devices, or its layers cannot be traced; the message says which.
+        CannotEstimate: nothing in the model is trained, it is spread over devices, or it cannot be traced; the message says which.
         UnknownBudget: `memory` or `host_memory` is none of the forms `optimize` takes.
     """
     if not (isinstance(batch_shape, (tuple, list)) and len(batch_shape) == 2 and all(type(n) is int and n > 0 for n in batch_shape)):
@@ -261,6 +261,8 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     """The same modules and buffers anew, around the same parameters; on the meta device, around fakes of CPU tensors."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter):
+            raise CannotEstimate(model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet. Load the model")
         if tensor.is_meta:
             with fakes:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
