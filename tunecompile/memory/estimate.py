@@ -262,7 +262,7 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter):
-            raise CannotEstimate(model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet. Load the model")
+            raise CannotEstimate(model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet")
         if tensor.is_meta:
             with fakes:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
