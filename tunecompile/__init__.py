@@ -5,9 +5,10 @@
 """
 
 from tunecompile.api import optimize, report, restore
+from tunecompile.memory.estimate import Estimate, estimate
 from tunecompile.op import Cost, op
 from tunecompile.pipeline import Pass
 from tunecompile.rewrite import rewrite
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Pass", "op", "optimize", "report", "restore", "rewrite"]
+__all__ = ["Cost", "Estimate", "Pass", "estimate", "op", "optimize", "report", "restore", "rewrite"]

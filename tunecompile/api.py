@@ -26,7 +26,7 @@ from tunecompile.regions import Layers, Region, Slot, find_layers, structure
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 
-_ATTRIBUTE = "_tunecompile"
+ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
 Precision = Literal["fp8"]
 
 
@@ -69,7 +69,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         raise UnknownPrecision(given=precision)
     budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
-    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, _ATTRIBUTE, None) is not None:
+    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, ATTRIBUTE, None) is not None:
         return model
     from tunecompile.passes import PIPELINE
 
@@ -77,7 +77,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     state.attach()
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()
-    model.__dict__[_ATTRIBUTE] = state
+    model.__dict__[ATTRIBUTE] = state
     return model
 
 
@@ -89,7 +89,7 @@ def restore(model: nn.Module) -> nn.Module:
     """
     state = _state(model)
     state.detach()
-    del state.model.__dict__[_ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
+    del state.model.__dict__[ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
     return model
 
 
@@ -103,7 +103,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _state(model: nn.Module) -> "State":
-    state = getattr(model, _ATTRIBUTE, None)
+    state = getattr(model, ATTRIBUTE, None)
     if state is None:
         raise NotOptimized(type=type(model).__name__)
     return state

@@ -51,7 +51,7 @@ class Backend:
                 return gm.forward
         self.contexts.append(context)
         if self.plan is None and context.outputs:
-            self.plan = context.plan
+            self.plan, self.decide = context.plan, None  # Dynamo keeps backends for good, and `decide` knows the model
         return compiled
 
     def _note(self, what: str, error: Exception) -> None:

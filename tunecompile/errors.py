@@ -49,3 +49,11 @@ class LeftoverOp(TunecompileError):
 
 class UnknownBudget(TunecompileError, ValueError):
     template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."
+
+
+class BadBatchShape(TunecompileError, ValueError):
+    template = "batch_shape is {given!r}: give (rows, length), two positive integers."
+
+
+class CannotEstimate(TunecompileError):
+    template = "No estimate for this {model}: {reason}."

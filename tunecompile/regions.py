@@ -74,7 +74,7 @@ def _own_code(name: str) -> Callable:
     return types.FunctionType(code, _region.__globals__, name)
 
 
-def _tensors(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
+def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
     """(where, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
     for where, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
@@ -261,7 +261,7 @@ class Slot:
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable) -> Any:
         args, kwargs = self._differentiable(args, kwargs)
-        tensors = list(_tensors(args, kwargs))
+        tensors = list(tensors_in(args, kwargs))
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
         kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
@@ -280,7 +280,7 @@ class Slot:
     def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
         another kind, and the first step would compile twice. Computing that gradient costs a few tenths of a per cent of a step."""
-        found = next(((where, t) for where, t in _tensors(args, kwargs) if t.dim() > 1), None)
+        found = next(((where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1), None)
         if found is None or found[1].requires_grad or not found[1].is_floating_point() or not torch.is_grad_enabled() \
                 or isinstance(found[0], tuple) or not any(parameter.requires_grad for parameter in self.layer.parameters()):
             return args, kwargs

@@ -70,12 +70,17 @@ class Report:
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
     measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
     lines = [f"  memory: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
-    for plan in memory["plans"]:
+    kept = [f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}"] if memory["kept_weights"] else []
+    return lines + plan_lines(memory["plans"]) + kept + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+
+
+def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
+    """How many layers do what."""
+    lines = []
+    for plan in plans:
         again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
         lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
-    if memory["kept_weights"]:
-        lines.append(f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}")
-    return lines + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+    return lines
 
 
 def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -227,9 +227,8 @@ class Budget:
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
-        gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-        moments = sum(8 * p.numel() for p in trained) if self.steps == 1 else 0
-        return gradients + moments if self.device.type == "cuda" else 0
+        moments = moment_bytes(trained) if self.steps == 1 else 0
+        return gradient_bytes([p for p in trained if p.grad is None]) + moments if self.device.type == "cuda" else 0
 
     def _note_shortfall(self, missing: int) -> None:
         self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"
@@ -254,3 +253,12 @@ class Budget:
             return ("everything",)
         names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
         return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
+
+
+def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in trained)
+
+
+def moment_bytes(trained: Iterable[nn.Parameter]) -> int:
+    """Of AdamW's two, in fp32."""
+    return sum(8 * p.numel() for p in trained)
