@@ -5,9 +5,10 @@
 """
 
 from tunecompile.api import optimize, report, restore
+from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
 from tunecompile.pipeline import Pass
 from tunecompile.rewrite import rewrite
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Pass", "op", "optimize", "report", "restore", "rewrite"]
+__all__ = ["Cost", "Pass", "memory_timeline", "op", "optimize", "report", "restore", "rewrite"]

@@ -49,3 +49,15 @@ class LeftoverOp(TunecompileError):
 
 class UnknownBudget(TunecompileError, ValueError):
     template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."
+
+
+class NoPlan(TunecompileError):
+    template = "There is no memory plan to show: {reason}."
+
+
+class MissingExtra(TunecompileError):
+    template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
+
+
+class UnsafeFolder(TunecompileError):
+    template = "{path} is not a folder that you alone can enter, so it is not used. Remove it, or set TMPDIR to another folder, for monitor and training alike."

@@ -82,6 +82,11 @@ def _tensors(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
             yield from (((where, i), item) for i, item in enumerate(value) if isinstance(item, Tensor))
 
 
+def batch_tokens(args: tuple, kwargs: dict) -> int:
+    """Rows times length of a call's batch, as far as its shapes tell."""
+    return math.prod(Sizes.of(list(_tensors(args, kwargs))))
+
+
 @dataclass
 class Sizes:
     """Which dimensions of which arguments follow the batch's rows and length.
@@ -258,6 +263,7 @@ class Slot:
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
         with budget.around(self):
             output = self.variant.call(self.layer, *args, **kwargs)
+        budget.ran(self, output)
         if option is None:
             self.region.settle(kind)
         return output

@@ -17,6 +17,7 @@ from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
+from tunecompile.memory.trace import Trace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
@@ -82,6 +83,7 @@ class Budget:
         self.limit = budget_bytes(self.spec, self.gauge)
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
         self.offloading = False
+        self.trace = Trace(self.gauge)
 
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
@@ -103,6 +105,8 @@ class Budget:
         if not self.asked:  # once a step, at its first layer
             self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
             self._review(tokens)
+            self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
+        self.trace.note("forward", self.places[id(slot)])
         self.running = slot
         return self.options.get(id(slot))
 
@@ -112,10 +116,15 @@ class Budget:
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: (option := self.options.get(id(slot))) is not None and option.offloaded > 0)
 
+    def ran(self, slot: Any, output: Any) -> None:
+        """After a layer's forward."""
+        self.trace.follow(output, self.places[id(slot)])
+
     def settle(self) -> None:
         """Before head and loss, whose memory may be the peak."""
         if self.offload is not None:
             self.offload.settle()
+        self.trace.note("tail")
 
     def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
@@ -219,13 +228,13 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        counts = Counter((self.again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
 
-    def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
+    def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""
         if plan.recompute is None:
             return ("everything",)
