@@ -60,4 +60,4 @@ class MissingExtra(TunecompileError):
 
 
 class UnsafeFolder(TunecompileError):
-    template = "{path} is not a folder that you alone can enter, so it is not used. Remove it, or set TMPDIR to another folder, for monitor and training alike."
+    template = "{path} is not a folder that you alone can enter, so it is not used. Remove it, or set TMPDIR for monitor and training alike."

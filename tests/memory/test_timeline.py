@@ -75,7 +75,8 @@ def test_the_picture_is_the_planners_own_sum(share, tmp_path):
     step(model)
     budget = budget_of(model)
     parts = timeline.phases(budget)
-    assert [(p.kind, p.place) for p in parts] == [*(("forward", i) for i in range(LAYERS)), ("tail", None), *(("backward", i) for i in reversed(range(LAYERS)))]
+    places = range(LAYERS)
+    assert [(p.kind, p.place) for p in parts] == [*(("forward", i) for i in places), ("tail", None), *(("backward", i) for i in reversed(places))]
     assert max(p.most for p in parts) + budget.admitted.resident == budget.admitted.peak
     assert all(after.before == before.after for before, after in zip(parts, parts[1:])) and parts[0].before == parts[-1].after == 0
     assert sum(row["number"] for row in timeline.rows(budget)) == LAYERS
