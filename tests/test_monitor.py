@@ -49,9 +49,9 @@ def build(**options):
 
 def told(**changes):
     pid = changes.get("pid", os.getpid())
-    plain = status.Status(pid=pid, born=status.born(pid), updated=time.time(), model="LlamaForCausalLM", device="cuda:0", gpu="GPU-a", rank=1,
-                          steps=1234, tokens_per_s=17406.4, step_ms=470.6, memory="20GiB", budget=20 * GIB, predicted_peak=18 * GIB, measured_peak=17 * GIB,
-                          allocated=12 * GIB)
+    plain = status.Status(
+        pid=pid, born=status.born(pid), updated=time.time(), model="LlamaForCausalLM", device="cuda:0", gpu="GPU-a", rank=1, steps=1234,
+        tokens_per_s=17406.4, step_ms=470.6, memory="20GiB", budget=20 * GIB, predicted_peak=18 * GIB, measured_peak=17 * GIB, allocated=12 * GIB)
     return replace(plain, **changes)
 
 

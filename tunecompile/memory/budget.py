@@ -84,6 +84,7 @@ class Budget:
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
         self.offloading = False
         self.trace = Trace(self.gauge)
+        self.speed = Rates(float("inf"), float("inf"))  #: not known, as long as no plan had to choose
 
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
@@ -190,11 +191,12 @@ class Budget:
             if not slots or slots[-1][-1].region is not slot.region:
                 slots.append([])
             slots[-1].append(slot)
-        speed = rates(self.device, self._dtype()) if any(len(found.rows) > 1 for found in self.menus.values()) else Rates(float("inf"), float("inf"))
+        if any(len(found.rows) > 1 for found in self.menus.values()):
+            self.speed = rates(self.device, self._dtype())
         stacks = []
         for layers in slots:
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, speed, self.offload is not None and len(found.rows) > 1)))
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self.speed, self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
 
     def _dtype(self) -> torch.dtype:

@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from tunecompile.api import State, _state
@@ -16,7 +15,6 @@ from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import shown
 from tunecompile.memory.planner import KEEP, Option
-from tunecompile.memory.rates import rates
 from tunecompile.memory.trace import Kind
 
 if TYPE_CHECKING:
@@ -200,20 +198,20 @@ def totals(state: State) -> list[tuple[str, str, str]]:
     moved = sum(copies.get(name, 0.0) for name in ("copied_out_ms", "copied_back_ms"))
     waited = copies.get("exposed_ms", 0.0) + copies["blocked_ms"]
     return lines + [
-        ("Copied to the host and back", shown(sum(o.offloaded for stack in plan.choice.options for o in stack)), shown(copies["bytes_out"])),
+        ("Copied to the host, and back", shown(sum(o.offloaded for stack in plan.choice.options for o in stack)), shown(copies["bytes_out"])),
         ("Copies, ms", "", f"{moved:,.1f}"), ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
         ("Waited for copies, ms", "", f"{waited:,.1f}")]
 
 
 def work_ms(budget: Budget) -> float:
-    """Milliseconds of the layers' matrix products and attention under the plan, at the rate this device multiplies."""
+    """Milliseconds of the layers' matrix products and attention under the plan, at the rate this device multiplies. 0 where no plan had to know
+    it: timing it now would take memory, and move the allocator's peak."""
     operations = 0.0
     for slot in budget.layers:
         option, found = budget.options.get(id(slot)), budget.menus.get(id(slot.region))
         row = next((row for row in found.rows if row.plan == option.plan), None) if found and option else None
         operations += (row.forward_flops + row.backward_flops) * budget.admitted.tokens / found.tokens if row else 0
-    dtype = torch.bfloat16 if budget.device.type == "cuda" else torch.float32
-    return operations / rates(budget.device, dtype).flops if operations else 0.0
+    return operations / budget.speed.flops
 
 
 def notes(budget: Budget) -> list[str]:
@@ -229,5 +227,6 @@ def notes(budget: Budget) -> list[str]:
     if budget.replays is not None and budget.replays.bytes:
         said.append(f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level.")
     said.append("The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
-                "what is predicted leaves out all but the layers' products, so it is the least a step can take.")
+                "what is predicted leaves out all but the layers' products, so it is the least a step can take, "
+                "and is known only where a plan had to choose.")
     return said + budget.said()

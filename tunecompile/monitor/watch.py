@@ -84,6 +84,7 @@ def _serving(machine: Machine, host: str, port: int) -> Iterator[None]:
     except ImportError as missing:
         raise MissingExtra(what="--prometheus", package=missing.name, extra="monitor") from missing
     server = serve(lambda: machine.look(time.time()), host, port)
+    Console(stderr=True).print(f"serving http://{host}:{port}/metrics", highlight=False)
     try:
         yield
     finally:
