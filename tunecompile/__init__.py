@@ -6,9 +6,10 @@
 
 from tunecompile.api import optimize, report, restore
 from tunecompile.memory.estimate import Estimate, estimate
+from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
 from tunecompile.pipeline import Pass
 from tunecompile.rewrite import rewrite
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Pass", "estimate", "op", "optimize", "report", "restore", "rewrite"]
+__all__ = ["Cost", "Estimate", "Pass", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite"]

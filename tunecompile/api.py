@@ -19,10 +19,11 @@ from tunecompile.memory.budget import Budget
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
+from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally, validate
-from tunecompile.regions import Layers, Region, Slot, find_layers, structure
+from tunecompile.regions import Layers, Region, Slot, batch_tokens, find_layers, structure
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 
@@ -138,8 +139,8 @@ class StepFlag:
 class EntryHook(_NotCopied):
     """Forward pre-hook of the module that owns the layers: takes the decision, and keeps a cache out of the training step."""
 
-    def __init__(self, state: "State", owner: nn.Module):
-        self.state = state
+    def __init__(self, state: "State", owner: nn.Module, counts: bool):
+        self.state, self.counts = state, counts
         self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -151,6 +152,8 @@ class EntryHook(_NotCopied):
         self.state.follow_checkpointing()
         self.state.follow_head()
         self.state.follow_budget()
+        if self.counts:
+            self.state.pulse.beat(batch_tokens(args, kwargs))
         if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
@@ -220,10 +223,14 @@ class State(_NotCopied):
     def __reduce__(self) -> Any:
         return type(None), ()
 
+    def __post_init__(self) -> None:
+        self.pulse = Pulse(lambda: describe(self._base(), self.memory, self.step.budget))
+
     def attach(self) -> None:
         stacks = find_layers(self.model)
+        longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
         for stack in stacks:
-            self._attach_layers(stack)
+            self._attach_layers(stack, counts=stack is longest)
         if not stacks:
             self.notes.append("no repeated layers were found: the model is compiled as one region")
             self._attach_whole()
@@ -233,7 +240,7 @@ class State(_NotCopied):
         self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         self._attach_head()
 
-    def _attach_layers(self, stack: Layers) -> None:
+    def _attach_layers(self, stack: Layers, counts: bool) -> None:
         kinds: dict[tuple, Region] = {}
         for index, layer in enumerate(stack.members):
             if layer._compiled_call_impl is not None:
@@ -247,7 +254,7 @@ class State(_NotCopied):
             slot = Slot(self.step, layer, kinds[kind])
             layer._compiled_call_impl = slot
             self.slots.append(slot)
-        self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner), with_kwargs=True))
+        self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner, counts), with_kwargs=True))
         if stack.owner._compiled_call_impl is None:
             self._attach_padding(stack)
         elif isinstance(slot := stack.owner._compiled_call_impl, OwnerSlot):
@@ -326,6 +333,7 @@ class State(_NotCopied):
         return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
     def detach(self) -> None:
+        self.pulse.stop()
         for handle in self.handles:
             handle.remove()
         for slot in self.slots:
@@ -386,6 +394,7 @@ class WholeSlot(Slot):
         self.step.active = self.layer.training and torch.is_grad_enabled()
         if self.step.active:
             self.state.follow_budget()
+            self.state.pulse.beat(batch_tokens(args, kwargs))
         return super().__call__(*args, **kwargs)
 
     def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -1,4 +1,4 @@
-"""The command line: `tunecompile compare` and `tunecompile demo`."""
+"""The command line: `tunecompile compare`, `tunecompile demo` and `tunecompile monitor`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,28 @@ def demo(
     raise typer.Exit(guard(work))
 
 
+@app.command()
+def monitor(
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks; with --once, how long processes have to answer.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one table and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON each time, in place of tables.")] = False,
+    prometheus: Annotated[Optional[str], typer.Option(metavar="[HOST:]PORT", help="Serve /metrics too; without HOST to this machine only.")] = None,
+) -> None:
+    """Show GPU memory, utilisation, tokens/s and budget of your training processes on this machine."""
+    def work() -> int:
+        from rich.console import Console
+
+        from tunecompile.monitor.watch import watch
+
+        try:
+            watch(Console(), interval, once, json, None if prometheus is None else parse_address(prometheus))
+        except KeyboardInterrupt:  # how one leaves it
+            pass
+        return 0
+
+    raise typer.Exit(guard(work))
+
+
 def conduct(comparison, finish=None) -> int:
     """Run a comparison with progress bars, write the reports, print a short table. Returns the exit code."""
     for package in ("jinja2", "matplotlib"):
@@ -138,6 +160,13 @@ def one_of(option: str, value: str, *known: str) -> str:
     if value not in known:
         raise BadOption(option=option, value=value, reason=f"choose from {', '.join(known)}")
     return value
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise BadOption(option="--prometheus", value=text, reason="give PORT or HOST:PORT, such as 9400 or 0.0.0.0:9400")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def pick_mode(qlora: bool, lora: bool, full: bool) -> str:

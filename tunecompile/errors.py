@@ -57,3 +57,15 @@ class BadBatchShape(TunecompileError, ValueError):
 
 class CannotEstimate(TunecompileError):
     template = "No estimate for this {model}: {reason}."
+
+
+class NoPlan(TunecompileError):
+    template = "There is no memory plan to show: {reason}."
+
+
+class MissingExtra(TunecompileError):
+    template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
+
+
+class UnsafeFolder(TunecompileError):
+    template = "{path} is not a folder that you alone can enter, so it is not used. Remove it, or set TMPDIR for monitor and training alike."

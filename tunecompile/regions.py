@@ -95,6 +95,11 @@ class _AsksForGradient(torch.autograd.Function):
         return None, None
 
 
+def batch_tokens(args: tuple, kwargs: dict) -> int:
+    """Rows times length of a call's batch, as far as its shapes tell."""
+    return math.prod(Sizes.of(list(tensors_in(args, kwargs))))
+
+
 @dataclass
 class Sizes:
     """Which dimensions of which arguments follow the batch's rows and length.
@@ -273,6 +278,7 @@ class Slot:
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
         with budget.around(self):
             output = self.variant.call(self.layer, *args, **kwargs)
+        budget.ran(self, output)
         if option is None:
             self.region.settle(kind)
         return output

@@ -1,10 +1,7 @@
 """What a user of `tunecompile compare` can get wrong: each error names the cause and the mend."""
 
+from tunecompile.errors import MissingExtra as MissingExtra
 from tunecompile.errors import TunecompileError
-
-
-class MissingExtra(TunecompileError):
-    template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
 
 
 class UnknownSystem(TunecompileError):

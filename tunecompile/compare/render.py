@@ -137,10 +137,11 @@ def figures(result: dict) -> list[tuple[str, str]]:
     return made
 
 
-def make_environment():
+def make_environment(package: str = "tunecompile.compare"):
+    """Of the templates that lie in this package."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
-    return Environment(loader=PackageLoader("tunecompile.compare", "."), autoescape=select_autoescape(["html.jinja", "html"]),
+    return Environment(loader=PackageLoader(package, "."), autoescape=select_autoescape(["html.jinja", "html"]),
                        trim_blocks=True, lstrip_blocks=True)
 
 

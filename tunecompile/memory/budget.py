@@ -18,6 +18,7 @@ from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
+from tunecompile.memory.trace import Trace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
@@ -86,6 +87,8 @@ class Budget:
         self.limit = budget_bytes(self.spec, self.gauge)
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
         self.offloading = False
+        self.trace = Trace(self.gauge)
+        self.speed = Rates(float("inf"), float("inf"))  #: not known, as long as no plan had to choose
 
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
@@ -109,6 +112,8 @@ class Budget:
         if not self.asked:  # once a step, at its first layer
             self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
             self._review(tokens)
+            self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
+        self.trace.note("forward", self.places[id(slot)])
         self.running = slot
         return self.options.get(id(slot))
 
@@ -118,10 +123,15 @@ class Budget:
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: (option := self.options.get(id(slot))) is not None and option.offloaded > 0)
 
+    def ran(self, slot: Any, output: Any) -> None:
+        """After a layer's forward."""
+        self.trace.follow(output, self.places[id(slot)])
+
     def settle(self) -> None:
         """Before head and loss, whose memory may be the peak."""
         if self.offload is not None:
             self.offload.settle()
+        self.trace.note("tail")
 
     def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
@@ -204,11 +214,12 @@ class Budget:
             if not slots or slots[-1][-1].region is not slot.region:
                 slots.append([])
             slots[-1].append(slot)
-        speed = rates(self.device, self._dtype()) if any(len(found.rows) > 1 for found in self.menus.values()) else Rates(float("inf"), float("inf"))
+        if any(len(found.rows) > 1 for found in self.menus.values()):
+            self.speed = rates(self.device, self._dtype())
         stacks = []
         for layers in slots:
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, speed, self.offload is not None and len(found.rows) > 1)))
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self.speed, self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
 
     def _dtype(self) -> torch.dtype:
@@ -241,13 +252,13 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        counts = Counter((self.again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
 
-    def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
+    def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""
         if plan.recompute is None:
             return ("everything",)

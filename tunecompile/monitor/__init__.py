@@ -1,0 +1,1 @@
+"""`tunecompile monitor`: what the training processes of this machine are doing, and what they hold."""

@@ -1,0 +1,141 @@
+"""How a monitor and training processes of one user meet: in a folder of small files, which only that user can enter.
+
+A monitor touches the file `asked` there, again and again. A training process looks at that file's time, at most once a second and at
+the beginning of a step; where somebody asked lately, it writes its figures beside it. With no monitor nothing is ever written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from tunecompile.errors import UnsafeFolder
+
+ASKED = "asked"
+PATIENCE = 15.0  #: seconds for which a monitor's asking holds
+_NAME = re.compile(r"(\d+)-[0-9a-f]+\.(json|tmp)")
+_LARGEST = 1 << 16  #: bytes of a file that is read at all
+
+
+@dataclass(frozen=True)
+class Status:
+    """One optimized model in one process, as its last step began. Bytes, seconds since the epoch, milliseconds; None where nobody counts."""
+
+    pid: int
+    born: int | None  #: when the process began, in the system's own count: another process may get its number
+    updated: float
+    model: str
+    device: str
+    gpu: str | None  #: UUID as NVML says it
+    rank: int | None
+    steps: int  #: training forwards of the model
+    tokens_per_s: float | None
+    step_ms: float | None
+    memory: str | None  #: as it was given to `optimize`
+    budget: int | None
+    predicted_peak: int | None
+    measured_peak: int | None
+    allocated: int | None
+
+
+def folder() -> Path:
+    """Of this user's files. It may not be there."""
+    return Path(tempfile.gettempdir()) / f"tunecompile-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+
+
+def safe(path: Path) -> bool:
+    """Whether it is a folder, no link, that only this user can enter: in a common folder for temporary files anybody may have made it."""
+    found = os.lstat(path)
+    mine = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+    return stat.S_ISDIR(found.st_mode) and mine
+
+
+def ask() -> None:
+    """Have all training processes of this user write their figures at their next step, for the next seconds.
+
+    Raises:
+        UnsafeFolder: the folder belongs to somebody else, is open to others, or is a link.
+    """
+    path = folder()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not safe(path):
+        raise UnsafeFolder(path=path)
+    (path / ASKED).touch()
+
+
+def asked() -> bool:
+    """Whether a monitor wants to know."""
+    try:
+        return abs(time.time() - os.stat(folder() / ASKED).st_mtime) < PATIENCE and safe(folder())
+    except OSError:
+        return False
+
+
+def write(status: Status, name: str) -> Path:
+    """Under its name at once, or not at all."""
+    path = folder() / name
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(status)))
+    os.replace(draft, path)
+    return path
+
+
+def read_all() -> list[Status]:
+    """Of all living processes, by number; files of dead ones, and those nobody can read, are removed.
+
+    Raises:
+        UnsafeFolder: as `ask`.
+    """
+    if not folder().exists():
+        return []
+    if not safe(folder()):
+        raise UnsafeFolder(path=folder())
+    found = []
+    for path in sorted(folder().iterdir()):
+        if (named := _NAME.fullmatch(path.name)) is None or (named[2] == "tmp" and lives(int(named[1]))):
+            continue
+        status = _read(path)
+        if named[2] == "json" and status is not None and status.pid == int(named[1]) and lives(status.pid, status.born):
+            found.append(status)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda status: (status.pid, status.model))
+
+
+def _read(path: Path) -> Status | None:
+    try:
+        with path.open() as file:
+            values = json.loads(file.read(_LARGEST))
+        return Status(**{field.name: values[field.name] for field in fields(Status)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def lives(pid: int, since: int | None = None) -> bool:
+    """Whether the process is there, and the one that began then."""
+    if since is not None:
+        return born(pid) == since
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is there, and somebody else's
+        pass
+    return True
+
+
+def born(pid: int) -> int | None:
+    """When the process began, in clock ticks since the machine did; None where the system does not say, or it is dead."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if after_name[0] in "ZX" else int(after_name[19])
