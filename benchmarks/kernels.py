@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _harness import main
 
-FAMILIES = ("rms_norm", "rope", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8")
+FAMILIES = ("rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8")
 
 if __name__ == "__main__":
     families = {name: importlib.import_module(name).run for name in FAMILIES}

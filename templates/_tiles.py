@@ -71,11 +71,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(Tile(0, rows=1, num_warps=16), upto=16384),
         Row(Tile(0, rows=1, num_warps=32)),
     ),
-    # size: head dimension. `rows` heads of one token a program step.
-    "rope": (
-        Row(Tile(0, rows=16, num_warps=4), upto=128),
-        Row(Tile(0, rows=8, num_warps=4)),
-    ),
     # size: columns of gate. `block` columns of one row a program.
     "swiglu": (
         Row(Tile(1024, num_warps=4), itemsize=4),

@@ -11,7 +11,7 @@ import sys
 import torch
 
 
-def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8):
+def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
     def e(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype)
@@ -35,8 +35,7 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8):
         return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
 
     labels = e(8, dtype=torch.int64)
-    q, k = e(2, 64, 32, 128).transpose(1, 2), e(2, 64, 8, 128).transpose(1, 2)
-    table = e(1, 64, 128)
+    q = e(2, 64, 32, 128).transpose(1, 2)
     w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
     gate, up = wide[:, :14336], wide[:, 14336:]
     return {
@@ -59,8 +58,6 @@ def cases(nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8):
         "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
         "rms_norm_backward": (lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True), [x, x, w, x]),
         "rms_norm_heads": (lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False), [q, q, e(128)]),
-        "rope": (lambda q, k, c, s: rope.forward(q, k, c, s), [q, k, table, table]),
-        "rope_backward": (lambda q, k, v, c, s: rope.backward(q, k, c, s, dv=v), [q, k, k, table[..., :64], table[..., :64]]),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "lora_columns": (lambda xa, out: lora.append_columns(xa, out, 4096), [e(64, 16, dtype=torch.float32), e(64, 4112)]),
@@ -132,7 +129,7 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import cross_entropy, fp8, lora, lora_mlp, nf4, rms_norm, rope, swiglu
+    from tunecompile.templates import cross_entropy, fp8, lora, lora_mlp, nf4, rms_norm, swiglu
 
-    everything = (nf4, cross_entropy, rms_norm, rope, swiglu, lora, lora_mlp, fp8)
+    everything = (nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8)
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)
