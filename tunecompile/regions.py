@@ -234,7 +234,10 @@ class Region:
 
 def _suffix(plan: Plan | None) -> str:
     """What tells a plan's variants from those that keep all."""
-    return "" if plan in (None, KEEP) else "_checkpointed" if plan == RECOMPUTE else f"_recomputes_{plan.key.replace(',', '_')}"
+    if plan is None:
+        return ""
+    again = "_checkpointed" if plan.recompute is None else f"_recomputes_{'_'.join(map(str, sorted(plan.recompute)))}" if plan.recompute else ""
+    return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "")
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -72,6 +72,7 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
     lines = [f"  memory: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
     for plan in memory["plans"]:
         again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
+        again += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
         lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
     return lines + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
 

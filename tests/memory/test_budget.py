@@ -80,7 +80,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
     model = build("1TiB")
     model.gradient_checkpointing_enable()
     same(step(model), plain())
-    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "offload": False, "layers": LAYERS}]
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
 
 
 def test_what_does_not_fit_is_run_and_told():

@@ -19,6 +19,7 @@ from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, St
 from tunecompile.memory.rates import Rates, rates
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
+TILES = (4, 16)  #: pieces a layer's widest part may be computed in, tried where nothing else fits: tracing so many is slow
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
 
 
@@ -29,6 +30,7 @@ class Menu:
     rows: tuple[menu.Row, ...]
     tokens: int
     names: tuple[str, ...] = ()  #: of the values that plans call by number
+    whole: bool = False  #: whether there is no more to survey
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,13 @@ class Budget:
             self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens)
             self._admit(tokens)
             if not self.admitted.choice.fits:
-                self.menus[region] = Menu(tuple(menu.survey(cut, menu.plans(graph))), tokens, tuple(map(menu.name, menu.dear_nodes(graph))))
+                rows, names = menu.survey(cut, menu.plans(graph)), tuple(map(menu.name, menu.dear_nodes(graph)))
+                tiled = [plans for tiles in TILES if (plans := menu.tiled_plans(graph, tiles))]
+                self.menus[region] = Menu(tuple(rows), tokens, names, whole=not tiled)
+                self._admit(tokens)
+            while not self.admitted.choice.fits and tiled:
+                rows += menu.survey(cut, tiled.pop(0))
+                self.menus[region] = Menu(tuple(rows), tokens, names, whole=not tiled)
                 self._admit(tokens)
         except Exception as error:  # the step goes on without a plan
             self.notes.append(f"no memory plan for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
@@ -142,8 +150,8 @@ class Budget:
         if self.admitted is None or not self.menus or self._still_serves(tokens):
             return
         self._admit(tokens)
-        if not self.admitted.choice.fits and any(len(found.rows) == 1 for found in self.menus.values()):
-            self.options.clear()  # only the plan that keeps all was surveyed: the layers' graphs have to be seen again
+        if not self.admitted.choice.fits and any(not found.whole for found in self.menus.values()):
+            self.options.clear()  # not every plan there is was surveyed: the layers' graphs have to be seen again
 
     def _still_serves(self, tokens: int) -> bool:
         """Whether the plan there is does for this batch: batches differ from step to step, and a plan for each would compile without end."""
@@ -219,11 +227,11 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        counts = Counter((self._again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        counts = Counter((self._again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
                 "offload": self.offload.report() if self.offloading else None,
-                "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
+                "plans": [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count} for (again, tiles, offload), count in counts.items()]}
 
     def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""

@@ -107,6 +107,20 @@ def plans(graph: Graph) -> list[Plan]:
     return [*dict.fromkeys(nested), RECOMPUTE]
 
 
+def tiled_plans(graph: Graph, tiles: int) -> list[Plan]:
+    """With what has a tiled form in so many pieces: from keeping all else that is dear to computing everything again. Empty where nothing has."""
+    dear = dear_nodes(graph)
+    others = [i for i, node in enumerate(dear) if not has_tiled_form(node)]
+    if len(others) == len(dear):
+        return []
+    bargains = sorted(others, key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
+    return [*(Plan(frozenset(bargains[:count]), tiles) for count in range(len(others) + 1)), Plan(None, tiles)]
+
+
+def has_tiled_form(node: Node) -> bool:
+    return node.target in OPS and OPS[node.target].tiled is not None
+
+
 def _freed(node: Node) -> int:
     value = node.meta["val"]
     return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)

@@ -47,12 +47,10 @@ class Base:
             return torch.cat([*self.weights[part], below])
         return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
-    def crossed(self, part: slice, like: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], width: int) -> Tensor:
-        """[[W, scale B, 0], [A, any]]: `extended` in the first rows and `stacked` in the first `width` columns, for the bytes of one."""
-        below = lora.below(a[part], sum(self.rows[part]), like.dtype)
+    def written(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int, below: Tensor | None = None) -> Tensor:
+        """As `extended`, by kernels that write into one buffer; in its first `width` columns `below` may stand under W, for the bytes of one."""
         if self.weights:
-            beside = lora.extended_weight(self.weights[part], b[part], scales[part], like.dtype)
-            return torch.cat([beside, torch.nn.functional.pad(below, (0, beside.shape[1] - width))])
+            return lora.written_weight(self.weights[part], b[part], scales[part], like.dtype, below)
         return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width), below=below)
 
     def in_fp8(self, part: slice, like: Tensor, width: int) -> fp8.Operand:

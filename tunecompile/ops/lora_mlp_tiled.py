@@ -54,7 +54,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
 
     base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
-    wide, narrow = base.extended(WIDE, x, b, scales, x.shape[-1]), base.extended(DOWN, x, b, scales, inner)
+    wide, narrow, a_down = base.written(WIDE, x, b, scales, x.shape[-1]), base.written(DOWN, x, b, scales, inner), a[2].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     beside, act = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[1])
     y = _room(x, [slice(0, tokens.shape[0])], rows[2])
@@ -62,7 +62,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], beside)
         swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
-        rooms.append_columns(act[:count, :inner] @ a[2].to(x.dtype).t(), act, inner)
+        rooms.append_columns(act[:count, :inner] @ a_down, act, inner)
         rooms.append_rows(act[:count] @ narrow.t(), y, piece.start)
     return y.reshape(*x.shape[:-1], rows[2])
 
@@ -104,7 +104,8 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     through_wide, through_down = (lora.on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down
-    wide, narrow = base.crossed(WIDE, x, a, b, scales, columns), base.stacked(DOWN, x, a, inner)
+    wide = base.written(WIDE, x, b, scales, columns, lora.below(a[WIDE], 2 * inner, x.dtype))  # [[W, scale B], [A, any]]: for both directions
+    narrow, a_down = base.stacked(DOWN, x, a, inner), a[2].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
     dx = _room(x, [slice(0, tokens.shape[0])], columns)
@@ -114,7 +115,7 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
         gate_up = left[:count] @ wide[:2 * inner].t()
-        xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a[2].to(x.dtype).t())
+        xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
         both = template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, width=wide.shape[0])
         gb_wide.append(both[:, :2 * inner] @ through_wide)
