@@ -47,7 +47,8 @@ def append_columns(source, out, column):
 
 
 @triton.jit
-def write_beside_kernel(left, right, out, left_stride, right_stride, COLUMNS: tl.constexpr, EXTRA: tl.constexpr, LDO: tl.constexpr, BLOCK: tl.constexpr):
+def write_beside_kernel(left, right, out, left_stride, right_stride, COLUMNS: tl.constexpr, EXTRA: tl.constexpr, LDO: tl.constexpr,
+                        BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(left + row * left_stride + column, mask=column < COLUMNS, other=0.0)

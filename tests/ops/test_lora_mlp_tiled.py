@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from tests.ops.checks import assert_fake_is_real, error, wide
 from tests.ops.test_lora_mlp import dense, leaves, packed
@@ -29,11 +30,8 @@ def test_pieces_hold_every_token_once(tokens, tiles, sizes):
 @pytest.mark.parametrize("dtype, adapted", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)])
 def test_as_exact_as_the_whole(dtype, adapted, tiles):
     arguments = dense(dtype, "silu", adapted)
-    exact = wide(arguments)
-    for value in leaves(exact):
-        value.grad = None
-    exact = [torch.utils._pytree.tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part) if i in (0, 7, 8) else part
-             for i, part in enumerate(exact)]
+    exact = [tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part) if i in (0, 7, 8) else part
+             for i, part in enumerate(wide(arguments))]
     for best, whole, mine in zip(results(lora_mlp, exact), results(lora_mlp, arguments), results(lora_mlp_tiled, arguments, tiles)):
         assert (whole.shape, whole.dtype) == (mine.shape, mine.dtype)
         assert error(mine, best) <= 2 * max(error(whole, best), torch.finfo(whole.dtype).eps / 2)
@@ -48,13 +46,14 @@ def test_over_packed_weights(double):
 
 def test_gradcheck():
     arguments = dense(torch.float64)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_mlp_tiled(x, *arguments[1:7], m[:3], m[3:], *arguments[9:], 4), leaves(arguments), fast_mode=True)
+    run = lambda x, *m: lora_mlp_tiled(x, *arguments[1:7], m[:3], m[3:], *arguments[9:], 4)  # noqa: E731
+    assert torch.autograd.gradcheck(run, leaves(arguments), fast_mode=True)
 
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_fake_and_schema(tiles):
     for arguments in (dense(), packed(True)[0]):
-        detached = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
+        detached = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
         assert_fake_is_real(lora_mlp_tiled, *detached, tiles)
         assert_fake_is_real(lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, tiles)), *detached, tiles)
     torch.library.opcheck(lora_mlp_tiled.overload, (*dense(), tiles))

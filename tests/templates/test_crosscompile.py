@@ -57,4 +57,5 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
-        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4")) else []), line
+        overwrites = name.startswith(("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4"))
+        assert line["copies"] == (["aten.copy_.default"] if overwrites else []), line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Sequence
 
 import torch
@@ -19,7 +19,6 @@ from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, St
 from tunecompile.memory.rates import Rates, rates
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
-TILES = (4, 16)  #: pieces a layer's widest part may be computed in, tried where nothing else fits: tracing so many is slow
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
 
 
@@ -123,17 +122,15 @@ class Budget:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
         region, tokens = id(self.running.region), self.tokens
         try:
-            self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens)
-            self._admit(tokens)
-            if not self.admitted.choice.fits:
-                rows, names = menu.survey(cut, menu.plans(graph)), tuple(map(menu.name, menu.dear_nodes(graph)))
-                tiled = [plans for tiles in TILES if (plans := menu.tiled_plans(graph, tiles))]
-                self.menus[region] = Menu(tuple(rows), tokens, names, whole=not tiled)
+            rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
+            for candidates in menu.courses(graph):
+                rows += menu.survey(cut, candidates)
+                self.menus[region] = Menu(tuple(rows), tokens, names)
                 self._admit(tokens)
-            while not self.admitted.choice.fits and tiled:
-                rows += menu.survey(cut, tiled.pop(0))
-                self.menus[region] = Menu(tuple(rows), tokens, names, whole=not tiled)
-                self._admit(tokens)
+                if self.admitted.choice.fits:
+                    break
+            else:
+                self.menus[region] = replace(self.menus[region], whole=True)
         except Exception as error:  # the step goes on without a plan
             self.notes.append(f"no memory plan for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
             return self._without()
@@ -227,11 +224,13 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        counts = Counter((self._again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
+        counts = Counter((self._again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot, option in options)
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans,
                 "offload": self.offload.report() if self.offloading else None,
-                "plans": [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count} for (again, tiles, offload), count in counts.items()]}
+                "plans": [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count}
+                          for (again, tiles, offload), count in counts.items()]}
 
     def _again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""

@@ -7,7 +7,7 @@ code generation, so that bytes are those of the real graphs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -95,6 +95,16 @@ def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
     backward = "backward" in node.target.overloadpacket.__name__
     q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
     return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
+
+
+def courses(graph: Graph) -> Iterator[list[Plan]]:
+    """What to survey, one course after another until something fits: all that is kept, what is computed again, and what is computed in pieces."""
+    yield [KEEP]
+    yield [plan for plan in plans(graph) if plan != KEEP]
+    yield from filter(None, (tiled_plans(graph, tiles) for tiles in TILES))
+
+
+TILES = (4, 16)  #: pieces of the tokens: they come last, since the graphs of many pieces take seconds to trace
 
 
 def plans(graph: Graph) -> list[Plan]:

@@ -124,7 +124,8 @@ def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequ
     return torch.cat([torch.cat(weights), adapters, adapters.new_zeros(rows, padded(width) - width)], 1)
 
 
-def written_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, below: Tensor | None = None) -> Tensor:
+def written_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
+                   below: Tensor | None = None) -> Tensor:
     """`extended_weight` with no copy on the way, on a GPU with Triton; with more rows for `below` [*, K], if given."""
     from tunecompile.templates import lora
 

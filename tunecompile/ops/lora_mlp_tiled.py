@@ -1,7 +1,8 @@
 """`lora_mlp` over one piece of the tokens after another: nothing wide is ever held for more than one of them.
 
-A layer's gate|up, its gradient and the activation are what a long batch needs most room for: 1.36 GiB for 8,192 tokens of an 8B model, while the
-hidden states between layers take 64 MiB. Only x is saved; the backward computes each piece's gate|up again. Weights are dequantised once for all pieces.
+A layer's gate|up, its gradient and the activation are what a long batch needs most room for: 1.36 GiB for 8,192 tokens of an 8B
+model, while the hidden states between layers take 64 MiB. Only x is saved; the backward computes each piece's gate|up again.
+Weights are dequantised once for all pieces.
 """
 
 from typing import Sequence
