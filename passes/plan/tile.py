@@ -32,6 +32,8 @@ def run(graph: Graph, context: Context) -> None:
             first.replace_all_uses_with(made)
             graph.erase_node(first)
             graph.erase_node(node)
+            if context.precision in _precisions(op) - _precisions(op.tiled):
+                context.notes.append(f"{op.name} of {context.region} is not in {context.precision}: it is computed in pieces")
 
 
 def _replacement(graph: Graph, node: Node, old: Op, new: Op, tiles: int) -> Node:
@@ -45,6 +47,10 @@ def _only_the_first(node: Node) -> Node | None:
     """The call's first result, if no other is read."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0 else None
+
+
+def _precisions(op: Op) -> set[str | None]:
+    return {provider.precision for provider in op.providers}
 
 
 PASS = Pass("tile", "plan", run)

@@ -7,6 +7,8 @@ from tests.passes.conftest import assert_same, random, results
 from tests.passes.test_lora_mlp import joined, mlp, weights  # noqa: F401
 from tunecompile.backend import Backend
 from tunecompile.memory.planner import KEEP, Plan
+from tunecompile.op import Provider
+from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
 
 PLANS = [Plan(tiles=2), Plan(None, 2), Plan(frozenset({0}), 4)]
@@ -43,3 +45,10 @@ def test_sizes_that_are_symbols(joined, tokens):  # noqa: F811
 def test_variants_never_meet():
     plans = [KEEP, *PLANS, Plan(None), Plan(tiles=4), Plan(frozenset({0}))]
     assert len({plan.key for plan in plans}) == len(plans)
+
+
+def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(lora_mlp, "providers", [*lora_mlp.providers, Provider("other", lambda *args: lora_mlp.reference(*args), lambda *args: None, "fp8")])
+    backend = Backend("test", PIPELINE, "eager", plan=Plan(tiles=2), precision="fp8")
+    torch.compile(mlp, backend=backend)(random(2, 9, 8), *weights()).sum().backward()
+    assert "lora_mlp of test is not in fp8: it is computed in pieces" in backend.contexts[-1].notes
