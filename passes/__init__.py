@@ -8,6 +8,6 @@ PIPELINE = [
     recognize.lora_nf4,  # and all of them as one, where a template can write the weights where they are read
     recognize.rms_norm, recognize.add_rms_norm, recognize.rope, recognize.swiglu,
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
-    plan.remat, plan.providers,
+    plan.tile, plan.remat, plan.providers,
     lower.choose_provider, lower.cleanup,
 ]

@@ -47,6 +47,29 @@ def append_columns(source, out, column):
            COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(out.shape[1] - column), LDO=out.stride(0), ROWS=rows, num_warps=4)
 
 
+@triton.jit
+def write_beside_kernel(left, right, out, left_stride, right_stride, COLUMNS: tl.constexpr, EXTRA: tl.constexpr, LDO: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(left + row * left_stride + column, mask=column < COLUMNS, other=0.0)
+    extra = tl.load(right + row * right_stride + column - COLUMNS, mask=(column >= COLUMNS) & (column < COLUMNS + EXTRA), other=0.0)
+    tl.store(out + row * LDO + column, tl.where(column < COLUMNS, value, extra.to(value.dtype)), mask=column < LDO)
+
+
+def write_beside(left, right, out):
+    """[left | right | 0] into the first rows of ``out`` [*, LDO], all of its columns. left: [T, K], in its dtype; right: [T, r].
+
+    What ``out`` held is overwritten, so one buffer serves piece after piece of a long batch, and no piece begins before the last is read."""
+    _check(left, out, left.shape[0], left.shape[1] + right.shape[1])
+    _check(right, out, left.shape[0], left.shape[1] + right.shape[1])
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+    block = 1024
+    launch(write_beside_kernel, (left.shape[0], triton.cdiv(out.shape[1], block)), left, right, out, left.stride(0), right.stride(0),
+           COLUMNS=left.shape[1], EXTRA=right.shape[1], LDO=out.stride(0), BLOCK=block, num_warps=4)
+
+
 def _check(source, out, rows, columns):
     if source.stride(1) != 1:
         raise ValueError(f"source must have unit column stride, not {source.stride()}")

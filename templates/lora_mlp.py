@@ -28,7 +28,8 @@ def backward_kernel(
     rows, columns, grad_stride, gate_up_stride, both_stride, down_stride, xa_stride,
     DOWN: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,  # the three ranks
     RANK: tl.constexpr,  # a power of two >= 16 that holds each of them
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr,  # to what `parts` holds of earlier tokens
+    BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -65,6 +66,10 @@ def backward_kernel(
         d_bu = tl.dot(xu, du, d_bu)
         d_a = tl.dot(y, a, d_a)
     part = parts + (tl.program_id(1) * 3 * RANK + rank).to(tl.int64) * columns + column
+    if ADD:
+        d_bg += tl.load(part, mask=inside)
+        d_bu += tl.load(part + RANK * columns, mask=inside)
+        d_a += tl.load(part + 2 * RANK * columns, mask=inside)
     tl.store(part, d_bg, mask=inside)
     tl.store(part + RANK * columns, d_bu, mask=inside)
     tl.store(part + 2 * RANK * columns, d_a, mask=inside)
@@ -77,6 +82,41 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, width=None, t
     all of one half-precision dtype and unit column stride. both: [T, width or 2F], d_gate | d_up | columns left as they are.
     The others are fp32: xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
     """
+    tile = tile or _pick(grad, ranks, down)
+    parts = torch.empty(_shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device)
+    both = _start(grad, gate_up, down, xa, ranks, activation, parts, False, width, tile)
+    return both, *sums(parts, ranks, down.shape[1])
+
+
+def begin(rows, columns, ranks, down, tile=None):
+    """Zeroed sums for ``backward_of_piece`` over pieces of at most so many ``rows``, F ``columns``; ``down``: as there, of any rows."""
+    return torch.zeros(_shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)), dtype=torch.float32, device=down.device)
+
+
+def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, *, width=None, tile=None):
+    """``both`` of ``backward`` for a few of many tokens; what is summed over tokens is added to ``parts``, for ``sums`` to give at the end."""
+    return _start(grad, gate_up, down, xa, ranks, activation, parts, True, width, tile or _pick(grad, ranks, down))
+
+
+def sums(parts, ranks, down_rank):
+    """(d_b_gate, d_b_up, d_a_down) in fp32, as ``backward`` gives them."""
+    d_b_gate, d_b_up, d_a = parts.sum(0)
+    return d_b_gate[:ranks[0]], d_b_up[:ranks[1]], d_a[:down_rank]
+
+
+def _pick(like, ranks, down):
+    return _tiles.pick("lora_mlp", like, _rank(ranks, down))
+
+
+def _rank(ranks, down):
+    return max(16, next_power_of_2(max(*ranks, down.shape[1])))
+
+
+def _shape_of_parts(rows, columns, ranks, down, tile):
+    return triton.cdiv(rows, tile.rows), 3, _rank(ranks, down), columns
+
+
+def _start(grad, gate_up, down, xa, ranks, activation, parts, add, width, tile):
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
     rows, columns = grad.shape
@@ -85,14 +125,9 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, width=None, t
         raise ValueError("all arguments must have unit column stride")
     if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, gate + up):
         raise ValueError(f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}")
-    rank = max(16, next_power_of_2(max(gate, up, down.shape[1])))
-    tile = tile or _tiles.pick("lora_mlp", grad, rank)
-    ranges = triton.cdiv(rows, tile.rows)
     both = torch.empty((rows, width or 2 * columns), dtype=grad.dtype, device=grad.device)
-    parts = torch.empty((ranges, 3, rank, columns), dtype=torch.float32, device=grad.device)
-    launch(backward_kernel, (triton.cdiv(columns, tile.block), ranges), grad, gate_up, both, down, xa, parts, rows, columns,
+    launch(backward_kernel, (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)), grad, gate_up, both, down, xa, parts, rows, columns,
            grad.stride(0), gate_up.stride(0), both.stride(0), down.stride(0), xa.stride(0),
-           DOWN=down.shape[1], GATE=gate, UP=up, RANK=rank, ACTIVATION=activation, BLOCK=tile.block, STEP=tile.step, ROWS=tile.rows,
-           num_warps=tile.num_warps, num_stages=tile.num_stages)
-    d_b_gate, d_b_up, d_a = parts.sum(0)
-    return both, d_b_gate[:gate], d_b_up[:up], d_a[:down.shape[1]]
+           DOWN=down.shape[1], GATE=gate, UP=up, RANK=_rank(ranks, down), ACTIVATION=activation, ADD=add, BLOCK=tile.block, STEP=tile.step,
+           ROWS=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return both

@@ -69,6 +69,8 @@ class Op:
     opaque: bool = False
     providers: list[Provider] = field(default_factory=list)
     backward_op: "Op | None" = None
+    tiled: "Op | None" = None  #: the first output alone, in pieces: an op of the same parameters and `tiles`, whose backward saves only these
+
 
     @property
     def overload(self) -> torch._ops.OpOverload:

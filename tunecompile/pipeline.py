@@ -49,7 +49,7 @@ class Context:
 class Pass:
     """One step of the compiler. `run(graph, context)` changes the graph in place.
 
-    recognize: torch subgraphs to ops, on the forward graph Dynamo made.   plan: tags, on the joint graph.
+    recognize: torch subgraphs to ops, on the forward graph Dynamo made.   plan: tags and pieces, on the joint graph.
     lower: ops to providers, on the forward and on the backward graph.
     """
 

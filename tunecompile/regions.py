@@ -19,7 +19,7 @@ from tunecompile._torch import recompile_reason
 from tunecompile.backend import Backend, Executor
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
-from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
 from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
 from tunecompile.pipeline import Pass
@@ -241,7 +241,10 @@ class Region:
 
 def _suffix(plan: Plan | None) -> str:
     """What tells a plan's variants from those that keep all."""
-    return "" if plan in (None, KEEP) else "_keeps_weights" if plan == KEEP_WEIGHTS else "_checkpointed" if plan == RECOMPUTE else f"_recomputes_{plan.key.replace(',', '_')}"
+    if plan is None:
+        return ""
+    again = "_checkpointed" if plan.recompute is None else f"_recomputes_{'_'.join(map(str, sorted(plan.recompute)))}" if plan.recompute else ""
+    return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "") + ("_keeps_weights" if plan.weights else "")
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

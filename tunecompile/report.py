@@ -79,6 +79,7 @@ def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for plan in plans:
         again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
+        again += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
         lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
     return lines
 

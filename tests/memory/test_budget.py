@@ -81,7 +81,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
     model = build("1TiB")
     model.gradient_checkpointing_enable()
     same(step(model), plain())
-    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "offload": False, "layers": LAYERS}]
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
 
 
 def test_what_does_not_fit_is_run_and_told():
@@ -153,7 +153,7 @@ def to_the_host(monkeypatch):
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     reference = plain(dropout)
-    model = build(int(0.7 * needed(dropout)), dropout)
+    model = build(int(0.85 * needed(dropout)), dropout)  # room for the copies under way
     for _ in range(3):
         same(step(model), reference)
     memory, offload = tunecompile.report(model).memory, to_the_host[-1]

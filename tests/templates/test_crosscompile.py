@@ -48,7 +48,8 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
                "fp8_quantize": ["out", "scales"], "fp8_quantize_wide": ["out", "scales"], "fp8_adapter": ["out", "scales"],
                "fp8_dense": ["out"],
                "fp8_dense_transposed": ["out"], "fp8_nf4": ["out"], "fp8_nf4_transposed": ["out"], "swiglu": ["out"], "swiglu_backward": ["both", "out"],
-               "lora_rows": ["out"], "lora_columns": ["out"], "lora_mlp": ["both", "parts"]}
+               "lora_rows": ["out"], "lora_columns": ["out"], "lora_mlp": ["both", "parts"],
+               "lora_beside": ["out"], "lora_mlp_piece": ["both", "parts"]}
     lines = finish(start("trace"))
     assert len(lines) >= 12
     for line in lines:
@@ -56,4 +57,5 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
-        assert line["copies"] == (["aten.copy_.default"] if name.startswith(("cross_entropy", "lora_rows", "lora_columns", "fp8_dense", "fp8_nf4")) else []), line
+        overwrites = name.startswith(("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4"))
+        assert line["copies"] == (["aten.copy_.default"] if overwrites else []), line

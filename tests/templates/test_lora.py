@@ -56,3 +56,14 @@ def test_many_pieces_at_once():
         for piece, right in zip(pieces, expected):
             piece[0].mul_(2)  # as an optimizer does
             right[1:-1, 3:-6] = (piece[0].float() * piece[2]).to(right.dtype)
+
+
+@pytest.mark.parametrize("dtype, columns", [(torch.float32, 65), (torch.bfloat16, 2050)])
+def test_write_beside(device, dtype, columns):
+    """All of a row is written, and rows that are not asked for stay."""
+    out = torch.full((6, columns + 9), -7.0, dtype=dtype, device=device)
+    x, xa = torch.randn(4, columns + 1, device=device).to(dtype)[:, :columns], torch.randn(8, 3, device=device).to(dtype)[4:]
+    lora.write_beside(x, xa, out)
+    assert torch.equal(out[:4], torch.cat([x, xa, out.new_zeros(4, 6)], 1)) and bool((out[4:] == -7).all())
+    with pytest.raises(ValueError, match="cannot hold"):
+        lora.write_beside(x, xa, out[:3])

@@ -107,3 +107,23 @@ def test_provider_in_fp8(gpu_only, error, arguments, activation):
         pytest.skip("no FP8 products scaled by row on this GPU")
     for mine, theirs, best in provided("joined_fp8", arguments(activation, torch.bfloat16)):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and error(mine, best) < 0.15, error(mine, best)
+
+
+def through_pieces(op, arguments, tiles):
+    """As `provided`, of the tiled op, against the whole one's reference."""
+    from tests.ops.checks import wide
+
+    run, backward = (next(p for p in o.providers if p.name == "joined").run for o in (op.tiled, op.tiled.backward_op))
+    (theirs, *saved), (best, *exact) = op.reference(*arguments), op.reference(*wide(arguments))
+    grad = torch.randn(theirs.shape, device=theirs.device).to(theirs.dtype)
+    return [(run(*arguments, tiles), theirs, best), *zip(backward(grad, *arguments, tiles), op.backward_op.reference(grad, *arguments, *saved),
+                                                         op.backward_op.reference(*wide([grad, *arguments]), *exact))]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 16])
+def test_provider_in_pieces(error, arguments, tiles):
+    from tunecompile.ops import lora_mlp as op
+
+    for mine, theirs, best in through_pieces(op, arguments("silu", torch.float16), tiles):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.float16).eps / 2)

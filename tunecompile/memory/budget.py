@@ -32,6 +32,7 @@ class Menu:
     tokens: int
     names: tuple[str, ...] = ()  #: of the values that plans call by number
     weights: int = 0  #: bytes a layer's frozen weights take as products read them
+    whole: bool = False  #: whether there is no more to survey
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,15 @@ class Budget:
         region, tokens = id(self.running.region), self.tokens
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
-            self.menus[region] = Menu(tuple(menu.survey(cut, [KEEP])), tokens, weights=weights)
-            self._admit(tokens)
-            if not self.admitted.choice.fits:
-                self.menus[region] = Menu(tuple(menu.survey(cut, menu.plans(graph))), tokens, tuple(map(menu.name, menu.dear_nodes(graph))))
+            rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
+            for candidates in menu.courses(graph):
+                rows += menu.survey(cut, candidates)
+                self.menus[region] = Menu(tuple(rows), tokens, names, weights)
                 self._admit(tokens)
+                if self.admitted.choice.fits:
+                    break
+            else:
+                self.menus[region] = replace(self.menus[region], whole=True)
         except Exception as error:  # the step goes on without a plan
             self.notes.append(f"no memory plan for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
             return self._without()
@@ -159,13 +164,13 @@ class Budget:
         if self.admitted is None or not self.menus or self._still_serves(tokens):
             return
         self._admit(tokens)
-        if not self.admitted.choice.fits and any(len(found.rows) == 1 for found in self.menus.values()):
-            self.options.clear()  # only the plan that keeps all was surveyed: the layers' graphs have to be seen again
+        if not self.admitted.choice.fits and any(not found.whole for found in self.menus.values()):
+            self.options.clear()  # not every plan there is was surveyed: the layers' graphs have to be seen again
 
     def _still_serves(self, tokens: int) -> bool:
         """Whether the plan there is does for this batch: batches differ from step to step, and a plan for each would compile without end."""
         made = self.admitted
-        if self.exceeded or self.present > GROWN * made.resident:
+        if self.exceeded or self.others() > GROWN * made.resident:
             return False
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
@@ -175,9 +180,7 @@ class Budget:
         if self.admitted is None or self.exceeded:
             self.gauge.release()
         self.exceeded = False
-        recorded = self.replays.bytes if self.replays is not None else 0  # what layers hold, in graphs' own memory
-        recorded += self.kept.bytes if self.kept is not None else 0
-        resident = max(0, self.present - recorded) + self._to_come() + self.surplus
+        resident = self.others() + self._to_come() + self.surplus
         room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
         stacks, slots = self._stacks(tokens)
         choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
@@ -193,6 +196,11 @@ class Budget:
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
         if not choice.fits:
             self._note_shortfall(choice.peak - room)
+
+    def others(self) -> int:
+        """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
+        recorded = self.replays.bytes if self.replays is not None else 0
+        return max(0, self.present - recorded - (self.kept.bytes if self.kept is not None else 0))
 
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
@@ -252,11 +260,13 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        counts = Counter((self.again(slot, option.plan), bool(option.offloaded)) for slot in self.layers if (option := self.options.get(id(slot))))
+        options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
+        counts = Counter((self.again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot, option in options)
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
-                "plans": [{"recompute": list(again), "offload": offload, "layers": count} for (again, offload), count in counts.items()]}
+                "plans": [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count}
+                          for (again, tiles, offload), count in counts.items()]}
 
     def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""

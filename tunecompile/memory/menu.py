@@ -7,7 +7,7 @@ code generation, so that bytes are those of the real graphs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -97,6 +97,16 @@ def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
     return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
 
 
+def courses(graph: Graph) -> Iterator[list[Plan]]:
+    """What to survey, one course after another until something fits: all that is kept, what is computed again, and what is computed in pieces."""
+    yield [KEEP]
+    yield [plan for plan in plans(graph) if plan != KEEP]
+    yield from filter(None, (tiled_plans(graph, tiles) for tiles in TILES))
+
+
+TILES = (4, 16)  #: pieces of the tokens: they come last, since the graphs of many pieces take seconds to trace
+
+
 def plans(graph: Graph) -> list[Plan]:
     """From keeping all dear values to computing everything again: the best bargains first, and the largest first, since what is left
     may wait on the host at no cost if it is small enough to be copied behind a layer's work."""
@@ -105,6 +115,20 @@ def plans(graph: Graph) -> list[Plan]:
     largest = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]))
     nested = [Plan(frozenset(order[:count])) for count in range(len(dear) + 1) for order in (bargains, largest)]
     return [*dict.fromkeys(nested), RECOMPUTE]
+
+
+def tiled_plans(graph: Graph, tiles: int) -> list[Plan]:
+    """With what has a tiled form in so many pieces: from keeping all else that is dear to computing everything again. Empty where nothing has."""
+    dear = dear_nodes(graph)
+    others = [i for i, node in enumerate(dear) if not has_tiled_form(node)]
+    if len(others) == len(dear):
+        return []
+    bargains = sorted(others, key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
+    return [*(Plan(frozenset(bargains[:count]), tiles) for count in range(len(others) + 1)), Plan(None, tiles)]
+
+
+def has_tiled_form(node: Node) -> bool:
+    return node.target in OPS and OPS[node.target].tiled is not None
 
 
 def _freed(node: Node) -> int:

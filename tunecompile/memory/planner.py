@@ -4,6 +4,9 @@ A layer has a few plans to choose from, each with the bytes it holds until the l
 the lower convex hull of time over bytes can be part of the best choice (up to one layer), so layers are moved along it, the cheapest byte
 first, until the step fits. Early layers move before late ones: the last layer's backward runs while all others still hold
 what they saved, and should not need room to compute its own again.
+
+What a layer needs only while it runs is not on that hull, and one layer's is as bad as all layers'. So the search is made under a
+few ceilings on it, from none to the lowest there is, and the fastest choice that fits is taken.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ from typing import Sequence
 @dataclass(frozen=True)
 class Plan:
     """What a layer computes again in its backward pass: the matrix products and attentions of these numbers, in the order of its
-    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does. `weights`: whether its frozen weights
-    stay as matrix products read them, from one step to the next."""
+    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does. tiles: in how many pieces of the tokens
+    it computes what can be computed so and is wide inside. weights: whether its frozen weights stay as matrix products read them, from
+    one step to the next."""
 
     recompute: frozenset[int] | None = frozenset()
+    tiles: int = 1
     weights: bool = False
 
     @property
     def key(self) -> str:
-        return ("all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))) + (";weights" if self.weights else "")
+        again = "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
+        return again + (f" in {self.tiles}" if self.tiles > 1 else "") + (" with weights" if self.weights else "")
 
 
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
@@ -40,6 +46,11 @@ class Option:
     backward: int
     ms: float
     offloaded: int = 0
+
+    @property
+    def passing(self) -> int:
+        """Bytes that are needed while the layer runs, and no longer."""
+        return max(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,33 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
 
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
+    best = None
+    for ceiling in _ceilings(stacks):
+        allowed = [Stack(stack.layers, tuple(o for o in stack.options if o.passing <= ceiling)) for stack in stacks]
+        found = _descend(allowed, room, tail, host)
+        if best is None or _rank(found) < _rank(best):
+            best = found
+        if best.fits and best.ms <= sum(stack.layers * min(o.ms for o in stack.options) for stack in stacks):
+            break
+    return best
+
+
+def _rank(choice: Choice) -> tuple[bool, float]:
+    return not choice.fits, choice.ms if choice.fits else choice.peak
+
+
+def _ceilings(stacks: Sequence[Stack]) -> list[int]:
+    """From the highest on, each a tenth lower at least, to the lowest under which every layer has an option."""
+    lowest = max(min(o.passing for o in stack.options) for stack in stacks)
+    found: list[int] = []
+    for bytes_ in sorted({o.passing for stack in stacks for o in stack.options}, reverse=True):
+        if not found or lowest < bytes_ <= 0.9 * found[-1]:
+            found.append(bytes_)
+    return found if found[-1] <= lowest else [*found, lowest]
+
+
+def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None) -> Choice:
+    """Layer after layer along the hull of its options, until the step fits."""
     hulls = [hull(stack.options) for stack in stacks]
     at = [[0] * stack.layers for stack in stacks]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from tunecompile.api import State, _state
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import shown
-from tunecompile.memory.planner import KEEP, Option
+from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, Option
 from tunecompile.memory.trace import Kind
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def phases(budget: Budget) -> list[Phase]:
 
 
 def _manner(option: Option | None) -> str:
-    if option is None or not (option.offloaded or option.plan != KEEP):
+    if option is None or not (option.offloaded or option.plan not in (KEEP, KEEP_WEIGHTS)):
         return "keeps all that is dear"
     return "waits on the host" if option.offloaded else "computes again"
 
@@ -119,7 +119,7 @@ def picture(budget: Budget) -> str:
 
 def paint(axes: Axes, budget: Budget) -> None:
     """What is there anyway, on it what layers hold, on that what each part needs while it runs; lines for budget and peaks, dots for samples."""
-    parts, resident = phases(budget), budget.admitted.resident
+    parts, resident = phases(budget), budget.admitted.resident + budget.admitted.weights
     highest = max(part.most for part in parts) + resident
     unit, scale = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20) if highest >= 2**20 else ("KiB", 2**10)
     edges = range(len(parts) + 1)
@@ -188,7 +188,8 @@ def totals(state: State) -> list[tuple[str, str, str]]:
     plan, steps = budget.admitted, state.pulse.step_ms
     own, again = work_ms(budget), plan.choice.ms
     lines = [("Budget, for tensors", shown(budget.summary()["budget"]), ""),
-             ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.present) if budget.present else ""),
+             ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.others()) if budget.present else ""),
+             *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
              ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
              ("Step, ms", f"at least {own:,.1f} (the layers' products)" if own else "", f"{steps:,.1f}" if steps else ""),
              ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", "")]
@@ -209,7 +210,7 @@ def work_ms(budget: Budget) -> float:
     operations = 0.0
     for slot in budget.layers:
         option, found = budget.options.get(id(slot)), budget.menus.get(id(slot.region))
-        row = next((row for row in found.rows if row.plan == option.plan), None) if found and option else None
+        row = next((row for row in found.rows if row.plan == replace(option.plan, weights=False)), None) if found and option else None
         operations += (row.forward_flops + row.backward_flops) * budget.admitted.tokens / found.tokens if row else 0
     return operations / budget.speed.flops
 

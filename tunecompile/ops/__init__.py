@@ -5,10 +5,11 @@ from tunecompile.ops.linear_cross_entropy import linear_cross_entropy
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.lora_mlp import lora_mlp
+from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import gated_activation
 
 __all__ = ["add_rms_norm", "dequantize_4bit", "gated_activation", "linear_cross_entropy", "lora_linear", "lora_linear_nf4", "lora_mlp",
-           "rms_norm", "rope", "varlen_attention"]
+           "lora_mlp_tiled", "rms_norm", "rope", "varlen_attention"]

@@ -143,6 +143,22 @@ def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequ
     return torch.cat([torch.cat(weights), adapters, adapters.new_zeros(rows, padded(width) - width)], 1)
 
 
+def written_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
+                   below: Tensor | None = None) -> Tensor:
+    """`extended_weight` with no copy on the way, on a GPU with Triton; with more rows for `below` [*, K], if given."""
+    from tunecompile.templates import lora
+
+    adapters, columns = on_diagonal(b, scales, dtype), weights[0].shape[1]
+    rows = adapters.shape[0]
+    out = torch.empty((rows + (0 if below is None else below.shape[0]), padded(columns + adapters.shape[1])), dtype=dtype, device=adapters.device)
+    for i, weight in enumerate(weights):
+        lora.append_rows(weight, out, sum(w.shape[0] for w in weights[:i]))
+    lora.append_columns(adapters, out, columns)
+    if below is not None:
+        lora.append_rows(below, out, rows)
+    return out
+
+
 def below(a: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     """[A; 0]: what stands below `rows` rows of weights, to the width of [dY | dY B | 0]."""
     adapters = torch.cat([m.to(dtype) for m in a])

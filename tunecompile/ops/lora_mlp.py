@@ -61,6 +61,12 @@ class Base:
             return torch.cat([*self.weights[part], below])
         return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
+    def written(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int, below: Tensor | None = None) -> Tensor:
+        """As `extended`, by kernels that write into one buffer; in its first `width` columns `below` may stand under W, for the bytes of one."""
+        if self.weights:
+            return lora.written_weight(self.weights[part], b[part], scales[part], like.dtype, below)
+        return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width), below=below)
+
     def in_fp8(self, part: slice, like: Tensor, width: int) -> fp8.Operand:
         """Both directions of [W | what is beside it] in e4m3."""
         if self.weights:

@@ -70,14 +70,17 @@ def _siblings(packed, absmax, code, scale, offset, rows) -> list:
     return [Weight(*each) for each in zip(packed, absmax, code or blank, scale or blank, offset or blank, rows)]
 
 
-def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, columns, blocksize, quant_type) -> Tensor:
-    """[W | scale B | 0] in x's dtype, [sum(rows), padded(columns + sum of ranks)]."""
-    from tunecompile.templates import nf4
+def extended_weight(x, packed, absmax, code, scale, offset, b, scales, rows, columns, blocksize, quant_type, below=None) -> Tensor:
+    """[W | scale B | 0] in x's dtype, [sum(rows), padded(columns + sum of ranks)]; with more rows for `below` [*, columns], if given."""
+    from tunecompile.templates import lora, nf4
 
     ranks = [m.shape[1] for m in b]
-    out = torch.empty((sum(rows), padded(columns + sum(ranks))), dtype=x.dtype, device=x.device)
+    extra = 0 if below is None else below.shape[0]
+    out = torch.empty((sum(rows) + extra, padded(columns + sum(ranks))), dtype=x.dtype, device=x.device)
     adapters = [nf4.Adapter(m, s, sum(ranks[:i])) for i, (m, s) in enumerate(zip(b, scales))]
     nf4.dequantize_siblings(_siblings(packed, absmax, code, scale, offset, rows), columns, out, adapters, blocksize=blocksize, quant_type=quant_type)
+    if below is not None:
+        lora.append_rows(below, out, sum(rows))
     return out
 
 

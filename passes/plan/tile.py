@@ -1,0 +1,56 @@
+"""Computes in pieces of the tokens what the layer's plan says: ops with a tiled form make way for it, and so do their backwards.
+
+A tiled form saves nothing but its inputs. So a backward is replaced first, and its op if nobody is left who reads what else it returns.
+"""
+
+import operator
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from tunecompile.op import OPS, Op
+from tunecompile.pipeline import Context, Pass
+
+
+def run(graph: Graph, context: Context) -> None:
+    tiles = context.plan.tiles
+    if tiles == 1:
+        return
+    backwards = {op.backward_op.overload: op for op in OPS.values() if op.tiled is not None}
+    for node in list(graph.nodes):
+        if (op := backwards.get(node.target)) is not None:
+            made = _replacement(graph, node, op.backward_op, op.tiled.backward_op, tiles)
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        op = OPS.get(node.target) if node.op == "call_function" else None
+        if op is not None and op.tiled is not None and (first := _only_the_first(node)) is not None:
+            made = _replacement(graph, node, op, op.tiled, tiles)
+            made.meta = {**node.meta, "val": first.meta["val"]}
+            first.replace_all_uses_with(made)
+            graph.erase_node(first)
+            graph.erase_node(node)
+            if context.precision in _precisions(op) - _precisions(op.tiled):
+                context.notes.append(f"{op.name} of {context.region} is not in {context.precision}: it is computed in pieces")
+
+
+def _replacement(graph: Graph, node: Node, old: Op, new: Op, tiles: int) -> Node:
+    """The tiled form's call: its parameters go by the names of the others."""
+    known: dict[str, Any] = {**dict(zip(old.parameters, node.args)), "tiles": tiles}
+    with graph.inserting_before(node):
+        return graph.call_function(new.overload, tuple(known[name] for name in new.parameters))
+
+
+def _only_the_first(node: Node) -> Node | None:
+    """The call's first result, if no other is read."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0 else None
+
+
+def _precisions(op: Op) -> set[str | None]:
+    return {provider.precision for provider in op.providers}
+
+
+PASS = Pass("tile", "plan", run)
