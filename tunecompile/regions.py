@@ -241,11 +241,16 @@ class Slot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
-        if OFFSETS in kwargs:
-            return self._flattened(args, kwargs)
-        return self._run(args, kwargs, self.region.sizes.mark)
+        recovery = self.step.recovery
+        return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 
-    def _run(self, args: tuple, kwargs: dict, mark: Callable) -> Any:
+    def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
+        """The layer's call; `finish` sees its output while what the layer saves is still looked after."""
+        if OFFSETS in kwargs:
+            return self._flattened(args, kwargs, finish)
+        return self._run(args, kwargs, self.region.sizes.mark, finish)
+
+    def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
         tensors = list(_tensors(args, kwargs))
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
@@ -256,17 +261,18 @@ class Slot:
             return self.variant.call(self.layer, *args, **kwargs)
         option = budget.option(self, math.prod(sizes))
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
-        with budget.around(self):
-            output = self.variant.call(self.layer, *args, **kwargs)
-        if option is None:
-            self.region.settle(kind)
-        return output
+        try:
+            with budget.around(self):
+                return finish(self.variant.call(self.layer, *args, **kwargs))
+        finally:
+            if option is None:
+                self.region.settle(kind)
 
-    def _flattened(self, args: tuple, kwargs: dict) -> Any:
+    def _flattened(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
         try:
             with self.padding.attention():  # a checkpoint around the layer recomputes it when the owner's call is long over
-                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]))
+                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]), finish)
             if not self.variant.attends:
                 raise CannotFlatten("its layers do not call attention by transformers' attention interface")
             return output
