@@ -114,9 +114,8 @@ class Call:
         NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
     """
 
-    def __init__(self, recovery: "Recovery", slot: Any, args: tuple, kwargs: dict):
-        self.recovery, self.slot = recovery, slot
-        self.start = Surroundings.now(recovery.device)
+    def __init__(self, recovery: "Recovery", slot: Any, start: Surroundings, args: tuple, kwargs: dict):
+        self.recovery, self.slot, self.start = recovery, slot, start
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.before = [tensor._version for tensor in self.given]
@@ -289,7 +288,7 @@ class Recovery:
         try:
             if self.bound is not None:
                 raise NotExact(self.bound)
-            call = Call(self, slot, args, kwargs)
+            call = Call(self, slot, start, args, kwargs)
             return slot.compiled(call.args, call.kwargs, call.join)
         except NotExact as reason:
             self.refused[id(slot)] = str(reason)
@@ -336,6 +335,7 @@ class Recovery:
         before = self.in_words()
         dropped = [call for call in list(self.calls) if call.drop()]
         gc.collect()
+        budget.settle()
         budget.gauge.release()
         self.failures = budget.gauge.failures()
         smaller = budget.retreat(missing if tries == 1 else None, restarts)
