@@ -19,6 +19,7 @@ from tunecompile.memory.budget import Budget
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
+from tunecompile.memory.recovery import Recovery
 from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
@@ -134,6 +135,7 @@ class StepFlag:
     entered: bool = False  #: whether any step has begun at all
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
     budget: Budget | None = None  #: of the model's layers, where the user gave one
+    recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
 
 
 class EntryHook(_NotCopied):
@@ -227,6 +229,7 @@ class State(_NotCopied):
         self.pulse = Pulse(lambda: describe(self._base(), self.memory, self.step.budget))
 
     def attach(self) -> None:
+        self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
         stacks = find_layers(self.model)
         longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
         for stack in stacks:
@@ -286,7 +289,7 @@ class State(_NotCopied):
         if module._compiled_call_impl is not None:
             self.notes.append("the head is compiled already and left as it is")
             return
-        head = Head(module, Tally("linear_cross_entropy", found=1), self._logits_are_read)
+        head = Head(module, Tally("linear_cross_entropy", found=1), self._logits_are_read, *([self.step.recovery.attempt] if self.step.recovery else []))
         module._compiled_call_impl = HeadSlot(self.step, head)
         self.heads.append(head)
 
@@ -323,6 +326,7 @@ class State(_NotCopied):
             self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays,
                                       self.kept if self.precision is None else None)
         self.step.budget.begin()
+        self.step.recovery.begin()
 
     def _offload(self, device: torch.device) -> Offload | None:
         """On a CPU there is nowhere else to go."""
@@ -373,7 +377,7 @@ class State(_NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.regions, [head.tally for head in self.heads],
                          self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
-                         + self.replays.notes() + (self.step.budget.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
+                         + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
 
 
 def _empty(module: nn.Module, slot: Any) -> None:
@@ -392,6 +396,11 @@ class WholeSlot(Slot):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.step.entered = True
         self.step.active = self.layer.training and torch.is_grad_enabled()
+        if not self.step.active or self.step.recovery is None:
+            return self._again(args, kwargs)
+        return self.step.recovery.attempt(lambda: self._again(args, kwargs), restarts=True)
+
+    def _again(self, args: tuple, kwargs: dict) -> Any:
         if self.step.active:
             self.state.follow_budget()
             self.state.pulse.beat(batch_tokens(args, kwargs))

@@ -1,5 +1,7 @@
 """Every error a user can meet: one class each, with a message template that names the cause and the mend."""
 
+import torch
+
 
 class TunecompileError(Exception):
     """Base class. Subclasses fill `template` from keyword arguments."""
@@ -33,6 +35,15 @@ class NoSecondDerivative(TunecompileError, RuntimeError):
 
 class ModifiedInPlace(TunecompileError, RuntimeError):
     template = "One of the variables needed for gradient computation has been modified by an inplace operation: {what}, saved by layer {layer}."
+
+
+class NothingFits(TunecompileError, torch.OutOfMemoryError):
+    template = "CUDA out of memory. The step's smallest plan ({plan}) is short of {missing}. {help}"
+
+
+class StepLost(TunecompileError, torch.OutOfMemoryError):
+    template = ("CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
+                "Leave this step out; the next one follows a plan that needs less: {plan}.")
 
 
 class InvalidRewrite(TunecompileError):

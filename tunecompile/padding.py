@@ -255,7 +255,10 @@ class OwnerSlot:
         owner = self.padding.owner
         if not owner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return owner._call_impl(*args, **kwargs)
-        return self.padding.call(args, kwargs)
+        recovery = self.padding.step.recovery
+        if recovery is None:
+            return self.padding.call(args, kwargs)
+        return recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
 
 
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)

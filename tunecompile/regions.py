@@ -263,12 +263,17 @@ class Slot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
-        if OFFSETS in kwargs:
-            return self._flattened(args, kwargs)
-        return self._run(args, kwargs, self.region.sizes.mark)
-
-    def _run(self, args: tuple, kwargs: dict, mark: Callable) -> Any:
         args, kwargs = self._differentiable(args, kwargs)
+        recovery = self.step.recovery
+        return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
+
+    def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
+        """The layer's call; `finish` sees its output while what the layer saves is still looked after."""
+        if OFFSETS in kwargs:
+            return self._flattened(args, kwargs, finish)
+        return self._run(args, kwargs, self.region.sizes.mark, finish)
+
+    def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
         tensors = list(tensors_in(args, kwargs))
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
@@ -279,12 +284,14 @@ class Slot:
             return self.variant.call(self.layer, *args, **kwargs)
         option = budget.option(self, math.prod(sizes))
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
-        with budget.around(self):
-            output = self.variant.call(self.layer, *args, **kwargs)
-        budget.ran(self, output)
-        if option is None:
-            self.region.settle(kind)
-        return output
+        try:
+            with budget.around(self):
+                output = self.variant.call(self.layer, *args, **kwargs)
+                budget.ran(self, output)
+                return finish(output)
+        finally:
+            if option is None:
+                self.region.settle(kind)
 
     def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
@@ -296,11 +303,11 @@ class Slot:
         where, hidden = found[0], _AsksForGradient.apply(found[1], torch.empty(0, requires_grad=True))
         return (args, {**kwargs, where: hidden}) if isinstance(where, str) else ((*args[:where], hidden, *args[where + 1:]), kwargs)
 
-    def _flattened(self, args: tuple, kwargs: dict) -> Any:
+    def _flattened(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
         try:
             with self.padding.attention():  # a checkpoint around the layer recomputes it when the owner's call is long over
-                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]))
+                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]), finish)
             if not self.variant.attends:
                 raise CannotFlatten("its layers do not call attention by transformers' attention interface")
             return output

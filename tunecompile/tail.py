@@ -66,6 +66,7 @@ class Head:
     module: nn.Module
     tally: Tally
     read: Callable[[], None] = lambda: None  #: told when logits are made for anything but a cross-entropy
+    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -102,11 +103,14 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The logits themselves, part of the autograd graph like any others."""
         if self._real is None:
-            value = self._head.logits(self._hidden, self._head_autocast)
-            for step in self._steps:
-                value = step.function(value, *step.args, **step.kwargs)
-            self._real = value
+            self._real = self._head.attempt(self._compute)
         return self._real
+
+    def _compute(self) -> Tensor:
+        value = self._head.logits(self._hidden, self._head_autocast)
+        for step in self._steps:
+            value = step.function(value, *step.args, **step.kwargs)
+        return value
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -243,7 +247,7 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
         head.refuse("rows and labels differ in number, or the vocabulary is reshaped")
         return None
     head.tally.rewritten = head.tally.found
-    return _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing)
+    return head.attempt(lambda: _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing))
 
 
 def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:

@@ -185,6 +185,9 @@ class Meter:
     def outside(self):
         return 0
 
+    def failures(self):
+        return 0
+
     def available(self):
         return 1 << 40
 

@@ -81,6 +81,7 @@ class Budget:
     exceeded: bool = False
     steps: int = 0
     plans: int = 0
+    pressed: bool = False  #: whether the device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -153,6 +154,27 @@ class Budget:
             return self._without()
         return self.options[id(self.running)].plan
 
+    def retreat(self, missing: int | None, restarts: bool = False) -> bool:
+        """The device was full: plan for less by so many bytes (None: for as little as possible), now and from here on. False where
+        there is no smaller plan. restarts: the step begins again."""
+        made = self.admitted
+        self.steps -= restarts
+        if made is None or not self.menus:
+            return False
+        self.highest = self.gauge.peak()[0]  # of a plan that is given up
+        target = 0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
+        self.surplus += max(0, self._room(self._resident()) - target)
+        self.pressed = True
+        self._admit(self.tokens)
+        if self.admitted.choice.fits or not self._survey_again():
+            return self.admitted.choice.peak < made.choice.peak
+        return True
+
+    @property
+    def tight(self) -> bool:
+        """Whether layers need more than half of what there is for them, as far as is known."""
+        return self.admitted is None or 2 * self.admitted.choice.peak > self.admitted.room
+
     def _without(self) -> Plan:
         """For layers there is nothing to plan with: what the user asked for."""
         for slot in self.layers:
@@ -164,8 +186,15 @@ class Budget:
         if self.admitted is None or not self.menus or self._still_serves(tokens):
             return
         self._admit(tokens)
-        if not self.admitted.choice.fits and any(not found.whole for found in self.menus.values()):
-            self.options.clear()  # not every plan there is was surveyed: the layers' graphs have to be seen again
+        if not self.admitted.choice.fits:
+            self._survey_again()
+
+    def _survey_again(self) -> bool:
+        """Where not every plan there is was surveyed, the layers' graphs have to be seen once more."""
+        again = any(not found.whole for found in self.menus.values())
+        if again:
+            self.options.clear()
+        return again
 
     def _still_serves(self, tokens: int) -> bool:
         """Whether the plan there is does for this batch: batches differ from step to step, and a plan for each would compile without end."""
@@ -180,8 +209,8 @@ class Budget:
         if self.admitted is None or self.exceeded:
             self.gauge.release()
         self.exceeded = False
-        resident = self.others() + self._to_come() + self.surplus
-        room = self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
+        resident = self._resident()
+        room = self._room(resident)
         stacks, slots = self._stacks(tokens)
         choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
         records = self.replays is not None and self.replays.recorder.device == self.device.type
@@ -189,18 +218,27 @@ class Budget:
         choice, weights = self._keep_weights(choice, slots, room - (2 if recordings else 1) * choice.peak)
         self.admitted = Admission(tokens, resident, room, choice, weights)
         self.plans += 1
+        if self.tight:
+            rates(self.device, self._dtype())  # while there is memory to measure with: it may be needed when there is none
         self.shortfall = None
         self.offloading = any(option.offloaded for options in choice.options for option in options)
         if self.replays is not None:
             self.replays.allowed = recordings
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
-        if not choice.fits:
+        if not choice.fits and not self.pressed:
             self._note_shortfall(choice.peak - room)
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
         recorded = self.replays.bytes if self.replays is not None else 0
         return max(0, self.present - recorded - (self.kept.bytes if self.kept is not None else 0))
+
+    def _resident(self) -> int:
+        """Bytes that are there whatever layers do."""
+        return self.others() + self._to_come() + self.surplus
+
+    def _room(self, resident: int) -> int:
+        return self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
 
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
@@ -243,6 +281,10 @@ class Budget:
         """That may leave the device; None for any number."""
         return 0 if self.offload is None else None if self.offload.store.disk is not None else self.offload.pool.limit
 
+    def host_is_full(self, nbytes: int) -> bool:
+        """Whether so many bytes more could not leave the device."""
+        return self.offload is None or (self.offload.store.disk is None and self.offload.pool.room < nbytes)
+
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
@@ -260,13 +302,16 @@ class Budget:
         """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
-        counts = Counter((self.again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot, option in options)
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
-                "plans": [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count}
-                          for (again, tiles, offload), count in counts.items()]}
+                "plans": self.plans_by_layer()}
+
+    def plans_by_layer(self) -> list[dict[str, Any]]:
+        """What so many layers do."""
+        options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
+        counts = Counter((self.again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot, option in options)
+        return [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count} for (again, tiles, offload), count in counts.items()]
 
     def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""

@@ -28,6 +28,9 @@ class Gauge(Protocol):
     def release(self) -> None:
         """Give back what torch's allocator holds for nothing."""
 
+    def failures(self) -> int:
+        """Allocations that failed since the process began."""
+
     def outside(self) -> int:
         """Held by this process beside torch's allocator: context and libraries."""
 
@@ -50,6 +53,9 @@ class CudaGauge:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def failures(self) -> int:
+        return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
 
     def outside(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -76,7 +82,7 @@ class HostGauge:
     def allocated(self) -> int:
         return 0
 
-    outside = allocated
+    outside = failures = allocated
 
     def peak(self) -> tuple[int, int]:
         return 0, 0

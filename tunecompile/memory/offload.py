@@ -156,7 +156,6 @@ class Offload:
         A forward whose backward may still come is left as it is: autograd drops it, with its loss.
         """
         self.settle()
-        self._sweep()
         for block in {block for call in list(self.calls.values()) for block in _alive(call.blocks)}:
             self._drop(block)
         self.reached = None
@@ -167,6 +166,7 @@ class Offload:
     def settle(self) -> None:
         """Free on the device all that was copied out: before the head and loss, say, whose memory is the peak."""
         self._free(all_but=0)
+        self._sweep()
 
     def report(self) -> dict[str, Any]:
         """Of the step since `begin_step`, in bytes and milliseconds. Waits for its copies.

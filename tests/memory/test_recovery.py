@@ -1,0 +1,618 @@
+"""Out of memory under a budget: the step goes on, and losses and gradients are bit for bit those of a step that nothing disturbed."""
+
+import functools
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tunecompile
+from tests.memory.test_budget import LAYERS, same, to_the_host  # noqa: F401: a fixture
+from tests.models import zoo
+from tests.models.test_padding import padded
+from tunecompile import tail
+from tunecompile.errors import NoSecondDerivative, NothingFits, StepLost
+from tunecompile.memory import menu
+from tunecompile.memory.gauge import HostGauge
+from tunecompile.memory.planner import KEEP, RECOMPUTE
+from tunecompile.memory.recovery import requested
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FULL = "CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has a total capacity of 1.00 MiB"
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.3)
+
+    def forward(self, x, scale=None):
+        return x + self.drop(self.down(F.silu(self.up(self.norm(x)))))
+
+
+class Backbone(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(32, width), nn.LayerNorm(width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(LAYERS))
+
+    def forward(self, ids):
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return self.norm(states[-1]), tuple(states)
+
+
+class Tiny(nn.Module):
+    """Small enough for plans to be made in no time."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head = Backbone(width), nn.Linear(width, 32, bias=False)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.backbone(ids)[0])
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def ids(rows=4, seed=1):
+    return torch.randint(0, 32, (rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model, rows=4, seed=1):
+    return model(ids(rows, seed), ids(rows, seed).roll(-1, 1))
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def step(model, seed=3):
+    torch.manual_seed(seed)
+    found = loss(model)
+    found.backward()
+    return found.detach(), gradients(model)
+
+
+def build(memory):
+    return tunecompile.optimize(Tiny().train(), memory=memory, executor="eager")
+
+
+@functools.cache
+def needed():
+    model = build("1TiB")
+    step(model)
+    return tunecompile.report(model).memory["predicted_peak"]
+
+
+@functools.cache
+def plain():
+    return step(build(None))
+
+
+def guarded(share=1.2):
+    """A model that keeps all, just so; run once, so that there is a plan."""
+    model = build(int(share * needed()))
+    step(model)
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "offload": False, "layers": LAYERS}]
+    return model
+
+
+class Full:
+    """Has the device full at chosen points of a layer's next calls: behind its forward, or before or behind its own backward."""
+
+    def __init__(self, model, layer, where, times=1):
+        self.slot, self.where, self.left, self.raised = model._tunecompile.slots[layer], where, times, 0
+        self.inner, self.slot.compiled = self.slot.compiled, self
+
+    def __call__(self, args, kwargs, finish=lambda output: output):
+        if self.where == "behind the backward":
+            (args[0] if args else kwargs["hidden_states"]).register_hook(self.strike)
+        return self.inner(args, kwargs, lambda output: finish(self.watch(output)))
+
+    def watch(self, output):
+        if self.where == "forward":
+            self.strike()
+        elif self.where == "before the backward":
+            output.register_hook(self.strike)
+        return output
+
+    def strike(self, _grad=None):
+        if self.left:
+            self.left -= 1
+            self.raised += 1
+            raise torch.OutOfMemoryError(FULL)
+
+
+def recovery(model):
+    return model._tunecompile.step.recovery
+
+
+def graphs(model):
+    return sum(call.edges is not None for call in recovery(model).calls)
+
+
+def peak(model):
+    """Of layers, head and loss."""
+    return model._tunecompile.step.budget.admitted.choice.peak
+
+
+# -- the step goes on -----------------------------------------------------------------------------------------------------
+
+WHERE = ("forward", "before the backward", "behind the backward")
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layer", [1, LAYERS - 1])
+def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
+    model = guarded()
+    before, full = peak(model), Full(model, layer, where)
+    with caplog.at_level(logging.WARNING, "tunecompile"):
+        same(step(model), plain())
+        same(step(model), plain())
+    assert full.raised == 1 and peak(model) < before and not graphs(model)
+    (record,) = [record for record in caplog.records if record.name == "tunecompile"]
+    assert "ran out of memory: the plan was 4 layers keep" in record.message and "and is now" in record.message
+    assert any("ran out of memory" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_in_the_very_first_step(where):
+    model = build(int(1.2 * needed()))
+    full = Full(model, 2, where)
+    same(step(model), plain())
+    assert full.raised == 1 and any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
+
+
+def test_again_and_again():
+    model = guarded()
+    faults = [Full(model, 3, "forward"), Full(model, 2, "behind the backward"), Full(model, 0, "before the backward", times=2)]
+    same(step(model), plain())
+    assert [fault.raised for fault in faults] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["in the model", "in the loop", "in logits that are read"])
+def test_in_head_and_loss(where, monkeypatch):
+    def run(model):
+        torch.manual_seed(3)
+        if where == "in the model":
+            found = loss(model)
+        else:
+            logits = model(ids())
+            found = F.cross_entropy(logits.float().flatten(0, 1), ids().flatten()) if where == "in the loop" else logits.square().mean()
+        found.backward()
+        return found.detach(), gradients(model)
+
+    model, raised, seen = guarded(), [], []
+    whole, logits = tail.linear_cross_entropy, tail.Head.logits
+    reference = run(build(None))
+
+    def full(inner):
+        def run(*args):
+            seen.append(graphs(model))
+            if not raised:
+                raised.append(1)
+                raise torch.OutOfMemoryError(FULL)
+            return inner(*args)
+
+        return run
+
+    monkeypatch.setattr(tail, "linear_cross_entropy", full(whole))
+    monkeypatch.setattr(tail.Head, "logits", full(logits))
+    same(run(model), reference)
+    assert raised and seen == [LAYERS, 0]
+
+
+def test_in_the_final_norm():
+    model, left = guarded(), [1]
+
+    def full(*_):
+        if left and left.pop():
+            raise torch.OutOfMemoryError(FULL)
+
+    model.backbone.norm.register_forward_hook(full)
+    same(step(model), plain())
+    assert not left
+
+
+# -- gradients that are there already, and those who watch them ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_accumulated_gradients_are_kept(where):
+    model, reference = guarded(), build(None)
+    for m in (model, reference):
+        torch.manual_seed(5)
+        for rows in (4, 5, 4):
+            if m is model and rows == 5:
+                before = {name: p.grad for name, p in m.named_parameters()}
+                full = Full(m, 1, where)
+            loss(m, rows).backward()
+    assert full.raised == 1 and all(p.grad is before[name] for name, p in model.named_parameters())
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+def test_two_losses_in_one_backward():
+    model, reference = guarded(), build(None)
+    full = Full(model, 1, "before the backward")
+    for m in (model, reference):
+        torch.manual_seed(5)
+        (loss(m) + 2 * loss(m, seed=2)).backward()
+    assert full.raised == 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+def test_a_graph_that_is_retained():
+    model, reference = guarded(), build(None)
+    full = Full(model, 2, "before the backward")
+    torch.manual_seed(5)
+    kept = loss(model)
+    kept.backward(retain_graph=True)
+    kept.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        kept.backward()
+    for _ in range(2):
+        torch.manual_seed(5)
+        loss(reference).backward()
+    ours, theirs = gradients(model), gradients(reference)
+    assert full.raised == 1 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def descend(parameter):
+    parameter.data.sub_(0.1 * parameter.grad)
+    parameter.grad = None
+
+
+def test_optimizers_in_hooks_after_accumulation():
+    def run(model):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(descend)
+        for seed in (3, 4):
+            torch.manual_seed(seed)
+            loss(model).backward()
+        return model.state_dict()
+
+    model, reference = guarded(), build(None)
+    full = Full(model, 1, "behind the backward", times=2)
+    ours, theirs = run(model), run(reference)
+    assert full.raised == 2 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_gradients_by_name_and_of_hidden_states():
+    model, reference, found = guarded(), build(None), []
+    full = Full(model, 1, "before the backward")
+    for m in (model, reference):
+        torch.manual_seed(5)
+        out, states = m.backbone(ids())
+        total = out.square().mean() + sum(state.square().mean() for state in states)
+        found.append(torch.autograd.grad(total, [*m.backbone.parameters(), *states]))
+        assert all(p.grad is None for p in m.parameters())
+    assert full.raised == 1 and all(map(torch.equal, *found))
+
+
+def test_under_autocast():
+    def run(model):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = loss(model)
+        found.backward()
+        return found.detach(), gradients(model)
+
+    model = guarded()
+    run(model)
+    for where in WHERE:
+        full = Full(model, 2, where)
+        same(run(model), run(build(None)))
+        assert full.raised == 1
+
+
+# -- models and loops -----------------------------------------------------------------------------------------------------------
+
+
+def llama(memory):
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=2), lora_dropout=0.2, target_modules=["q_proj", "down_proj"])
+    return tunecompile.optimize(model.train(), memory=memory, executor="eager")
+
+
+@pytest.fixture
+def few_plans(monkeypatch):
+    """To survey a whole layer of transformers takes its time."""
+    monkeypatch.setattr(menu, "plans", lambda graph: [KEEP, RECOMPUTE])
+
+
+def test_adapters_and_batches_without_their_padding(few_plans):
+    def run(model):
+        torch.manual_seed(3)
+        found = model(**padded()).loss
+        found.backward()
+        return found.detach(), gradients(model)
+
+    reference = run(llama(None))
+    model = llama("1MiB")
+    same(run(model), reference)
+    for where in WHERE:
+        full = Full(model, 1, where)
+        same(run(model), reference)
+        assert full.raised == 1
+    assert any(note.startswith("padding is left out of the layers (") for note in tunecompile.report(model).notes)
+
+
+def test_trainer(tmp_path, few_plans):
+    from transformers import Trainer, TrainingArguments
+
+    from tests.models.test_trainers import Rows, arguments, collate, curve
+
+    curves = []
+    for memory in ("500KiB", None):
+        model = llama(memory)
+        if memory is not None:
+            faults = [Full(model, 1, "before the backward"), Full(model, 0, "forward")]
+        options = arguments(TrainingArguments, tmp_path, eval_strategy="no", max_steps=3)
+        trainer = Trainer(model, options, data_collator=collate, train_dataset=Rows())
+        trainer.train()
+        curves.append(curve(trainer))
+    assert [fault.raised for fault in faults] == [1, 1] and len(curves[0]) == 6
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_waits_on_the_host(to_the_host, where):  # noqa: F811
+    model = build(int(0.7 * needed()))
+    same(step(model), plain())
+    assert any(plan["offload"] for plan in tunecompile.report(model).memory["plans"])
+    full = Full(model, 1, where)
+    for _ in range(3):
+        same(step(model), plain())
+    assert full.raised == 1 and to_the_host[-1].report()["host_bytes"] == 0
+
+
+@pytest.mark.parametrize("where", WHERE[:2])
+def test_a_model_without_layers(where):
+    def make(memory):
+        torch.manual_seed(0)
+        return tunecompile.optimize(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 8)), memory=memory, executor="eager")
+
+    def run(model):
+        torch.manual_seed(3)
+        found = model(torch.randn(16, 8)).square().mean()
+        found.backward()
+        return found.detach(), gradients(model)
+
+    model = make("64KiB")
+    full = Full(model, 0, where)
+    same(run(model), run(make(None)))
+    assert full.raised == 1
+
+
+# -- what is given up -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_graph_is_freed():
+    model = guarded()
+    found = loss(model)
+    nodes = [weakref.ref(call.edges[0].node) for call in recovery(model).calls]
+    assert len(nodes) == LAYERS and all(node() is not None for node in nodes)
+    recovery(model).make_room(0, 1)
+    assert all(node() is None for node in nodes)
+    found.backward()
+
+
+def test_nothing_is_held_beyond_the_step():
+    model = guarded()
+    found = loss(model)
+    calls = [weakref.ref(call) for call in recovery(model).calls]
+    assert len(calls) == LAYERS
+    found.backward()
+    del found
+    assert all(call() is None for call in calls)
+
+
+def test_layers_are_left_alone_where_there_is_room():
+    model = build("1TiB")
+    step(model)
+    kept = loss(model)
+    assert not recovery(model).calls and kept is not None
+
+
+@pytest.mark.parametrize("where", WHERE[:2])
+def test_when_nothing_fits(where):
+    model = guarded()
+    full = Full(model, 1, where, times=100)
+    with pytest.raises(NothingFits, match="is short of 0.00 MiB. Most would help a smaller batch: about [0-9]+ tokens") as caught:
+        step(model)
+    assert isinstance(caught.value, torch.OutOfMemoryError) and full.raised <= 4
+    full.left = 0
+    model.zero_grad()
+    same(step(model), plain())
+
+
+@pytest.mark.parametrize("what", ["hook", "tensor", "object"])
+def test_what_cannot_be_repeated_runs_as_it_did(what):
+    model, reference = guarded(), build(None)
+    outside = [torch.ones(16, requires_grad=True) for _ in range(2)]
+    for m, tensor in zip((model, reference), outside):
+        layer = m.backbone.layers[1]
+        if what == "hook":
+            layer.up.weight.register_hook(lambda grad: 2 * grad)
+        elif what == "tensor":
+            layer.register_forward_hook(lambda module, args, output, t=tensor: output * t)
+        else:
+            inner = layer.forward
+            layer.forward = lambda x, inner=inner: inner(x, scale=None)
+            m.backbone.layers[0].register_forward_hook(lambda *_: None)
+    for seed in range(2):
+        same(step(model, seed), step(reference, seed))
+    notes = tunecompile.report(model).notes
+    assert what == "object" or any("are not repeated" in note for note in notes), notes
+    assert what != "tensor" or torch.equal(outside[0].grad, outside[1].grad)
+
+
+def test_sharded_layers_are_not_repeated(monkeypatch):
+    model = guarded()
+    monkeypatch.setattr(recovery(model), "_bound", lambda: "are shared")
+    full, before = Full(model, 1, "forward"), peak(model)
+    with pytest.raises(StepLost, match="its layers are shared. Leave this step out"):
+        step(model)
+    same(step(model), plain())
+    assert full.raised == 1 and peak(model) < before
+
+
+def test_second_derivatives_are_refused():
+    model = guarded()
+    with pytest.raises(NoSecondDerivative):
+        loss(model).backward(create_graph=True)
+
+
+def test_weights_that_changed_in_between_are_refused():
+    model = guarded()
+    found = loss(model)
+    recovery(model).make_room(0, 1)
+    with torch.no_grad():
+        model.backbone.layers[2].up.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_a_step_that_was_lost_elsewhere_is_planned_anew(monkeypatch):
+    failures = [0]
+    monkeypatch.setattr(HostGauge, "failures", lambda self: failures[0])
+    model = guarded()
+    before = peak(model)
+    loss(model)
+    failures[0] += 1  # in the user's own loss, say
+    same(step(model), plain())
+    assert (after := peak(model)) < before
+    failures[0] += 1  # in an evaluation: the step itself was whole
+    same(step(model), plain())
+    assert peak(model) == after
+
+
+class Doubling(Block):
+    def forward(self, x, scale=None):
+        return super().forward(x.mul_(2))
+
+
+def test_layers_that_change_their_input_are_not_repeated():
+    def make(memory):
+        model = Tiny()
+        model.backbone.layers = nn.ModuleList(Doubling() for _ in range(LAYERS))
+        return tunecompile.optimize(model.train(), memory=memory, executor="eager")
+
+    def run(model):
+        torch.manual_seed(3)
+        x = model.backbone.embed(ids())
+        for layer in model.backbone.layers:
+            x = layer(x)
+        x.square().mean().backward()
+        return x.detach(), gradients(model)
+
+    whole = make("1TiB")
+    step(whole)
+    torch.manual_seed(0)
+    model = make(int(1.2 * tunecompile.report(whole).memory["predicted_peak"]))
+    torch.manual_seed(0)
+    reference = make(None)
+    for m in (model, reference):
+        loss(m)
+    assert not any(call.repeatable for call in recovery(model).calls)
+    same(run(model), run(reference))
+
+
+def test_bytes_that_were_asked_for():
+    assert requested(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0")) == 3 << 29
+    assert requested(torch.OutOfMemoryError("out of memory")) == 0
+
+
+# -- on a GPU, whose allocator says so itself ---------------------------------------------------------------------------------------
+
+ROWS = 2048
+
+
+def on_gpu(memory=None, **options):
+    return tunecompile.optimize(Tiny(512).to("cuda").train(), memory=memory, executor="eager", **options)
+
+
+def gpu_step(model):
+    torch.manual_seed(3)
+    found = model(ids(ROWS).cuda(), ids(ROWS).roll(-1, 1).cuda())
+    found.backward()
+    return found.detach(), gradients(model)
+
+
+def near(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # another mask of a dropout would be far off
+
+
+@functools.cache
+def on_gpu_needed():
+    """(bytes beside the step, bytes at its peak, budget that it just fits into)"""
+    model = on_gpu("100GiB", host_memory=0)
+    gpu_step(model)
+    torch.cuda.empty_cache()
+    beside = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gpu_step(model)
+    predicted = tunecompile.report(model).memory["predicted_peak"]
+    return beside, torch.cuda.max_memory_allocated(), int(1.3 * max(torch.cuda.max_memory_reserved(), predicted))
+
+
+@pytest.fixture
+def limited():
+    def limit(nbytes):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host_memory", [0, None])
+@pytest.mark.parametrize("where", WHERE)
+def test_an_allocation_fails(where, host_memory, monkeypatch):
+    def strike(self, _grad=None):
+        if self.left:
+            self.left -= 1
+            self.raised += 1
+            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr(Full, "strike", strike)
+    expected = gpu_step(on_gpu())
+    model = on_gpu(on_gpu_needed()[2], host_memory=host_memory)
+    near(gpu_step(model), expected)
+    full = Full(model, 1, where)
+    for _ in range(3):
+        near(gpu_step(model), expected)
+    assert full.raised == 1 and any("ran out of memory" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.gpu
+def test_a_smaller_gpu_than_was_said(limited):
+    expected = gpu_step(on_gpu())
+    beside, most, budget = on_gpu_needed()
+    model = on_gpu(budget, host_memory=0)
+    near(gpu_step(model), expected)
+    present = torch.cuda.memory_allocated()
+    limited(present + int(0.75 * (most - beside)))
+    for _ in range(3):
+        near(gpu_step(model), expected)
+    assert any("ran out of memory" in note for note in tunecompile.report(model).notes)
+    limited(present + int(0.1 * (most - beside)))
+    with pytest.raises(NothingFits, match="Most would help"):
+        gpu_step(model)
+    limited(torch.cuda.get_device_properties(0).total_memory)
+    model.zero_grad()
+    near(gpu_step(model), expected)
