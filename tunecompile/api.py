@@ -406,6 +406,6 @@ class WholeSlot(Slot):
             self.state.pulse.beat(batch_tokens(args, kwargs))
         return super().__call__(*args, **kwargs)
 
-    def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """There are no other layers to be like."""
         return args, kwargs

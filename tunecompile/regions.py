@@ -263,7 +263,7 @@ class Slot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
-        args, kwargs = self._differentiable(args, kwargs)
+        args, kwargs = self.differentiable(args, kwargs)
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 
@@ -293,7 +293,7 @@ class Slot:
             if option is None:
                 self.region.settle(kind)
 
-    def _differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
         another kind, and the first step would compile twice. Computing that gradient costs a few tenths of a per cent of a step."""
         found = next(((where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1), None)

@@ -116,9 +116,9 @@ def test_checkpointing_without_a_budget_and_with_one():
     model.gradient_checkpointing_enable()
     functions = [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers]
     estimate = tunecompile.estimate(model, SHAPE)
-    assert estimate.plans == [{"recompute": ["everything"], "offload": False, "layers": LAYERS}] and estimate.budget is estimate.fits is None
+    assert estimate.plans == [{"recompute": ["everything"], "tiles": 1, "offload": False, "layers": LAYERS}] and estimate.budget is estimate.fits is None
     assert [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers] == functions
-    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [{"recompute": [], "offload": False, "layers": LAYERS}]
+    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
     assert estimate.activations < tunecompile.estimate(make(), SHAPE).activations
 
 
@@ -135,7 +135,7 @@ def test_layers_of_two_structures_are_each_traced():
     for layer in model.model.layers[LAYERS // 2:]:
         layer.mlp.act_fn = nn.GELU()
     estimate = tunecompile.estimate(zoo.adapt(model), SHAPE, memory="1GiB")
-    assert estimate.fits and estimate.plans == [{"recompute": [], "offload": False, "layers": LAYERS}]
+    assert estimate.fits and estimate.plans == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
 
 
 class Block(nn.Module):
@@ -222,16 +222,19 @@ def test_the_peak_is_the_measured_one(share):
         return zoo.adapt(model.to("cuda", torch.bfloat16), r=16).train()
 
     shape, model = (8, 2048), build()
-    memory = None if share is None else int(share * tunecompile.estimate(model, shape).peak)
+    with torch.autocast("cuda", torch.bfloat16):
+        memory = None if share is None else int(share * tunecompile.estimate(model, shape).peak)
+        estimate = tunecompile.estimate(model, shape, memory=memory)
     gc.collect()
     before = torch.cuda.memory_allocated() - sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
-    estimate = tunecompile.estimate(model, shape, memory=memory)
     tunecompile.optimize(model, memory=memory)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     inputs = zoo.batch(32000, *shape, device="cuda")
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        model(**inputs).loss.backward()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**inputs).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(estimate.peak, rel=0.1)

@@ -53,6 +53,7 @@ def extent(graph: Graph) -> Extent:
         dying.setdefault(when, []).append(source)
     live = peak = 0
     for node in nodes[:-1]:
+        peak = max(peak, live + _workspace(node))
         if roots[node] is node:
             live += tensor_bytes(node.meta.get("val"))
             peak = max(peak, live)
@@ -60,6 +61,21 @@ def extent(graph: Graph) -> Extent:
                 live -= tensor_bytes(node.meta.get("val"))
         live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
     return Extent(peak, sum(tensor_bytes(node.meta.get("val")) for node in returned))
+
+
+def _workspace(node: Node) -> int:
+    """Bytes a vendor's kernel needs while it runs, its results included: the backward of attention sums dq in fp32, and makes dk and dv for every
+    head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q beside the results.)"""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if not ("attention" in name and "backward" in name):
+        return 0
+    tensors = [argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)]
+    if len(tensors) < 3 or not tensors[1].is_cuda:
+        return 0
+    _, q, k = tensors[:3]  # the gradient comes first
+    grouped = q.shape[1] != k.shape[1]
+    results = sum(map(tensor_bytes, node.meta["val"][:3])) if isinstance(node.meta.get("val"), (tuple, list)) else tensor_bytes(node.meta.get("val"))
+    return results + size_hint(q.numel()) * (4 + q.element_size() * (3 if grouped else 1))
 
 
 def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:

@@ -165,8 +165,6 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
         if offload:
             copy = held / rates.copy
             ms = extra + sum(max(0.0, copy - work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
-            found.append(Option(row.plan, 0, forward + IN_FLIGHT * held, backward + IN_FLIGHT * held, ms, held))
+            found.append(Option(row.plan, 0, forward, backward, ms, held))
     return tuple(found)
 
-
-IN_FLIGHT = 3  #: layers whose copies are under way, beside the one that runs

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tunecompile._torch import StorageWeakRef, saving_is_taken
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.memory.disk import Disk, Stay, Store
+from tunecompile.memory.planner import AHEAD
 from tunecompile.memory.host import Copier, CudaCopier, KeepCopier, Mark, Pool, available
 
 SMALLEST = 1 << 20  #: bytes; smaller storages stay
@@ -106,7 +107,7 @@ class Offload:
         OSError: `folder` cannot be written to.
     """
 
-    def __init__(self, device: torch.device, host_bytes: int | None = None, folder: Path | None = None, ahead: int = 2, *,
+    def __init__(self, device: torch.device, host_bytes: int | None = None, folder: Path | None = None, ahead: int = AHEAD, *,
                  smallest: int = SMALLEST, copier: Copier | None = None):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

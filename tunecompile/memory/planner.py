@@ -35,6 +35,9 @@ class Plan:
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
+AHEAD = 2  #: layers before the one that runs whose copies are on the device too: on their way to the host, or back from it
+
+
 @dataclass(frozen=True)
 class Option:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
@@ -49,8 +52,8 @@ class Option:
 
     @property
     def passing(self) -> int:
-        """Bytes that are needed while the layer runs, and no longer."""
-        return max(self.forward, self.backward)
+        """Bytes that are needed while the layer runs among its like, and no longer."""
+        return max(self.forward, self.backward) + (1 + AHEAD) * self.offloaded
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,15 @@ def peak(stacks: Sequence[Sequence[Option]], tail: int) -> int:
     """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward."""
     order = [option for stack in stacks for option in stack]
     held, highest = 0, tail
-    for option in order:
-        highest = max(highest, held + option.held + option.forward, held + option.held + option.backward)
+    for place, option in enumerate(order):
+        highest = max(highest, held + option.held + copies(order, place) + max(option.forward, option.backward))
         held += option.held
     return max(highest, held + tail)
+
+
+def copies(order: Sequence[Option | None], place: int) -> int:
+    """Bytes on the device while this layer runs, its own and those of the layers before it, of what waits on the host otherwise."""
+    return sum(option.offloaded for option in order[max(0, place - AHEAD):place + 1] if option is not None)
 
 
 def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None = None) -> Choice:

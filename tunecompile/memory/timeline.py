@@ -14,7 +14,7 @@ from tunecompile.api import State, _state
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import shown
-from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, Option
+from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, Option, copies
 from tunecompile.memory.trace import Kind
 
 if TYPE_CHECKING:
@@ -95,10 +95,11 @@ def phases(budget: Budget) -> list[Phase]:
     held, forwards, backwards = 0, [], []
     for place, option in enumerate(options):
         keeps, ahead, back = (option.held, option.forward, option.backward) if option else (0, 0, 0)
+        moving = copies(options, place)
         manner = _manner(option)
         after = held + keeps
-        forwards.append(Phase("forward", place, held, after, after + ahead, manner, measured.get(("forward", place))))
-        backwards.append(Phase("backward", place, after, held, after + back, manner, measured.get(("backward", place))))
+        forwards.append(Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place))))
+        backwards.append(Phase("backward", place, after, held, after + moving + back, manner, measured.get(("backward", place))))
         held = after
     tail = Phase("tail", None, held, held, held + budget.tail(budget.admitted.tokens), "head and loss", measured.get(("tail", None)))
     return [*forwards, tail, *reversed(backwards)]
