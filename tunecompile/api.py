@@ -290,7 +290,7 @@ class State(_NotCopied):
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1), self._logits_are_read, *([self.step.recovery.attempt] if self.step.recovery else []))
-        module._compiled_call_impl = HeadSlot(self.step, head)
+        module._compiled_call_impl = HeadSlot(self.step, head, self.passes)
         self.heads.append(head)
 
     def _logits_are_read(self) -> None:

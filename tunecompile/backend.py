@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
+import weakref
 from typing import Callable, Literal, Sequence
 
 import torch
@@ -112,6 +114,21 @@ class Backend:
             return replays.forward(run, context.outputs, parameters) if kind == "forward" else replays.backward(run)
 
         return wrap
+
+
+def own_code(function: Callable, name: str) -> Callable:
+    """A copy of a function with its own code object: Dynamo's cache, and its limit of eight graphs, sits on the code object."""
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+
+
+class Forgotten:
+    """A backend that Dynamo may hold for ever, as it does with every backend it was given, without holding the model."""
+
+    def __init__(self, method: Callable):
+        self.method = weakref.WeakMethod(method)
+
+    def __call__(self, gm: GraphModule, inputs: list) -> Callable:
+        return self.method()(gm, inputs)
 
 
 def _device_type(inputs: list) -> str:

@@ -7,7 +7,6 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 from __future__ import annotations
 
 import math
-import types
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tunecompile._torch import recompile_reason
-from tunecompile.backend import Backend, Executor
+from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
@@ -66,12 +65,6 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
         layer._compiled_call_impl.note_eager()
     return layer._call_impl(*args, **kwargs)
-
-
-def _own_code(name: str) -> Callable:
-    """A copy of `_region` with its own code object: Dynamo's cache, and its limit of eight graphs, sits on the code object."""
-    code = _region.__code__.replace(co_name=name)
-    return types.FunctionType(code, _region.__globals__, name)
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
@@ -160,7 +153,7 @@ class Variant:
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.recompiles: list[str] = []
         self.attends = False  #: whether its attention is ours, which knows of offsets
-        self.call = torch.compile(_own_code(name), backend=self.compile)
+        self.call = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1

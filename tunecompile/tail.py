@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.ops import linear_cross_entropy
 from tunecompile.pipeline import Tally
 
@@ -91,14 +92,14 @@ class LazyLogits(Tensor):
     """Logits that are computed when somebody reads them. Shape, dtype and device are those of the real ones."""
 
     @staticmethod
-    def __new__(cls, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None):
+    def __new__(cls, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None, product: Product):
         needs_grad = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
         return Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=hidden.device,
                                              requires_grad=torch.is_grad_enabled() and needs_grad)
 
-    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None):
+    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None, product: Product):
         self._head, self._hidden, self._steps, self._meta, self._real = head, hidden, steps, meta, None
-        self._head_autocast = autocast
+        self._head_autocast, self._product = autocast, product
 
     def materialize(self) -> Tensor:
         """The logits themselves, part of the autograd graph like any others."""
@@ -121,7 +122,7 @@ class LazyLogits(Tensor):
         others = itertools.chain(args[1:], kwargs.values())
         if func in _DEFERRED and isinstance(lazy, LazyLogits) and lazy._real is None and not any(map(_holds_tensor, others)):
             if (meta := _try_meta(func, lazy._meta, args[1:], kwargs)) is not None:
-                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta, lazy._head_autocast)
+                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta, lazy._head_autocast, lazy._product)
         if func is F.cross_entropy and isinstance(lazy, LazyLogits) and lazy._real is None:
             loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if loss is not None:
@@ -172,13 +173,15 @@ def _try_meta(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor
         return None
 
 
-def defer(head: Head, hidden: Tensor) -> Tensor:
+def defer(head: Head, hidden: Tensor, product: Product) -> Tensor:
     """The head's output, deferred."""
-    weight = head.module.weight
+    meta = torch.empty((*hidden.shape[:-1], product.weight.shape[0]), dtype=product.dtype, device="meta")
+    return LazyLogits(head, hidden, (), meta, _autocast(hidden), product)
+
+
+def _autocast(hidden: Tensor) -> torch.dtype | None:
     device = hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    dtype = autocast or torch.promote_types(hidden.dtype, weight.dtype)
-    return LazyLogits(head, hidden, (), torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device="meta"), autocast)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
         head.refuse(reason)
         return None
     hidden = chain.hidden.reshape(-1, chain.hidden.shape[-1])
-    if hidden.shape[0] != target.shape[0] or lazy.shape[-1] != head.module.weight.shape[0]:
+    if hidden.shape[0] != target.shape[0] or lazy.shape[-1] != lazy._product.weight.shape[0]:
         head.refuse("rows and labels differ in number, or the vocabulary is reshaped")
         return None
     head.tally.rewritten = head.tally.found
@@ -251,13 +254,12 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
 
 
 def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:
-    module = lazy._head.module
-    weight, bias = module.weight, module.bias
+    product, dtype = lazy._product, lazy._product.dtype
     if (rows := lazy._head.labelled.rows(target, ignore_index)) is not None:
         hidden, target = hidden[rows], target[rows]
-    if (dtype := lazy._head_autocast) is not None:
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    loss = linear_cross_entropy(hidden, weight, bias, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
+    inner, outer = product.inner(hidden), product.outer()
+    hidden, weight, bias = hidden.to(dtype), product.weight.to(dtype), None if product.bias is None else product.bias.to(dtype)
+    loss = linear_cross_entropy(hidden, weight, bias, inner, outer, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
                                 hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))[0]
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
@@ -270,17 +272,26 @@ class HeadSlot:
     `called` tells whether it ever was: trainers may compute the loss from the head's weight by themselves.
     """
 
-    def __init__(self, step: Any, head: Head):
+    def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
+        self.peel = Peel(head.module, passes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
         module = self.head.module
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return module._call_impl(*args, **kwargs)
-        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-            self.head.refuse(f"the head is a {type(module).__name__}" + (" with hooks" if type(module) is nn.Linear else ""))
+        try:
+            product = self._product(args[0])
+        except NotLinear as reason:
+            self.head.refuse(f"the head is a {type(module).__name__} {reason}")
             return module._call_impl(*args, **kwargs)
         if self.step.budget is not None:
             self.step.budget.settle()
-        return defer(self.head, args[0])
+        return defer(self.head, args[0], product)
+
+    def _product(self, hidden: Tensor) -> Product:
+        module = self.head.module
+        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+            return self.peel.product(hidden)
+        return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))

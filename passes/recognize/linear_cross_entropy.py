@@ -106,7 +106,7 @@ def run(graph: Graph, context: Context) -> None:
                     x = x[_without_vocabulary(step)]
             x = x.reshape(-1, value(linear.args[0]).shape[-1])
             trained = [getattr(value(v), "requires_grad", False) for v in linear.args]
-            made = linear_cross_entropy(x, weight, bias, target, scale, softcap, arguments["ignore_index"],
+            made = linear_cross_entropy(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"],
                                         arguments["label_smoothing"], trained[0], trained[1] or trained[2])
             loss = made[0]
             if arguments["reduction"] == "mean":

@@ -98,6 +98,51 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
     assert any(f"the head became a {kind}" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("options, refused", [({"modules_to_save": ["lm_head"]}, None), ({"target_modules": ["q_proj", "lm_head"]}, None),
+                                              ({"target_modules": ["lm_head"], "use_rslora": True}, None),
+                                              ({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout"),
+                                              ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "cannot be traced")], ids=str)
+def test_loss_without_logits_under_an_adapter_on_the_head(options, refused, autocast):
+    """Whatever module the head has become, if it multiplies by a weight and an adapter's two matrices."""
+    from peft import get_peft_model
+
+    base = get_peft_model(small(), lora(**options))
+    torch.manual_seed(1)
+    for name, p in base.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    model, reference = optimized(copy.deepcopy(base)), base
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss, ours = zoo.step(model, zoo.batch(rows=seed + 1, seed=seed), autocast)
+        torch.manual_seed(seed)
+        expected, theirs = zoo.step(reference, zoo.batch(rows=seed + 1, seed=seed), autocast)
+        assert ours.keys() == theirs.keys()
+        if "lora_dropout" not in options:  # masks differ
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if autocast is None else 3e-3)
+            assert max(zoo.errors(ours, theirs).values()) < (1e-4 if autocast is None else 5e-2)
+    tally = next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
+    assert tally.rewritten == (0 if refused else 1) and (refused is None or refused in tally.refused[0]), tally
+
+
+def test_another_adapter_on_the_head_is_read_anew():
+    from peft import get_peft_model
+
+    base = get_peft_model(small(), lora(target_modules=["lm_head"]))
+    base.add_adapter("other", lora(target_modules=["lm_head"], r=6))
+    torch.manual_seed(1)
+    for name, p in base.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    model, reference = optimized(copy.deepcopy(base)), base
+    for name in ("default", "other", "default"):
+        for m in (model, reference):
+            m.set_adapter(name)
+        equal_steps(model, reference)
+    assert "Linear" not in str([m.refused for m in tunecompile.report(model).matches])
+
+
 def test_adapter_saved_and_loaded(tmp_path):
     from peft import PeftModel, get_peft_model
 

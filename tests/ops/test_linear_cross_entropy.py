@@ -33,7 +33,7 @@ def problem(dtype=torch.float64, bias=True, masked="some", ignore=-100, rows=T):
 
 def fused(hidden, weight, bias, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    return linear_cross_entropy(hidden, weight, bias, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained)[0]
+    return linear_cross_entropy(hidden, weight, bias, None, None, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained)[0]
 
 
 def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
@@ -139,11 +139,30 @@ def test_fp16_under_a_loss_scale_that_the_gradient_alone_would_not_survive():
 def test_the_fake_tells_the_truth(flags, masked):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         hidden, weight, bias, labels = problem(dtype, masked=masked)
-        args = (hidden, weight, bias, labels, 1.0, 0.0, -100, 0.0, *flags)
-        assert_fake_is_real(linear_cross_entropy, *args)
-        _, *outs = linear_cross_entropy(*args)
-        if all(flags):
-            assert_fake_is_real(linear_cross_entropy.backward_op, torch.ones(()), hidden, weight, bias, *outs)
+        for adapter in ((None, None), (torch.randn(T, 3), torch.randn(V, 3))):
+            args = (hidden, weight, bias, *adapter, labels, 1.0, 0.0, -100, 0.0, *flags)
+            assert_fake_is_real(linear_cross_entropy, *args)
+            _, *outs = linear_cross_entropy(*args)
+            if all(flags):
+                assert_fake_is_real(linear_cross_entropy.backward_op, torch.ones(()), hidden, weight, bias, *adapter, *outs)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("masked", ["none", "some"])
+def test_with_an_adapter(chunked, masked, options):
+    hidden, weight, bias, labels = problem(masked=masked)
+    inner, outer = torch.randn(T, 3, dtype=torch.float64), torch.randn(V, 3, dtype=torch.float64)
+
+    def adapted(hidden, bias, inner, outer, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
+        return linear_cross_entropy(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore, smoothing, True, True)[0]
+
+    def apart(hidden, bias, inner, outer, labels, **options):
+        return plain(torch.cat((hidden, inner), 1), torch.cat((weight, outer), 1), bias, labels, **options)
+
+    got, ours = gradients(adapted, (hidden, bias, inner, outer), labels, **options)
+    exact, theirs = gradients(apart, (hidden, bias, inner, outer), labels, **options)
+    torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 class Largest(TorchDispatchMode):
@@ -164,7 +183,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
     hidden, weight, labels = torch.randn(256, 8), torch.randn(512, 8), torch.randint(0, 512, (256,))
     mode = Largest()
     with mode:
-        module.linear_cross_entropy.reference(hidden, weight, None, labels, 1.0, 0.0, -100, 0.1, True, True)
+        module.linear_cross_entropy.reference(hidden, weight, None, None, None, labels, 1.0, 0.0, -100, 0.1, True, True)
     assert mode.numel <= 16 * 512
     whole = Largest()
     with whole:
@@ -175,7 +194,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 def test_rows_without_a_label_cost_nothing(monkeypatch):
     calls = []
     inner = module._chunk
-    monkeypatch.setattr(module, "_chunk", lambda hidden, *a: calls.append(a[7].shape[0] if hasattr(a[7], "shape") else a[7]) or inner(hidden, *a))
+    monkeypatch.setattr(module, "_chunk", lambda hidden, *a: calls.append(a[9].shape[0] if hasattr(a[9], "shape") else a[9]) or inner(hidden, *a))
     hidden, weight, bias, labels = problem(masked="some")
     fused(hidden, weight, bias, labels)
     assert sum(calls) == int((labels != -100).sum())
@@ -188,5 +207,5 @@ def test_chunks_are_bounded_by_bytes():
 def test_opcheck():
     hidden, weight, bias, labels = problem(torch.float32)
     new = [t.requires_grad_() for t in (hidden, weight, bias)]
-    args = (*new, labels, 1.0, 0.0, -100, 0.0, True, True)
+    args = (*new, None, None, labels, 1.0, 0.0, -100, 0.0, True, True)
     torch.library.opcheck(linear_cross_entropy.overload, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))

@@ -22,12 +22,14 @@ def workspace(weight: Tensor, rows: int) -> int:
 
 
 @op(cost=Cost.MATMUL, opaque=True)
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], labels: Tensor, scale: float, softcap: float,
-                         ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
-                         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dhidden, dweight, dbias) of sum over labelled rows of cross_entropy(softcap(scale * (hidden weight^T + bias))).
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor], labels: Tensor,
+                         scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
+                         ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dhidden, dweight, dbias, dinner, douter) of sum over labelled rows of
+    cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))).
 
-    hidden: [T, H], weight: [V, H], labels: int64 [T], where `ignore_index` marks rows without a label; loss: fp32 scalar.
+    hidden: [T, H], weight: [V, H], labels: int64 [T], where `ignore_index` marks rows without a label; loss: fp32 scalar. inner: [T, r] and
+    outer: [V, r] are an adapter's, what its first matrix makes of the hidden states and its second one; both are trained.
     The gradients for d(loss) = 1 are computed in the forward pass, where each chunk of logits is at hand, so that no logit is
     kept or computed twice (the idea of Liger's and Apple's fused losses). Untrained inputs get an empty gradient. fp16 hidden
     gets its gradient in fp32: a loss scaler has not scaled it yet. Rows without a label cost nothing where counting them needs
@@ -38,21 +40,26 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor],
                           device=hidden.device)
     dweight = torch.zeros(weight.shape if train_weight else (0,), dtype=wide, device=weight.device)
     dbias = torch.zeros(weight.shape[:1] if train_weight and bias is not None else (0,), dtype=wide, device=weight.device)
+    dinner, douter = (torch.zeros(m.shape if m is not None else (0,), dtype=wide, device=hidden.device) for m in (inner, outer))
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     if isinstance(labels, torch._subclasses.FakeTensor):
-        return loss, dhidden, dweight, dbias
+        return loss, dhidden, dweight, dbias, dinner, douter
     rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
     total = hidden.shape[0] if rows is None else rows.shape[0]
     for start in range(0, total, step := chunk_rows(weight.shape[0])):
         part = slice(start, start + step) if rows is None else rows[start:start + step]
-        loss += _chunk(hidden, weight, bias, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias)
-    return loss, dhidden, dweight, dbias
+        loss += _chunk(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias,
+                       dinner, douter)
+    return loss, dhidden, dweight, dbias, dinner, douter
 
 
-def _chunk(hidden, weight, bias, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias) -> Tensor:
-    """The loss of the rows `part`; their gradients are stored into, or added to, the last three arguments."""
+def _chunk(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias, dinner,
+           douter) -> Tensor:
+    """The loss of the rows `part`; their gradients are stored into, or added to, the last five arguments."""
     x, target = hidden[part], labels[part]
     logits = F.linear(x, weight, bias)
+    if inner is not None:
+        logits += inner[part] @ outer.t()
     loss, dlogits = _loss_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
     if dhidden.numel():
         dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
@@ -60,6 +67,10 @@ def _chunk(hidden, weight, bias, labels, scale, softcap, ignore_index, label_smo
         dweight.add_(dlogits.t() @ x)
     if dbias.numel():
         dbias.add_(dlogits.sum(0))
+    if inner is not None:
+        narrow = dlogits.to(outer.dtype)
+        dinner[part] = (narrow @ outer).to(dinner.dtype)
+        douter.add_(narrow.t() @ inner[part])
     return loss
 
 
@@ -95,10 +106,10 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: fl
     return loss.sum(), d.to(logits.dtype)
 
 
-@linear_cross_entropy.backward(saves=("hidden", "weight", "bias", "out1", "out2", "out3"), gives=("hidden", "weight", "bias"),
-                               cost=Cost.POINTWISE)
-def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], out1: Tensor, out2: Tensor,
-                                  out3: Tensor) -> list[Tensor]:
-    """[dhidden, dweight, dbias]: what the forward pass computed, times d(loss)."""
-    return [(out1 * grad).to(hidden.dtype), (out2 * grad).to(weight.dtype),
-            (out3 * grad).to(weight.dtype if bias is None else bias.dtype)]
+@linear_cross_entropy.backward(saves=("hidden", "weight", "bias", "inner", "outer", "out1", "out2", "out3", "out4", "out5"),
+                               gives=("hidden", "weight", "bias", "inner", "outer"), cost=Cost.POINTWISE)
+def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor],
+                                  outer: Optional[Tensor], out1: Tensor, out2: Tensor, out3: Tensor, out4: Tensor, out5: Tensor) -> list[Tensor]:
+    """[dhidden, dweight, dbias, dinner, douter]: what the forward pass computed, times d(loss)."""
+    like = (hidden, weight, bias, inner, outer)
+    return [(out * grad).to(weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]

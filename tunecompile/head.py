@@ -1,0 +1,132 @@
+"""What a head multiplies hidden states by, whatever module it is: its weight, and an adapter's two matrices beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from tunecompile.backend import Forgotten, own_code
+from tunecompile.canonical import canonicalize, value
+from tunecompile.ops import lora_linear
+from tunecompile.partition import copied
+from tunecompile.pipeline import Context, Pass, run_stage
+
+
+class NotLinear(Exception):
+    """The head does something else; the message says what."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """logits = x weight^T + bias + scale (x down^T) up^T, the last term in `adapter_dtype`, all others in `dtype`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 1.0
+    adapter_dtype: torch.dtype | None = None
+
+    def inner(self, hidden: Tensor) -> Tensor | None:
+        """scale * x down^T: [T, r]."""
+        return None if self.down is None else (hidden.to(self.adapter_dtype) @ self.down.to(self.adapter_dtype).t()) * self.scale
+
+    def outer(self) -> Tensor | None:
+        return None if self.up is None else self.up.to(self.adapter_dtype)
+
+
+def _head(module: nn.Module, hidden: Tensor) -> Tensor:
+    return module._call_impl(hidden)
+
+
+class Peel:
+    """Has Dynamo trace a head, and reads the product off the graph. Dynamo's guards see to it that what was read is still so: another adapter,
+    or another weight, is read anew."""
+
+    def __init__(self, module: nn.Module, passes: Sequence[Pass]):
+        self.module, self.passes = module, passes
+        self.found: Product | None = None
+        self.reason: str | None = None
+
+        self.call = torch.compile(own_code(_head, "head"), backend=Forgotten(self._backend), fullgraph=True)
+
+    def product(self, hidden: Tensor) -> Product:
+        """For hidden states like these.
+
+        Raises:
+            NotLinear: the head is no linear, with or without an adapter.
+        """
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self.module.modules()):
+            raise NotLinear("with hooks")
+        like = torch.empty((2, 2, hidden.shape[-1]), dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
+        self.found = None
+        if self.reason is None:
+            try:
+                self.call(self.module, like)
+            except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
+                self.reason = self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}"
+        if self.found is None:
+            raise NotLinear(self.reason)
+        return self.found
+
+    def _backend(self, gm: GraphModule, inputs: list) -> Callable:
+        work = copied(gm)
+        canonicalize(work)
+        run_stage(self.passes, "recognize", work.graph, Context("head"))
+        try:
+            read = _read(work.graph)
+        except NotLinear as reason:
+            self.reason = str(reason)
+            read = None
+
+        def run(*arguments: Any) -> list:
+            self.found = read(arguments) if read is not None else None
+            return [arguments[0]]  # nobody reads it
+
+        return run
+
+
+def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
+    """A function from the graph's inputs to the product it computes."""
+    inputs = list(graph.find_nodes(op="placeholder"))
+    (returned,) = graph.find_nodes(op="output")
+    outputs = returned.args[0]
+    y = _source(outputs[0]) if len(outputs) == 1 else None
+    if y is None or y.op != "call_function":
+        raise NotLinear("that returns more than a product")
+    if y.target is F.linear:
+        x, weight, bias = (*y.args, None)[:3]
+        rest = ()
+    elif y.target is getitem and y.args[0].target is lora_linear.overload and y.args[1] == 0:
+        x, own, weights, biases, down, up, scales, adapter_dtype = y.args[0].args
+        if own:
+            raise NotLinear("whose adapter has dropout")
+        if len(weights) != 1:
+            raise NotLinear("of several parts")
+        weight, bias, rest = weights[0], biases[0] if biases else None, (down[0], up[0])
+    else:
+        raise NotLinear("that is no linear, with or without an adapter")
+    read = [_source(node) if node is not None else None for node in (x, weight, bias, *rest)]
+    if any(node is not None and node.op != "placeholder" for node in read):
+        raise NotLinear("whose weights are computed")
+    tensors = [None if node is None else inputs.index(node) for node in read[1:]]
+
+    def product(arguments: Sequence[Any]) -> Product:
+        weight, bias, *adapter = (None if place is None else arguments[place] for place in tensors)
+        return Product(weight, bias, value(y).dtype, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
+
+    return product
+
+
+def _source(node: Node) -> Node:
+    """Behind casts, which the product's dtype implies."""
+    while node.op == "call_method" and node.target == "to":
+        node = node.args[0]
+    return node
