@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, Callable, Sequence
@@ -86,8 +87,10 @@ class Peel:
             self.reason = str(reason)
             read = None
 
+        peel = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+
         def run(*arguments: Any) -> list:
-            self.found = read(arguments) if read is not None else None
+            peel().found = read(arguments) if read is not None else None
             return [arguments[0]]  # nobody reads it
 
         return run

@@ -1,6 +1,8 @@
 """Adapters that come, go and change after `optimize`."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -141,6 +143,19 @@ def test_another_adapter_on_the_head_is_read_anew():
             m.set_adapter(name)
         equal_steps(model, reference)
     assert "Linear" not in str([m.refused for m in tunecompile.report(model).matches])
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_a_model_can_be_freed(memory):
+    """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""
+    from peft import get_peft_model
+
+    model = tunecompile.optimize(get_peft_model(small(), lora(target_modules=["q_proj", "lm_head"])).train(), memory=memory, executor="eager")
+    model(**zoo.batch()).loss.backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_adapter_saved_and_loaded(tmp_path):
