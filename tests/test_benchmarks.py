@@ -48,3 +48,31 @@ def test_the_readmes_table_names_the_fastest_peer(result):
     assert "| SwiGLU | 8x4 forward | 0.400 | 0.500 | 0.420 (Liger, fused) | 91 % |" in text and "7.77" not in text
     assert report.render_kernels(None) == "" and report.render_kernels({**result, "rows": rows[:2]}) == ""
     assert len(report.render_kernels(result).splitlines()) > 20
+
+
+def test_longer_rows_until_one_does_not_fit(monkeypatch, tmp_path):
+    """Rows grow while they fit, and the last is half way between what did and what did not."""
+    pytest.importorskip("peft")
+    import torch
+    from rich.console import Console
+
+    spec = importlib.util.spec_from_file_location("memory", FOLDER / "memory.py")
+    memory = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(memory)
+    trained = memory.Bench.train
+
+    def limited(self, budget, batches):
+        if batches[0]["input_ids"].numel() > 2600:
+            return {"status": "oom", "reason": "too long"}
+        return trained(self, budget, batches) if batches[0]["input_ids"].numel() < 200 else {"status": "ok", "step_ms": {"median": 1.0}, "peak_gib": 0.1,
+                                                                                            "peak_reserved_gib": None}
+
+    monkeypatch.setattr(memory.Bench, "train", limited)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["memory.py", "longest", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--begin", "128",
+                                      "--out", str(tmp_path / "out.json")])
+    monkeypatch.setattr(memory, "GROWTH", 16)
+    given = memory.parse_arguments()
+    rows = memory.longest(given, Console(quiet=True))
+    assert [(row["shape"], row["status"]) for row in rows][:3] == [("1x128", "ok"), ("1x2048", "ok"), ("1x32768", "oom")]
+    assert rows[0]["step_ms"]["median"] > 0 and rows[0]["plan"]["predicted_peak"] > 0 and rows[-1]["status"] in ("ok", "oom") and len(rows) < 9

@@ -238,7 +238,7 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
         result = outcome.get(system.name, {"status": "not installed"})
         rows = result.get("runs") or [{"shape": shape, "status": result["status"]} for shape in job.shapes or (job.shape,)]
         for row in rows:
-            runs.append({"system": system.name} | common | budget_of(system, result) | {"attention": result.get("attention"), "order": order} | row)
+            runs.append({"system": system.name} | common | budget_of(system) | {"attention": result.get("attention"), "order": order} | row)
     if job.device == "cuda":
         clock = machine.gpu_clock_mhz()
         runs = [run | {"clock_mhz": clock} if run["status"] == "ok" else run for run in runs]
@@ -264,12 +264,12 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
     return result
 
 
-def budget_of(system: System, result: dict) -> dict:
-    """The budget in GiB, and the plan that was made for it."""
+def budget_of(system: System) -> dict:
+    """The budget in GiB, where the system has one."""
     if system.memory is None:
         return {}
     allowed = budget_bytes(system.memory, HostGauge())
-    return {"budget_gib": allowed / 2**30 if isinstance(allowed, int) else None, "memory": (result.get("report") or {}).get("memory")}
+    return {"budget_gib": allowed / 2**30 if isinstance(allowed, int) else None}
 
 
 def passed(result: dict) -> bool:

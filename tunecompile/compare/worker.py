@@ -92,6 +92,8 @@ def measured(model, job: Job, train) -> dict:
     meters.reset_memory(job.device)
     trained = train()
     figures = trained.clock.figures() | meters.memory_figures(job.device)
+    if (report := compiler_report(model, job)) and report["memory"]:
+        figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
     meters.say("phase", text="measuring memory and launches")
     if job.saved_bytes and job.engine != REFERENCE:
         figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))

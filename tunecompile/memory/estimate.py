@@ -238,7 +238,8 @@ class GlimpseSlot:
             return _blank(output, self.fakes)
         known = id(region) in self.budget.menus  # if not: nothing in the layers before was trained
         glimpse = Glimpse(region, KEEP if known else None, None if known else self.budget.decide, self.fakes)
-        output = Variant(region.name, glimpse).call(self.slot.layer, *args, **kwargs)
+        variant = Variant(region.name, glimpse)  # Dynamo holds it weakly
+        output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = glimpse, output
         return output
 
