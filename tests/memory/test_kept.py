@@ -74,10 +74,13 @@ def test_an_optimizer_that_writes_behind_autograds_back():
     equal(model, reference)
 
 
-def test_another_adapter_between_forward_and_backward():
+@pytest.mark.parametrize("rank", [4, 70])
+def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
     for m in (model, reference):
-        m.add_adapter("other", copy.deepcopy(m.peft_config["default"]))
+        other = copy.deepcopy(m.peft_config["default"])
+        other.r = rank
+        m.add_adapter("other", other)
         torch.manual_seed(8)
         for name, p in m.named_parameters():
             if "other" in name:
@@ -109,6 +112,12 @@ def test_weights_that_change():
         down = m.get_base_model().model.layers[1].mlp.down_proj.base_layer
         down.weight = torch.nn.Parameter(down.weight.detach() * 0.5, requires_grad=False)
     equal(model, reference)
+    held = kept(model).bytes
+    for m in (model, reference):
+        for p in m.parameters():
+            p.data = 0.9 * p.data  # moved, as .to(device) does
+    equal(model, reference)
+    assert kept(model).bytes == held and len(kept(model).owners) == len(kept(model).matrices)
 
 
 def test_a_bigger_batch_takes_their_room():

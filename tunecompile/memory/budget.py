@@ -247,7 +247,8 @@ class Budget:
         if self.kept is None or not needed or not kept or needed > left:
             if self.kept is not None and self.kept.matrices:
                 self.kept.release()
-                self.replays.forget()  # recordings point at them
+                if self.replays is not None:
+                    self.replays.forget()  # recordings point at them
             return choice, 0
         options = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in options) for options in choice.options)
         return replace(choice, options=options), needed

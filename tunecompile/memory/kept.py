@@ -140,7 +140,7 @@ class Kept:
     """All matrices of one model."""
 
     def __init__(self) -> None:
-        self.matrices: dict[int, Matrix] = {}  #: by the address of their first weight
+        self.matrices: dict[tuple, Matrix] = {}  #: by the address of their first weight, and their shape (adapters differ in rank)
         self.owners: dict[int, Matrix] = {}  #: by their own
         self.write_all: Callable[[], None] | None = None
         self.addresses: list[int] = []  #: of what it writes
@@ -157,10 +157,20 @@ class Kept:
 
     def begin(self) -> None:
         """At the model's entry: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
-        addresses = [adapter.data_ptr() for matrix in self.matrices.values() for adapter in (*matrix.a, *matrix.b)]
-        if self.write_all is None or addresses != self.addresses:
-            self.write_all, self.addresses = writer([piece for matrix in self.matrices.values() for piece in matrix.pieces()]), addresses
-        self.write_all()
+        with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
+            self._prune()
+            addresses = [adapter.data_ptr() for matrix in self.matrices.values() for adapter in (*matrix.a, *matrix.b)]
+            if self.write_all is None or addresses != self.addresses:
+                self.write_all, self.addresses = writer([piece for matrix in self.matrices.values() for piece in matrix.pieces()]), addresses
+            self.write_all()
+
+    def _prune(self) -> None:
+        """Weights may have been replaced, or moved."""
+        for key, matrix in list(self.matrices.items()):
+            first = matrix.weights[0]()
+            if first is None or first.data_ptr() != key[0]:
+                del self.matrices[key], self.owners[matrix.values.data_ptr()]
+                self.write_all = None
 
     def rewrite(self, gm: GraphModule, inputs: list, names: Sequence[str]) -> list[Position]:
         """Let the calls on these products read matrices, `inputs` being the fake values the graph is compiled for."""
@@ -204,7 +214,7 @@ class Kept:
 
     def _matrix(self, position: Position, inputs: list) -> Matrix:
         weights = [inputs[weight[0]] for weight in position.weights]
-        matrix = self.matrices.get(weights[0].data_ptr())
+        matrix = self.matrices.get((weights[0].data_ptr(), position.shape))
         if matrix is None or not matrix.holds(weights):
             matrix = self._made(position, inputs, weights)
         self._adapt(matrix, position, inputs)
@@ -216,7 +226,10 @@ class Kept:
         for weight in position.weights:
             row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] if isinstance(m, tuple) else m for m in weight])
         matrix = Matrix(values, [weakref.ref(w) for w in weights], [w._version for w in weights], columns=position.columns, scales=position.scales)
-        self.matrices[weights[0].data_ptr()] = self.owners[values.data_ptr()] = matrix
+        key = weights[0].data_ptr(), position.shape
+        if (old := self.matrices.get(key)) is not None:
+            del self.owners[old.values.data_ptr()]
+        self.matrices[key] = self.owners[values.data_ptr()] = matrix
         return matrix
 
     def _adapt(self, matrix: Matrix, position: Position, inputs: list) -> None:
