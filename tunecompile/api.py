@@ -44,9 +44,11 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         model: any `nn.Module`; repeated decoder layers are compiled once for all of them, a model without them as a whole.
         memory: what the training step may hold on the GPU: bytes ("20GiB", 20 * 2**30), a share of the GPU's memory (0.8), or "auto" for
             all that is free. Where the step would need more, layers compute again in their backward pass what frees most bytes
-            a millisecond, as few layers as will do, and the plan is looked at again when the batch grows. It takes the place of
-            the model's own gradient checkpointing, with the same results. None: each layer keeps what is dear to compute, or
-            nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers hold for the backward pass.
+            a millisecond, as few layers as will do, or compute their MLP in pieces; where there is room to spare, frozen weights
+            under adapters stay as matrix products read them. The plan is looked at again when the batch grows or memory runs
+            out. It takes the place of the model's own gradient checkpointing, with the same results. None: each layer keeps
+            what is dear to compute, or nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers
+            hold for the backward pass.
         host_memory: bytes of pinned host memory that may hold saved activations under a budget, where copies are cheaper than computing
             again; None for half of what is available, 0 for none.
         offload_dir: folder for activations that host memory cannot hold; files are removed as soon as their tensors are.
