@@ -1,7 +1,6 @@
 """A budget that nothing else fits has the MLP computed in pieces: fewer bytes, the same losses and gradients."""
 
 import pytest
-import torch
 
 import tunecompile
 from tests.memory.test_budget import build, step

@@ -1,0 +1,102 @@
+"""What `optimize` hangs into a model: hooks at its entry, and the flag that all its layers read."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunecompile.memory.budget import Budget
+from tunecompile.memory.recovery import Recovery
+from tunecompile.regions import batch_tokens
+
+
+def _forget(*_args: Any, **_kwargs: Any) -> None:
+    """What a copy of the model holds in place of our hook: copies are not optimized."""
+
+
+def _get_forget() -> Any:
+    return _forget
+
+
+class NotCopied:
+    """Copies and pickles of a model leave this behind."""
+
+    def __reduce__(self) -> Any:
+        return _get_forget, ()
+
+
+@dataclass
+class StepFlag:
+    """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a layer that
+    decided for itself would run a re-entrant checkpoint's first forward and its recompute in different ways."""
+
+    active: bool = False
+    entered: bool = False  #: whether any step has begun at all
+    labels: torch.Tensor | None = None  #: given to the model, while its forward runs
+    budget: Budget | None = None  #: of the model's layers, where the user gave one
+    recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
+
+
+class EntryHook(NotCopied):
+    """Forward pre-hook of the module that owns the layers: takes the decision, and keeps a cache out of the training step."""
+
+    def __init__(self, state: Any, owner: nn.Module, counts: bool):
+        self.state, self.counts = state, counts
+        self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        step = self.state.step
+        step.entered = True
+        step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not step.active:
+            return None
+        self.state.follow_checkpointing()
+        self.state.follow_head()
+        self.state.follow_budget()
+        if self.counts:
+            self.state.pulse.beat(batch_tokens(args, kwargs))
+        if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
+            # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+
+class LabelsHook(NotCopied):
+    """Forward pre-hook and forward hook of the optimized model: which labels a loss will be computed from.
+
+    A replica of `nn.DataParallel` shares our slots, which would call the original's layers: it runs as it would without us.
+    """
+
+    def __init__(self, state: Any, model: nn.Module):
+        self.state, self.step, self.names = state, state.step, tuple(inspect.signature(model.forward).parameters)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        if getattr(module, "_is_replica", False):
+            self.state.replicated = True
+            for part in module.modules():  # replicas are shallow copies: the original keeps its slots
+                part.__dict__["_compiled_call_impl"] = None
+            return
+        labels = None if output else {**dict(zip(self.names, args)), **kwargs}.get("labels")
+        self.step.labels = labels if isinstance(labels, torch.Tensor) else None
+
+
+class PassThrough:
+    """Stands for a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the model,
+    which are not optimized, get the function itself."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __call__(self, function: Any, *args: Any, **_options: Any) -> Any:
+        return function(*args)
+
+    def __reduce__(self) -> Any:
+        return _identity, (self.function,)
+
+
+def _identity(value: Any) -> Any:
+    return value
