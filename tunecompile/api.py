@@ -19,7 +19,7 @@ from tunecompile.memory.budget import Budget
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
-from tunecompile.memory.recovery import Recovery
+from tunecompile.memory.recovery import Recovery, sharded
 from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
@@ -238,7 +238,7 @@ class State(NotCopied):
                 return
             device = next(iter(devices))
             self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays,
-                                      self.kept if self.precision is None else None)
+                                      self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
         self.step.budget.begin()
         self.step.recovery.begin()
 
@@ -251,6 +251,7 @@ class State(NotCopied):
         return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
     def detach(self) -> None:
+        self.kept.release()
         self.pulse.stop()
         for handle in self.handles:
             handle.remove()

@@ -93,14 +93,14 @@ class Backend:
 
     def _keep(self, context: Context) -> _torch.Keep | None:
         """Graphs under a plan that keeps weights read them from elsewhere."""
-        kept = self.kept
-        if kept is None:
+        if self.kept is None:
             return None
+        kept = weakref.ref(self.kept)
 
         def keep(gm: GraphModule, inputs: list, kind: str) -> Callable | None:
-            if not (positions := kept.rewrite(gm, inputs, context.kept) if context.kept else []):
+            if not (positions := kept().rewrite(gm, inputs, context.kept) if context.kept else []):
                 return None
-            return lambda run: kept.forward(run, positions) if kind == "forward" else kept.backward(run, positions)
+            return lambda run: kept().forward(run, positions) if kind == "forward" else kept().backward(run, positions)
 
         return keep
 
@@ -128,7 +128,8 @@ class Forgotten:
         self.method = weakref.WeakMethod(method)
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
-        return self.method()(gm, inputs)
+        method = self.method()
+        return gm.forward if method is None else method(gm, inputs)
 
 
 def _device_type(inputs: list) -> str:

@@ -64,18 +64,28 @@ class Peel:
         Raises:
             NotLinear: the head is no linear, with or without an adapter.
         """
-        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self.module.modules()):
-            raise NotLinear("with hooks")
-        like = torch.empty((2, 2, hidden.shape[-1]), dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
-        self.found = None
-        if self.reason is None:
-            try:
-                self.call(self.module, like)
-            except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
-                self.reason = self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}"
+        like = torch.empty((1,), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape).detach().requires_grad_(hidden.requires_grad)
+        self.found, before = None, [dict(vars(module)) for module in self.module.modules()]
+        try:
+            self.call(self.module, like)
+        except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
+            raise NotLinear(self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}") from None
+        if self._keeps_something(before):
+            raise NotLinear("that keeps what it computes")
         if self.found is None:
-            raise NotLinear(self.reason)
+            raise NotLinear(self.reason or "which was not traced")
         return self.found
+
+    def _keeps_something(self, before: list[dict[str, Any]]) -> bool:
+        """Whether the head stored what it was called with, which was blank. It is as it was before, in any case."""
+        changed = False
+        for module, then in zip(self.module.modules(), before):
+            now = vars(module)
+            if now.keys() != then.keys() or any(now[name] is not then[name] for name in then):
+                changed = True
+                now.clear()
+                now.update(then)
+        return changed
 
     def _backend(self, gm: GraphModule, inputs: list) -> Callable:
         work = copied(gm)
@@ -101,9 +111,12 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
     inputs = list(graph.find_nodes(op="placeholder"))
     (returned,) = graph.find_nodes(op="output")
     outputs = returned.args[0]
-    y = _source(outputs[0]) if len(outputs) == 1 else None
-    if y is None or y.op != "call_function":
+    y = outputs[0] if len(outputs) == 1 else None
+    if y is None or not isinstance(y, Node):
         raise NotLinear("that returns more than a product")
+    path = {y}
+    y = _source(y, path)
+    exact = value(y).dtype
     if y.target is F.linear:
         x, weight, bias = (*y.args, None)[:3]
         rest = ()
@@ -116,20 +129,28 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
         weight, bias, rest = weights[0], biases[0] if biases else None, (down[0], up[0])
     else:
         raise NotLinear("that is no linear, with or without an adapter")
-    read = [_source(node) if node is not None else None for node in (x, weight, bias, *rest)]
+    read = [_source(node, path, exact) if node is not None else None for node in (x, weight, bias)]
+    read += [_source(node, path, adapter_dtype) for node in rest]
     if any(node is not None and node.op != "placeholder" for node in read):
         raise NotLinear("whose weights are computed")
+    path |= {y, *([y.args[0]] if rest else ())}
+    if any(node.op not in ("placeholder", "output") and node not in path and not (node.target is getitem and not node.users) for node in graph.nodes):
+        raise NotLinear("that does more than multiply")
     tensors = [None if node is None else inputs.index(node) for node in read[1:]]
 
     def product(arguments: Sequence[Any]) -> Product:
         weight, bias, *adapter = (None if place is None else arguments[place] for place in tensors)
-        return Product(weight, bias, value(y).dtype, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
+        return Product(weight, bias, exact, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
 
     return product
 
 
-def _source(node: Node) -> Node:
-    """Behind casts, which the product's dtype implies."""
-    while node.op == "call_method" and node.target == "to":
+def _source(node: Node, path: set[Node], exact: torch.dtype | None = None) -> Node:
+    """Behind casts that lose nothing, or that are to the dtype `exact` in which it is read anyway."""
+    while node.op == "call_method" and node.target == "to" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
+        given, made = value(node.args[0]).dtype, value(node).dtype
+        if made not in (given, exact) and (exact is None or torch.promote_types(given, made) != made):
+            break
+        path.add(node)
         node = node.args[0]
     return node

@@ -289,8 +289,9 @@ class Slot:
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
         another kind, and the first step would compile twice. Computing that gradient costs a few tenths of a per cent of a step."""
-        found = next(((where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1), None)
-        if found is None or found[1].requires_grad or not found[1].is_floating_point() or not torch.is_grad_enabled() \
+        tensors = [(where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1]
+        found = next(iter(tensors), None)
+        if found is None or any(t.requires_grad for _, t in tensors) or not found[1].is_floating_point() or not torch.is_grad_enabled() \
                 or isinstance(found[0], tuple) or not any(parameter.requires_grad for parameter in self.layer.parameters()):
             return args, kwargs
         where, hidden = found[0], _AsksForGradient.apply(found[1], torch.empty(0, requires_grad=True))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunecompile._torch import hooked
 from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.ops import linear_cross_entropy
 from tunecompile.pipeline import Tally
@@ -257,7 +258,8 @@ def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing)
     product, dtype = lazy._product, lazy._product.dtype
     if (rows := lazy._head.labelled.rows(target, ignore_index)) is not None:
         hidden, target = hidden[rows], target[rows]
-    inner, outer = product.inner(hidden), product.outer()
+    with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
+        inner, outer = product.inner(hidden), product.outer()
     hidden, weight, bias = hidden.to(dtype), product.weight.to(dtype), None if product.bias is None else product.bias.to(dtype)
     loss = linear_cross_entropy(hidden, weight, bias, inner, outer, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
                                 hidden.requires_grad, weight.requires_grad or (bias is not None and bias.requires_grad))[0]
@@ -292,6 +294,8 @@ class HeadSlot:
 
     def _product(self, hidden: Tensor) -> Product:
         module = self.head.module
-        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        if hooked(module):
+            raise NotLinear("with hooks")
+        if type(module) is not nn.Linear:
             return self.peel.product(hidden)
         return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))

@@ -19,11 +19,10 @@ def backward(model, inputs):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["qlora", "lora"])
-def test_training_with_kept_weights(mode):
+def test_training_with_kept_weights():
     """Losses and gradients of each step; the optimizer's fused kernels write adapters in place."""
     model = zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}).to("cuda", torch.bfloat16)
-    base = zoo.adapt(zoo.quantize(model, torch.bfloat16) if mode == "qlora" else model, r=16)
+    base = zoo.adapt(zoo.quantize(model, torch.bfloat16), r=16)
     model, reference = tunecompile.optimize(copy.deepcopy(base), memory=0.5), tunecompile.optimize(base)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True) for m in (model, reference)]
     for seed in range(14):

@@ -104,7 +104,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
 @pytest.mark.parametrize("options, refused", [({"modules_to_save": ["lm_head"]}, None), ({"target_modules": ["q_proj", "lm_head"]}, None),
                                               ({"target_modules": ["lm_head"], "use_rslora": True}, None),
                                               ({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout"),
-                                              ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "cannot be traced")], ids=str)
+                                              ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "the head is a Linear")], ids=str)
 def test_loss_without_logits_under_an_adapter_on_the_head(options, refused, autocast):
     """Whatever module the head has become, if it multiplies by a weight and an adapter's two matrices."""
     from peft import get_peft_model
@@ -143,6 +143,79 @@ def test_another_adapter_on_the_head_is_read_anew():
             m.set_adapter(name)
         equal_steps(model, reference)
     assert "Linear" not in str([m.refused for m in tunecompile.report(model).matches])
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        y = nn.functional.linear(x, self.weight)
+        y[..., 200:] = -1e4
+        return y
+
+
+class ByShape(nn.Linear):
+    def forward(self, x):
+        y = nn.functional.linear(x, self.weight)
+        return y if x.shape[1] < 10 else 3 * y
+
+
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.to(torch.bfloat16).float(), self.weight)
+
+
+class RoundedWeight(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(torch.bfloat16).to(x.dtype))
+
+
+class Keeps(nn.Linear):
+    def forward(self, x):
+        self.last = nn.functional.linear(x, self.weight)
+        return self.last
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) * 0.5
+
+
+@pytest.mark.parametrize("head", [InPlace, ByShape, Rounded, RoundedWeight, Keeps, Scaled])
+def test_heads_that_do_more_than_multiply(head):
+    model = small()
+    model.lm_head.__class__ = head
+    reference = copy.deepcopy(model)
+    optimized(model)
+    for length in (8, 16):
+        (loss, ours), (expected, theirs) = (zoo.step(m, zoo.batch(length=length)) for m in (model, reference))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
+    if head is Keeps:
+        assert model.lm_head.last.shape == reference.lm_head.last.shape and torch.allclose(model.lm_head.last, reference.lm_head.last, atol=1e-5)
+
+
+def test_a_head_under_another_autocast_than_its_loss():
+    from peft import get_peft_model
+
+    base = get_peft_model(small(), lora(target_modules=["lm_head"]))
+    model, reference = optimized(copy.deepcopy(base)), base
+    losses = []
+    for m in (model, reference):
+        m.train()
+        batch = zoo.batch()
+        logits = m(input_ids=batch["input_ids"]).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_hooks_on_the_backward_of_a_head():
+    model = optimized(small())
+    zoo.step(model, zoo.batch())
+    called = []
+    model.lm_head.register_full_backward_hook(lambda *_: called.append(1))
+    zoo.step(model, zoo.batch())
+    assert called == [1]
 
 
 @pytest.mark.parametrize("memory", [None, "1GiB"])

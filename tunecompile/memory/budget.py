@@ -78,6 +78,7 @@ class Budget:
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
     asked: bool = False
+    last: int = -1  #: place of the layer that was called last
     exceeded: bool = False
     steps: int = 0
     plans: int = 0
@@ -98,8 +99,6 @@ class Budget:
         self.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
-        if self.kept is not None:
-            self.kept.begin()
         peak, held = self.gauge.peak()
         if self.admitted is None:
             self.highest = peak  # of loading the model, say
@@ -111,6 +110,10 @@ class Budget:
 
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
+        place = self.places[id(slot)]
+        if self.kept is not None and (not self.asked or place <= self.last):  # or layers are called by themselves
+            self.kept.begin()
+        self.last = place
         if not self.asked:  # once a step, at its first layer
             self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
             self._review(tokens)
@@ -243,7 +246,8 @@ class Budget:
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
         needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
-        kept = all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
+        known = all(id(slot.region) in self.menus for layers in slots for slot in layers)
+        kept = known and all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
         if self.kept is None or not needed or not kept or needed > left:
             if self.kept is not None and self.kept.matrices:
                 self.kept.release()

@@ -1,4 +1,4 @@
-"""Frozen weights that stay dequantised, where a budget leaves room for that.
+"""Frozen 4-bit weights that stay dequantised, where a budget leaves room for that.
 
 Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]: its upper part is what the forward pass multiplies by, its
 left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written at every entry
@@ -8,7 +8,7 @@ of the model, all of them in one launch. The compiled graphs take the matrix in 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import torch
@@ -34,12 +34,17 @@ def replaceable(graph: Graph) -> dict[str, Frozen]:
         for product in frozen(node) or ():
             inputs = [member for group in (*product.weights, product.a, product.b) for member in group if isinstance(member, Node)]
             name = product.place.name
-            if any(member.op != "placeholder" for member in inputs) or found.setdefault(name, product) != product:
+            if not product.quantized or any(member.op != "placeholder" for member in inputs) or found.setdefault(name, product) != product:
                 refused.add(name)
     for name, product in found.items():
-        if any(frozen(reader) is None and reader.op != "output" for reader in _readers(product.place)):
+        if any(not _reads_first(reader, product.place) and reader.op != "output" for reader in _readers(product.place)):
             refused.add(name)
     return {name: product for name, product in found.items() if name not in refused}
+
+
+def _reads_first(reader: Node, place: Node) -> bool:
+    """Whether it is for a product that this input stands for."""
+    return any(product.place is place for product in frozen(reader) or ())
 
 
 def _read_directly(graph: Graph) -> None:
@@ -62,10 +67,15 @@ def _erase(graph: Graph, view: Node) -> None:
 def _same_bytes(view: Node) -> Node:
     """The input of which this is another shape."""
     node, count = view, view.meta["val"].numel()
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and node.meta["val"].is_contiguous():
+    while node.op == "call_function" and _is_view(node) and node.meta["val"].is_contiguous():
         node = node.all_input_nodes[0]
     value = node.meta["val"]
     return node if node.op == "placeholder" and value.numel() == count and value.dtype == view.meta["val"].dtype and value.is_contiguous() else view
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1 \
+        and any(returned.alias_info is not None for returned in node.target._schema.returns)
 
 
 def _readers(place: Node) -> list[Node]:
@@ -79,8 +89,7 @@ def matrix_shape(product: Frozen) -> tuple[int, int]:
 
 
 def _dtype(product: Frozen) -> torch.dtype:
-    first = product.weights[0]
-    return first[-1] if len(first) > 1 else first[0].meta["val"].dtype
+    return product.weights[0][-1]
 
 
 def matrix_bytes(graph: Graph) -> int:
@@ -102,31 +111,35 @@ class Position:
     dtype: torch.dtype
 
 
-@dataclass
 class Matrix:
-    """One product's matrix, and whose values are in it."""
+    """Whose values are in one product's matrix. It lives as long as the tensor does, also where only a pending backward holds that."""
 
-    values: Tensor
-    weights: list[weakref.ref]
-    versions: list[int]
-    a: list[Tensor] = field(default_factory=list)
-    b: list[Tensor] = field(default_factory=list)
-    scales: tuple[float, ...] = ()
-    columns: int = 0
+    def __init__(self, values: Tensor, weights: Sequence[Tensor], columns: int):
+        self.tensor, self.columns = weakref.ref(values), columns
+        self.weights, self.versions = [weakref.ref(weight) for weight in weights], [weight._version for weight in weights]
+        self.a: list[Tensor] = []
+        self.b: list[Tensor] = []
+        self.scales: tuple[float, ...] = ()
+        values._matrix = self
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
         return all(ref() is weight and version == weight._version for ref, weight, version in zip(self.weights, weights, self.versions))
 
-    def write(self) -> None:
+    def adapted(self, a: Sequence[Tensor], b: Sequence[Tensor], scales: tuple[float, ...]) -> bool:
+        mine, given = (*self.a, *self.b), (*a, *b)
+        return self.scales == scales and len(mine) == len(given) and all(x.data_ptr() == y.data_ptr() for x, y in zip(mine, given))
+
+    def adapt(self, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
+        self.a, self.b, self.scales = a, b, scales
+        values = self.tensor().data  # behind autograd's back: what a pending backward reads is what is written again
+        values[:, self.columns:] = 0
+        values[sum(m.shape[0] for m in b):] = 0
         writer(self.pieces())()
 
-    def adapted(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-        return all(mine.data_ptr() == given.data_ptr() for mine, given in zip((*self.a, *self.b), (*a, *b)))
-
     def pieces(self) -> list[tuple[Tensor, Tensor, float]]:
-        """(adapter, where it stands, factor). Written behind autograd's back: what a pending backward reads is what is written again."""
+        """(adapter, where it stands, factor)."""
         found, row, column = [], 0, self.columns
-        height, target = sum(m.shape[0] for m in self.b), self.values.data
+        height, target = sum(m.shape[0] for m in self.b), self.tensor().data
         for a, b, scale in zip(self.a, self.b, self.scales):
             rank = a.shape[0]
             below = height + column - self.columns
@@ -140,36 +153,38 @@ class Kept:
     """All matrices of one model."""
 
     def __init__(self) -> None:
-        self.matrices: dict[tuple, Matrix] = {}  #: by the address of their first weight, and their shape (adapters differ in rank)
-        self.owners: dict[int, Matrix] = {}  #: by their own
+        self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
         self.write_all: Callable[[], None] | None = None
         self.addresses: list[int] = []  #: of what it writes
 
     @property
     def bytes(self) -> int:
-        return sum(matrix.values.nbytes for matrix in self.matrices.values())
+        return sum(values.nbytes for values in self.matrices.values())
 
     def release(self) -> None:
         """A backward that is still to come keeps what it needs."""
         self.matrices.clear()
-        self.owners.clear()
         self.write_all = None
 
     def begin(self) -> None:
-        """At the model's entry: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
+        """Before a step's first layer: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
+        if not self.matrices:
+            return
         with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
             self._prune()
-            addresses = [adapter.data_ptr() for matrix in self.matrices.values() for adapter in (*matrix.a, *matrix.b)]
+            matrices = [values._matrix for values in self.matrices.values()]
+            addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
             if self.write_all is None or addresses != self.addresses:
-                self.write_all, self.addresses = writer([piece for matrix in self.matrices.values() for piece in matrix.pieces()]), addresses
+                self.write_all, self.addresses = writer([piece for matrix in matrices for piece in matrix.pieces()]), addresses
             self.write_all()
 
     def _prune(self) -> None:
-        """Weights may have been replaced, or moved."""
-        for key, matrix in list(self.matrices.items()):
-            first = matrix.weights[0]()
-            if first is None or first.data_ptr() != key[0]:
-                del self.matrices[key], self.owners[matrix.values.data_ptr()]
+        """Weights may have been replaced, or moved; memory of adapters may have been taken away."""
+        for key, values in list(self.matrices.items()):
+            matrix, weights = values._matrix, [ref() for ref in values._matrix.weights]
+            gone = any(weight is None or weight.data_ptr() != address for weight, address in zip(weights, key[0]))
+            if gone or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
+                del self.matrices[key]
                 self.write_all = None
 
     def rewrite(self, gm: GraphModule, inputs: list, names: Sequence[str]) -> list[Position]:
@@ -192,9 +207,11 @@ class Kept:
         return list(done.values())
 
     def forward(self, run: Run, positions: Sequence[Position]) -> Run:
+        kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+
         def call(inputs: list) -> Sequence[Any]:
             with torch._C.DisableTorchFunctionSubclass():
-                for position, values in [(position, self._matrix(position, inputs).values) for position in positions]:
+                for position, values in [(position, kept()._values(position, inputs)) for position in positions]:
                     inputs[position.place] = values
             return run(inputs)
 
@@ -202,44 +219,44 @@ class Kept:
 
     def backward(self, run: Run, positions: Sequence[Position]) -> Run:
         """Matrices come as what the forward saved; another adapter may have run in between."""
+        kept = weakref.ref(self)
+
         def call(inputs: list) -> Sequence[Any]:
             with torch._C.DisableTorchFunctionSubclass():
                 for position in positions:
-                    matrix = self.owners.get(inputs[position.place].data_ptr())
-                    if matrix is not None:
-                        self._adapt(matrix, position, inputs)
+                    if _adapt(inputs[position.place], position, inputs) and kept() is not None:
+                        kept().write_all = None
             return run(inputs)
 
         return call
 
-    def _matrix(self, position: Position, inputs: list) -> Matrix:
+    def _values(self, position: Position, inputs: list) -> Tensor:
         weights = [inputs[weight[0]] for weight in position.weights]
-        matrix = self.matrices.get((weights[0].data_ptr(), position.shape))
-        if matrix is None or not matrix.holds(weights):
-            matrix = self._made(position, inputs, weights)
-        self._adapt(matrix, position, inputs)
-        return matrix
+        key = tuple(weight.data_ptr() for weight in weights), position.shape, position.columns, position.dtype
+        values = self.matrices.get(key)
+        if values is None or not values._matrix.holds(weights):
+            values = self.matrices[key] = self._made(position, inputs, weights)
+        if _adapt(values, position, inputs):
+            self.write_all = None
+        return values
 
-    def _made(self, position: Position, inputs: list, weights: list[Tensor]) -> Matrix:
+    def _made(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
         values = torch.zeros(position.shape, dtype=position.dtype, device=weights[0].device)
         row = 0
         for weight in position.weights:
-            row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] if isinstance(m, tuple) else m for m in weight])
-        matrix = Matrix(values, [weakref.ref(w) for w in weights], [w._version for w in weights], columns=position.columns, scales=position.scales)
-        key = weights[0].data_ptr(), position.shape
-        if (old := self.matrices.get(key)) is not None:
-            del self.owners[old.values.data_ptr()]
-        self.matrices[key] = self.owners[values.data_ptr()] = matrix
-        return matrix
+            row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight])
+        Matrix(values, weights, position.columns)
+        return values
 
-    def _adapt(self, matrix: Matrix, position: Position, inputs: list) -> None:
-        a, b = ([inputs[i] for i in places] for places in (position.a, position.b))
-        if not matrix.a or matrix.scales != position.scales or not matrix.adapted(a, b):
-            matrix.a, matrix.b, matrix.scales = a, b, position.scales
-            matrix.values.data[:, position.columns:] = 0
-            matrix.values.data[sum(m.shape[0] for m in b):] = 0
-            matrix.write()
-            self.write_all = None
+
+def _adapt(values: Tensor, position: Position, inputs: list) -> bool:
+    """Let the matrix hold these adapters. Whether it held others."""
+    a, b = ([inputs[i] for i in places] for places in (position.a, position.b))
+    matrix = getattr(values, "_matrix", None)
+    if matrix is None or matrix.adapted(a, b, position.scales):
+        return False
+    matrix.adapt(a, b, position.scales)
+    return True
 
 
 def _position(product: Frozen, places: dict[Node, int]) -> Position:
@@ -253,9 +270,6 @@ def _position(product: Frozen, places: dict[Node, int]) -> Position:
 
 def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
     """Into rows `row`.. and the first columns. Returns how many rows."""
-    if len(weight) == 1:
-        out[row:row + weight[0].shape[0], :columns] = weight[0].detach()
-        return weight[0].shape[0]
     packed, absmax, code, scale, offset, rows, _, blocksize, quant_type, dtype = weight
     if out.is_cuda and has_triton():
         from tunecompile.templates import nf4

@@ -37,6 +37,10 @@ _SHARDED = ("device_mesh", "ds_id", "_fsdp_flattened")  #: what FSDP's, DeepSpee
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
+def sharded(parameter: Tensor) -> bool:
+    return any(hasattr(parameter, name) for name in _SHARDED)
+
+
 class NotExact(Exception):
     """A layer that could not be repeated with the same result; the message says why."""
 
@@ -369,7 +373,7 @@ class Recovery:
 
     def _bound(self) -> str | None:
         parameters = [next(slot.layer.parameters(), None) for slot in self.slots]
-        if any(p is None or any(hasattr(p, name) for name in _SHARDED) for p in parameters):
+        if any(parameter is None or sharded(parameter) for parameter in parameters):
             return "share their parameters with other processes, which would have to repeat it, too"
         return None
 

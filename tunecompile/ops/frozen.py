@@ -23,6 +23,11 @@ class Frozen:
     columns: int
 
     @property
+    def quantized(self) -> bool:
+        """Dense weights may be changed in ways that nothing counts (`weight.data += delta`, as adapters are merged)."""
+        return all(len(weight) > 1 for weight in self.weights)
+
+    @property
     def place(self) -> Node:
         """The input that stands for all of them."""
         return self.weights[0][0]
