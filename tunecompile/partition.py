@@ -59,8 +59,9 @@ class Partitioner(_Hook, CustomPartitionerFn):
         self.decide = decide
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        if self.decide is not None:
-            self.context.plan = self.decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}))
+        decide, self.decide = self.decide, None  # the compiled function may hold this for good, and it the model
+        if decide is not None:
+            self.context.plan = decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}))
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
