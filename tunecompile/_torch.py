@@ -96,9 +96,10 @@ def hooked(module: torch.nn.Module) -> bool:
 
 def start_compile_workers() -> None:
     """Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one after the other."""
-    from torch._inductor.async_compile import maybe_warm_pool
+    with contextlib.suppress(ImportError):  # only time is lost
+        from torch._inductor.async_compile import maybe_warm_pool
 
-    maybe_warm_pool()
+        maybe_warm_pool()
 
 
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead
@@ -128,8 +129,9 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
     # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796). combo_kernels joins small independent kernels (casts
     # of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model. Templates start as Inductor's own kernels do, without
     # a run of the C compiler for each, 0.1 s a kernel.
-    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True,
-               "static_launch_user_defined_triton_kernels": True}
+    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True}
+    if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
+        patches["static_launch_user_defined_triton_kernels"] = True
     with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached):  # what comes from that cache is not wrapped
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
