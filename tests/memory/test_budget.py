@@ -52,7 +52,7 @@ def plain(dropout=0.0):
 def test_any_budget_gives_the_same_bits(dropout):
     reference, whole = plain(dropout), needed(dropout)
     recomputing = set()
-    for share in (1.1, 0.7, 0.4, 0.05):
+    for share in (1.1, 0.5, 0.05):
         model = build(int(share * whole), dropout)
         same(step(model), reference)
         recomputing.add(sum(p["layers"] for p in tunecompile.report(model).memory["plans"] if p["recompute"]))
