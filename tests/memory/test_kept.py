@@ -45,6 +45,22 @@ def step(model, **batch):
     return loss.detach(), gradients(model)
 
 
+def add(model, name, **changes):
+    """One more adapter, like the first but for `changes`, filled with the same numbers each time."""
+    model.add_adapter(name, dataclasses.replace(copy.deepcopy(model.peft_config["default"]), **changes))
+    torch.manual_seed(8)
+    for parameter_name, p in model.named_parameters():
+        if f".{name}." in parameter_name:
+            torch.nn.init.normal_(p, std=0.05)
+
+
+def activate(model, name):
+    """Run with this adapter; the other is trained too."""
+    model.set_adapter(name)
+    for either in ("default", "other"):
+        model.set_requires_grad(either)
+
+
 def equal(model, reference, run=step):
     (loss, ours), (expected, theirs) = run(model), run(reference)
     assert ours.keys() == theirs.keys()
@@ -87,21 +103,13 @@ def test_an_optimizer_that_writes_behind_autograds_back():
 def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
     for m in (model, reference):
-        other = copy.deepcopy(m.peft_config["default"])
-        other.r = rank
-        m.add_adapter("other", other)
-        torch.manual_seed(8)
-        for name, p in m.named_parameters():
-            if "other" in name:
-                torch.nn.init.normal_(p, std=0.05)
+        add(m, "other", r=rank)
 
     def interleaved(m):
         m.zero_grad()
         losses = []
         for name in ("default", "other"):
-            m.set_adapter(name)
-            for other in ("default", "other"):  # both are trained
-                m.set_requires_grad(other)
+            activate(m, name)
             losses.append(m(**zoo.batch()).loss)
         (losses[0] + 2 * losses[1]).backward()
         return losses[0].detach(), gradients(m)
@@ -114,11 +122,7 @@ def test_adapters_of_other_targets_and_ranks():
     model, reference = build(target_modules=["q_proj", "k_proj", "v_proj"]), build("eager", target_modules=["q_proj", "k_proj", "v_proj"])
     for m in (model, reference):
         for name, targets, rank in (("one", ["q_proj"], 4), ("large", ["q_proj", "k_proj", "v_proj"], 70)):
-            m.add_adapter(name, dataclasses.replace(copy.deepcopy(m.peft_config["default"]), target_modules=set(targets), r=rank))
-        torch.manual_seed(8)
-        for name, p in m.named_parameters():
-            if "lora_" in name and "default" not in name:
-                torch.nn.init.normal_(p, std=0.05)
+            add(m, name, target_modules=set(targets), r=rank)
     for name in ("default", "one", "large", "default", "one"):
         for m in (model, reference):
             m.set_adapter(name)
@@ -133,19 +137,13 @@ def test_a_pending_backward_outlives_the_plan():
     model = build(int(1.2 * (needed.weights + needed.choice.peak)), target_modules=["q_proj", "v_proj"])
     reference = build("eager", target_modules=["q_proj", "v_proj"])
     for m in (model, reference):
-        m.add_adapter("other", copy.deepcopy(m.peft_config["default"]))
-        torch.manual_seed(8)
-        for name, p in m.named_parameters():
-            if "other" in name:
-                torch.nn.init.normal_(p, std=0.05)
+        add(m, "other")
 
     def run(m):
         m.zero_grad()
         losses = []
         for name, rows in (("default", 2), ("other", 2), ("other", 12)):
-            m.set_adapter(name)
-            for other in ("default", "other"):
-                m.set_requires_grad(other)
+            activate(m, name)
             losses.append(m(**zoo.batch(rows=rows)).loss)
         sum(losses).backward()
         return losses[0].detach(), gradients(m)
