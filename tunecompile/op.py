@@ -162,6 +162,11 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
     return register
 
 
+def returns_view(target: Any) -> bool:
+    """Whether what this call returns lies in the memory of what it is given."""
+    return isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported."""

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile.errors import LeftoverOp
-from tunecompile.op import OPS
+from tunecompile.op import OPS, returns_view
 from tunecompile.pipeline import Context, Pass
 
 aten = torch.ops.aten
@@ -41,9 +41,7 @@ def _escapes(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return any(returned.alias_info is not None for returned in node.target._schema.returns)
-    return node.target is getitem
+    return returns_view(node.target) or node.target is getitem
 
 
 def _piece_of(node: Node, dim: int) -> tuple[Node, int] | None:

@@ -1,8 +1,8 @@
 """Frozen 4-bit weights that stay dequantised, where a budget leaves room for that.
 
 Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]: its upper part is what the forward pass multiplies by, its
-left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written at every entry
-of the model, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds.
+left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written before a step's
+first layer, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunecompile._torch import fake_mode_of, size_hint
 from tunecompile.ops.frozen import Frozen, frozen, on_matrices
 from tunecompile.ops.lora import padded
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.op import has_triton
+from tunecompile.op import has_triton, returns_view
 
 Run = Callable[[list], Sequence[Any]]
 
@@ -67,15 +67,10 @@ def _erase(graph: Graph, view: Node) -> None:
 def _same_bytes(view: Node) -> Node:
     """The input of which this is another shape."""
     node, count = view, view.meta["val"].numel()
-    while node.op == "call_function" and _is_view(node) and node.meta["val"].is_contiguous():
+    while node.op == "call_function" and returns_view(node.target) and len(node.all_input_nodes) == 1 and node.meta["val"].is_contiguous():
         node = node.all_input_nodes[0]
     value = node.meta["val"]
     return node if node.op == "placeholder" and value.numel() == count and value.dtype == view.meta["val"].dtype and value.is_contiguous() else view
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1 \
-        and any(returned.alias_info is not None for returned in node.target._schema.returns)
 
 
 def _readers(place: Node) -> list[Node]:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import size_hint
+from tunecompile.op import returns_view
 
 _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
           "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
@@ -103,10 +104,7 @@ def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
 
 def _viewed(node: Node) -> Node | None:
     """The tensor a view is of."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    views = target is torch.ops.aten._unsafe_view.default or any(returned.alias_info is not None for returned in target._schema.returns)
+    views = node.target is torch.ops.aten._unsafe_view.default or returns_view(node.target)
     return next(iter(node.all_input_nodes), None) if views else None
 
 
