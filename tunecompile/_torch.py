@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
+    "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "hooked", "in_checkpoint",
     "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "saving_is_taken", "size_hint",
     "specialize_floats", "start_compile_workers", "trace",
@@ -88,10 +88,12 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  #: where a module keeps them
+
+
 def hooked(module: torch.nn.Module) -> bool:
     """Whether calling it, or its backward, calls hooks."""
-    own = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules())
-    return own or torch.nn.modules.module._has_any_global_hook()
+    return any(getattr(part, name) for part in module.modules() for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
 
 
 def start_compile_workers() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tunecompile._torch import recompile_reason
+from tunecompile._torch import HOOKS, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
@@ -240,9 +240,6 @@ def _suffix(plan: Plan | None) -> str:
     return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "") + ("_keeps_weights" if plan.weights else "")
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 class Slot:
     """What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
 
@@ -312,7 +309,7 @@ class Slot:
     def _hooked(self) -> tuple:
         """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""
         if self.hooks is None:  # at the first step, when adapters are in place
-            self.hooks = [getattr(module, name) for module in self.layer.modules() for name in _HOOKS]
+            self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
         if not any(self.hooks):
             return ()
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in self.hooks for hook in hooks.values())
