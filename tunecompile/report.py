@@ -9,6 +9,7 @@ from typing import Any, Sequence
 from torch import nn
 
 from tunecompile._torch import size_hint
+from tunecompile.memory.budget import in_words
 from tunecompile.memory.gauge import shown
 from tunecompile.pipeline import Tally
 from tunecompile.regions import Region
@@ -76,12 +77,7 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
 
 def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
     """How many layers do what."""
-    lines = []
-    for plan in plans:
-        again = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
-        again += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
-        lines.append(f"    {plan['layers']:3d} layers {again}{'; the rest waits on the host' if plan['offload'] else ''}")
-    return lines
+    return [f"    {plan['layers']:3d} layers {in_words(plan)}" for plan in plans]
 
 
 def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],

@@ -118,7 +118,7 @@ class Budget:
             self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
             self._review(tokens)
             self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
-        self.trace.note("forward", self.places[id(slot)])
+        self.trace.note("forward", place)
         self.running = slot
         return self.options.get(id(slot))
 
@@ -324,6 +324,13 @@ class Budget:
             return ("everything",)
         names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
         return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
+
+
+def in_words(plan: dict[str, Any]) -> str:
+    """What an entry of `plans_by_layer` says, as a sentence's predicate."""
+    said = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
+    said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
+    return f"{said}; the rest waits on the host" if plan["offload"] else said
 
 
 def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:

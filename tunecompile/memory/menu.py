@@ -111,7 +111,7 @@ def plans(graph: Graph) -> list[Plan]:
     """From keeping all dear values to computing everything again: the best bargains first, and the largest first, since what is left
     may wait on the host at no cost if it is small enough to be copied behind a layer's work."""
     dear = dear_nodes(graph)
-    bargains = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
+    bargains = sorted(range(len(dear)), key=lambda i: _price(dear[i]))
     largest = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]))
     nested = [Plan(frozenset(order[:count])) for count in range(len(dear) + 1) for order in (bargains, largest)]
     return [*dict.fromkeys(nested), RECOMPUTE]
@@ -123,12 +123,17 @@ def tiled_plans(graph: Graph, tiles: int) -> list[Plan]:
     others = [i for i, node in enumerate(dear) if not has_tiled_form(node)]
     if len(others) == len(dear):
         return []
-    bargains = sorted(others, key=lambda i: -_freed(dear[i]) / max(1, flops(dear[i])))
+    bargains = sorted(others, key=lambda i: _price(dear[i]))
     return [*(Plan(frozenset(bargains[:count]), tiles) for count in range(len(others) + 1)), Plan(None, tiles)]
 
 
 def has_tiled_form(node: Node) -> bool:
     return node.target in OPS and OPS[node.target].tiled is not None
+
+
+def _price(node: Node) -> float:
+    """The lower, the more bytes computing it again frees a floating point operation."""
+    return -_freed(node) / max(1, flops(node))
 
 
 def _freed(node: Node) -> int:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch import saving_is_taken
 from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
-from tunecompile.memory.budget import Budget
+from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
 
 log = logging.getLogger("tunecompile")
@@ -365,11 +365,7 @@ class Recovery:
 
     def in_words(self) -> str:
         """The plan."""
-        said = []
-        for plan in self.budget.plans_by_layer():
-            what = f"compute again {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
-            said.append(f"{plan['layers']} layers {what}{' and leave the rest on the host' if plan['offload'] else ''}")
-        return "; ".join(said) or "yet to be made"
+        return " / ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in self.budget.plans_by_layer()) or "yet to be made"
 
     def _bound(self) -> str | None:
         parameters = [next(slot.layer.parameters(), None) for slot in self.slots]
