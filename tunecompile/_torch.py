@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
@@ -24,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "hooked", "in_checkpoint",
-    "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "saving_is_taken", "size_hint",
+    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "grow_segments", "hooked",
+    "in_checkpoint", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "saving_is_taken", "size_hint",
     "specialize_floats", "start_compile_workers", "trace",
 ]
 
@@ -102,6 +104,15 @@ def start_compile_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def grow_segments() -> None:
+    """Let torch's CUDA allocator map pages to segments that grow, and so leave less between blocks unused: 0.4 GiB instead of 1.0 under a
+    budget of 10 GiB (8B, 4x2048). What the user configured stands, and pools with
+    allocators of their own, as vLLM has, want whole segments (pytorch#147851)."""
+    configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if sys.platform == "linux" and not configured and "vllm" not in sys.modules and torch.cuda.get_allocator_backend() == "native":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead

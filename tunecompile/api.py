@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from tunecompile._torch import start_compile_workers
+from tunecompile._torch import grow_segments, start_compile_workers
 from tunecompile.backend import Executor
 from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
@@ -48,7 +48,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
             under adapters stay as matrix products read them. The plan is looked at again when the batch grows or memory runs
             out. It takes the place of the model's own gradient checkpointing, with the same results. None: each layer keeps
             what is dear to compute, or nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers
-            hold for the backward pass.
+            hold for the backward pass. A budget turns on torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF says anything.
         host_memory: bytes of pinned host memory that may hold saved activations under a budget, where copies are cheaper than computing
             again; None for half of what is available, 0 for none.
         offload_dir: folder for activations that host memory cannot hold; files are removed as soon as their tensors are.
@@ -237,6 +237,8 @@ class State(NotCopied):
                 self.memory = None
                 return
             device = next(iter(devices))
+            if device.type == "cuda":
+                grow_segments()
             self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays,
                                       self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
         self.step.budget.begin()

@@ -148,10 +148,10 @@ def test_compiled_layers(mode):
     for _ in range(4):
         offload.begin_step()
         loss, gradients = zoo.step(model, batch, torch.bfloat16)
-        if same(references[0], references[1]) and same(references[0], references[3]):
+        noise = max(max(zoo.errors(other, references[0][1]).values()) for _, other in references[1:])
+        if noise == 0:
             assert same((loss, gradients), references[0])
         else:  # attention's backward adds up in any order
-            noise = max(zoo.errors(references[1][1], references[0][1]).values())
             assert max(zoo.errors(gradients, references[0][1]).values()) <= 4 * noise
     report = offload.report()
     assert report["bytes_out"] > 0 and report["host_bytes"] == 0 and not report["refusals"]

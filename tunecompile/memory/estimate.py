@@ -26,14 +26,13 @@ from tunecompile.memory.budget import Budget, Menu, gradient_bytes, moment_bytes
 from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
-from tunecompile.memory.rates import rates
+from tunecompile.memory.rates import ALLOWANCE, rates
 from tunecompile.partition import Decide
 from tunecompile.pipeline import validate
 from tunecompile.regions import Region, Sizes, Slot, Variant, tensors_in
 from tunecompile.report import plan_lines
 from tunecompile.tail import Head
 
-ALLOWANCE = 1.25  #: a step's time by that of its products and attention alone. 8B on an H200: 1.22 at 4x2048, 1.65 at 2x512
 UNBOUNDED = 1 << 60  #: bytes
 
 

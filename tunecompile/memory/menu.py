@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tunecompile._torch import fake_mode_of, size_hint
 from tunecompile.memory.liveness import extent, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
-from tunecompile.memory.rates import Rates
+from tunecompile.memory.rates import ALLOWANCE, Rates
 from tunecompile.op import OPS, Cost
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
@@ -159,7 +159,7 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
     """What a layer may choose from.
 
     scale: tokens of this batch by tokens of the one the rows are of. offload: whether what is saved may go to the host; its copies are
-    hidden behind the layer's own work, and what is longer than that is paid for.
+    hidden behind the layer's own work, all of it, and what is longer than that is paid for.
     """
     kept = next(row for row in rows if row.plan == KEEP)
     found = []
@@ -169,7 +169,7 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
         found.append(Option(row.plan, held, forward, backward, extra))
         if offload:
             copy = held / rates.copy
-            ms = extra + sum(max(0.0, copy - work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
+            ms = extra + sum(max(0.0, copy - ALLOWANCE * work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
             found.append(Option(row.plan, 0, forward, backward, ms, held))
     return tuple(found)
 
