@@ -22,7 +22,7 @@ from .swiglu import ACTIVATIONS, _gate
 
 @triton.jit
 def backward_kernel(
-    grad, gate_up, both,  # [T, F], [T, 2F] and the gradient of the latter
+    grad, gate_up, both,  # [T, F], [T, 2F] and the gradient of the latter, which may take its place: a program reads what it writes
     down, xa,  # dY B of the down projection [T, r]; XA of gate and up side by side
     parts,  # fp32 [row ranges, 3, RANK, F]
     rows, columns, grad_stride, gate_up_stride, both_stride, down_stride, xa_stride,
@@ -75,16 +75,17 @@ def backward_kernel(
     tl.store(part + 2 * RANK * columns, d_a, mask=inside)
 
 
-def backward(grad, gate_up, down, xa, ranks, activation="silu", *, width=None, tile=None):
+def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, width=None, tile=None):
     """(both, d_b_gate, d_b_up, d_a_down) of one gated MLP whose gate and up have adapters of these two ``ranks``.
 
     grad: [T, F], gradient of a = act(gate) * up; gate_up: [T, 2F]; down: [T, r], dY B of the down projection; xa: [T, sum(ranks)]:
-    all of one half-precision dtype and unit column stride. both: [T, width or 2F], d_gate | d_up | columns left as they are.
+    all of one half-precision dtype and unit column stride. both: [T, width or 2F], d_gate | d_up | columns left as they are; where it
+    is given, it is written to, and gate_up may be its first columns.
     The others are fp32: xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
     """
     tile = tile or _pick(grad, ranks, down)
     parts = torch.empty(_shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device)
-    both = _start(grad, gate_up, down, xa, ranks, activation, parts, False, width, tile)
+    both = _start(grad, gate_up, down, xa, ranks, activation, parts, False, both, width, tile)
     return both, *sums(parts, ranks, down.shape[1])
 
 
@@ -93,9 +94,9 @@ def begin(rows, columns, ranks, down, tile=None):
     return torch.zeros(_shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)), dtype=torch.float32, device=down.device)
 
 
-def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, *, width=None, tile=None):
+def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, *, both=None, width=None, tile=None):
     """``both`` of ``backward`` for a few of many tokens; what is summed over tokens is added to ``parts``, for ``sums`` to give at the end."""
-    return _start(grad, gate_up, down, xa, ranks, activation, parts, True, width, tile or _pick(grad, ranks, down))
+    return _start(grad, gate_up, down, xa, ranks, activation, parts, True, both, width, tile or _pick(grad, ranks, down))
 
 
 def sums(parts, ranks, down_rank):
@@ -116,7 +117,7 @@ def _shape_of_parts(rows, columns, ranks, down, tile):
     return triton.cdiv(rows, tile.rows), 3, _rank(ranks, down), columns
 
 
-def _start(grad, gate_up, down, xa, ranks, activation, parts, add, width, tile):
+def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, width, tile):
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
     rows, columns = grad.shape
@@ -125,7 +126,8 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, width, tile):
         raise ValueError("all arguments must have unit column stride")
     if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, gate + up):
         raise ValueError(f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}")
-    both = torch.empty((rows, width or 2 * columns), dtype=grad.dtype, device=grad.device)
+    if both is None:
+        both = torch.empty((rows, width or 2 * columns), dtype=grad.dtype, device=grad.device)
     launch(backward_kernel, (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)), grad, gate_up, both, down, xa, parts, rows, columns,
            grad.stride(0), gate_up.stride(0), both.stride(0), down.stride(0), xa.stride(0),
            DOWN=down.shape[1], GATE=gate, UP=up, RANK=_rank(ranks, down), ACTIVATION=activation, ADD=add, BLOCK=tile.block, STEP=tile.step,

@@ -84,7 +84,8 @@ class Op:
         """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
 
         `refuses` is `supports` with a reason, which the report shows where none is taken. One that also takes the keyword
-        `used` is told which of its outputs are read, and may give None for the others.
+        `used` is told which of its outputs are read, and may give None for the others; one that takes `dying`, which parameters
+        are products that this graph makes and only this call reads: what it makes may take their place.
         """
 
         def register(run: Callable) -> Callable:
@@ -164,7 +165,8 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
 
 def returns_view(target: Any) -> bool:
     """Whether what this call returns lies in the memory of what it is given."""
-    return isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)
+    aliases = isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)
+    return aliases or target is torch.ops.aten._unsafe_view.default
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from operator import getitem
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
@@ -65,7 +66,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        forward, backward = _cut(gm, joint_inputs, kwargs)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
@@ -74,10 +75,49 @@ class Partitioner(_Hook, CustomPartitionerFn):
         """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
         trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
-        graphs = min_cut_rematerialization_partition(trial, joint_inputs, **kwargs)
+        graphs = _cut(trial, joint_inputs, kwargs)
         for graph in graphs:
             run_stage(self.passes, "lower", graph.graph, context)
         return graphs
+
+
+def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward graph."""
+    forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    _save_pinned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+    return forward, backward
+
+
+def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
+    """Small results of a call that the backward repeats are saved, though all of the call is what the partitioner takes or leaves.
+
+    They come before what else is saved (tensors precede sizes in what a forward graph returns, and follow them in what a backward takes).
+    """
+    output = forward.output_node()
+    returned, calls = list(output.args[0]), {node.name: node for node in forward.nodes if node.op == "call_function"}
+    first = next((n for n in backward.nodes if n.op == "placeholder" and n.name == getattr(returned[outputs], "name", "")), None) \
+        if len(returned) > outputs else None
+    pinned = [n for n in backward.nodes if n.meta.get("pinned") and n.op == "call_function" and n.args[0].name in calls]
+    if first is None or not isinstance(first.meta.get("val"), torch.Tensor):
+        return
+    saved = []
+    for member in pinned:
+        call, index = calls[member.args[0].name], member.args[1]
+        if (source := next((user for user in call.users if user.target is getitem and user.args[1] == index), None)) is None:
+            with forward.inserting_after(call):
+                source = forward.call_function(getitem, (call, index))
+            source.meta = dict(member.meta)
+        if source in returned:
+            continue
+        with backward.inserting_before(first):
+            given = backward.placeholder(source.name)
+        given.meta = {key: value for key, value in member.meta.items() if key not in ("recompute", "ac_graph_id", "pinned")}
+        member.replace_all_uses_with(given)
+        backward.erase_node(member)
+        saved.append(source)
+    output.args = ((*returned[:outputs], *saved, *returned[outputs:]),)
+    if (named := output.meta.get("desc")) is not None:
+        output.meta["desc"] = [*named[:outputs], *[named[outputs]] * len(saved), *named[outputs:]]
 
 
 def copied(gm: GraphModule) -> GraphModule:

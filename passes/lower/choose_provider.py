@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from tunecompile._torch import fake_mode_of, trace
-from tunecompile.op import OPS
+from tunecompile.op import OPS, Op, returns_view
 from tunecompile.pipeline import Context, Pass
 
 
@@ -25,7 +25,7 @@ def run(graph: Graph, context: Context) -> None:
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
         try:
-            expand(graph, node, _bind(provider.run, node), context.traced)
+            expand(graph, node, _bind(provider.run, op, node), context.traced)
         except Exception as error:  # the reference says the same, only slower
             if provider.run is op.reference:
                 raise
@@ -33,12 +33,26 @@ def run(graph: Graph, context: Context) -> None:
             expand(graph, node, op.reference, context.traced)
 
 
-def _bind(run: Callable, node: Node) -> Callable:
-    """Tell a provider that asks for it which of the outputs somebody reads."""
-    if "used" not in inspect.signature(run).parameters:
-        return run
-    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
-    return functools.partial(run, used=[i in read for i in range(len(node.meta["val"]))])
+def _bind(run: Callable, op: Op, node: Node) -> Callable:
+    """Tell a provider that asks for it which of the outputs somebody reads, and which of the inputs nobody else does."""
+    asked, told = inspect.signature(run).parameters, {}
+    if "used" in asked:
+        read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+        told["used"] = tuple(i in read for i in range(len(node.meta["val"])))
+    if "dying" in asked:
+        told["dying"] = tuple(name for name, value in zip(op.parameters, node.args) if isinstance(value, Node) and _dies(value))
+    return functools.partial(run, **told) if told else run
+
+
+def _dies(value: Node) -> bool:
+    """Whether this is a product, or a view of one, and the only reader of it is the one who asks."""
+    while len(value.users) == 1 and value.op == "call_function":
+        if value.target is torch.ops.aten.mm.default:
+            return True
+        if not returns_view(value.target):
+            return False
+        value = value.all_input_nodes[0]
+    return False
 
 
 def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule] | None) -> None:
@@ -84,9 +98,9 @@ def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -
     """What a traced graph depends on; of its own where sizes are symbolic."""
     if not all(isinstance(v, torch.Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride(), v.storage_offset())) for v in values):
         return object()
-    run, used = (fn.func, tuple(fn.keywords["used"])) if isinstance(fn, functools.partial) else (fn, ())
+    run, told = (fn.func, tuple(fn.keywords.items())) if isinstance(fn, functools.partial) else (fn, ())
     constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
-    return run, used, spec, tuple(inputs), constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
+    return run, told, spec, tuple(inputs), constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
 
 
 def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:

@@ -10,12 +10,15 @@ from tunecompile.op import OPS, returns_view
 from tunecompile.pipeline import Context, Pass
 
 aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         if node.target is aten.cat.default and (whole := _whole(node)) is not None and not _escapes(node):
             node.replace_all_uses_with(whole)
+        elif node.target in RESHAPES and (origin := _origin(node)) is not None and not _escapes(node):
+            node.replace_all_uses_with(origin)
     graph.eliminate_dead_code()
     left = sorted({OPS[node.target].name for node in graph.nodes if node.target in OPS and not OPS[node.target].opaque})
     if left:
@@ -33,6 +36,16 @@ def _whole(cat: Node) -> Node | None:
         offset = offset + node.meta["val"].shape[dim]
     base = pieces[0][0]
     return base if tuple(base.meta["val"].shape) == tuple(shape) else None
+
+
+def _origin(view: Node) -> Node | None:
+    """The tensor that was given another shape and is given its own again here. (Inductor fixes the memory of what it reshapes, and would
+    copy a product that could have been written where it is read.)"""
+    value, source = view.meta["val"], view.args[0]
+    while source.target in RESHAPES:
+        source = source.args[0]
+    before = source.meta["val"]
+    return source if (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype) else None
 
 
 def _escapes(node: Node) -> bool:

@@ -24,8 +24,9 @@ def run(graph: Graph, context: Context) -> None:
         if node.op != "call_function" or node in backward:
             continue
         if node.target is operator.getitem:
-            small = plan.recompute is not None and node.args[0] in again and _is_small(node)
-            policy = CheckpointPolicy.MUST_SAVE if small else node.args[0].meta.get("recompute")
+            policy = node.args[0].meta.get("recompute")
+            if plan.recompute is not None and node.args[0] in again and _is_small(node):
+                node.meta["pinned"] = True  # the partitioner never asks what a member of a result is tagged with: see `partition`
         elif random(node):  # its numbers would have to be drawn again from the same state
             policy = CheckpointPolicy.MUST_SAVE
         elif again and (node in again or cost(node) is not Cost.MATMUL):
@@ -38,7 +39,7 @@ def run(graph: Graph, context: Context) -> None:
 
 def _is_small(member: Node) -> bool:
     value = member.args[0].meta["val"]
-    return isinstance(value, (tuple, list)) and tensor_bytes(member.meta.get("val")) <= SMALL * sum(map(tensor_bytes, value))
+    return isinstance(value, (tuple, list)) and 0 < tensor_bytes(member.meta.get("val")) <= SMALL * sum(map(tensor_bytes, value))
 
 
 _POLICY = {Cost.POINTWISE: CheckpointPolicy.MUST_RECOMPUTE, Cost.MATMUL: CheckpointPolicy.MUST_SAVE}

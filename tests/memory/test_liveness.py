@@ -52,3 +52,20 @@ def test_views_are_no_memory_of_their_own_and_keep_the_whole_alive():
 
 def test_what_nobody_reads_is_given_back_at_once():
     assert peak(lambda a, b: (a @ b, (a @ a).sum())[1]).peak < 2.1 * SQUARE
+
+
+def test_a_product_is_written_where_a_concatenation_stands():
+    def fn(a, b):
+        wide = torch.cat([a @ b, a.new_zeros(N, N)], 1)
+        return wide @ wide.t()
+
+    assert peak(fn).peak == 3 * SQUARE  # two for what is concatenated, one for the product
+
+
+def test_a_product_that_others_read_is_copied_into_a_concatenation():
+    def fn(a, b):
+        first = a @ b
+        wide = torch.cat([first, a.new_zeros(N, N)], 1)
+        return wide @ wide.t(), first @ b
+
+    assert peak(fn).peak == 4 * SQUARE

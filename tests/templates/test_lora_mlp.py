@@ -49,6 +49,15 @@ def test_real_size(gpu_only, device, error, bound, rows, columns, ranks):
     check(rows, columns, ranks, device, torch.bfloat16, "silu", error, bound, extra=ranks[1] + ranks[2])
 
 
+def test_the_gradient_in_place_of_what_it_is_of(device):
+    grad, gate_up, down, xa = inputs(70, 96, (16, 16, 16), device, torch.float16)
+    expected = lora_mlp.backward(grad, gate_up, down, xa, (16, 16), width=200)
+    room = torch.cat([gate_up, gate_up.new_zeros(70, 8)], 1)
+    both, *sums = lora_mlp.backward(grad, room[:, :192], down, xa, (16, 16), both=room)
+    assert both is room and torch.equal(both[:, :192], expected[0][:, :192]) and not both[:, 192:].any()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(sums, expected[1:]))
+
+
 def test_the_same_bits_every_time(device):
     arguments = inputs(70, 96, (16, 16, 16), device, torch.float16)
     first, second = (lora_mlp.backward(*arguments, (16, 16)) for _ in range(2))
@@ -70,7 +79,7 @@ def arguments(request, device):
     return make
 
 
-def provided(name, arguments):
+def provided(name, arguments, dying=()):
     """(what a provider gives, the reference's, fp64's) for each output and gradient."""
     from tests.ops.checks import wide
     from tunecompile.ops import lora_mlp as op
@@ -78,14 +87,16 @@ def provided(name, arguments):
     forward, backward = (next(p for p in o.providers if p.name == name).run for o in (op, op.backward_op))
     reference, exact = op.reference(*arguments), op.reference(*wide(arguments))
     saved = [torch.randn(reference[0].shape, device=reference[0].device).to(reference[0].dtype), *arguments, *reference[1:]]
+    told = {"dying": dying} if dying else {}
     return [*zip(forward(*arguments, used=[True] * 4), reference, exact),
-            *zip(backward(*saved), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
+            *zip(backward(*saved, **told), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
 
 
+@pytest.mark.parametrize("dying", [(), ("out1",)])
 @pytest.mark.parametrize("activation", REFERENCE)
-def test_provider(error, arguments, activation):
+def test_provider(error, arguments, activation, dying):
     """No further from fp64 than the reference, within a factor."""
-    for mine, theirs, best in provided("joined", arguments(activation, torch.float16)):
+    for mine, theirs, best in provided("joined", arguments(activation, torch.float16), dying):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.float16).eps / 2)
 

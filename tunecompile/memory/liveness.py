@@ -56,12 +56,22 @@ def extent(graph: Graph) -> Extent:
     for node in nodes[:-1]:
         peak = max(peak, live + _workspace(node))
         if roots[node] is node:
+            if node.target is torch.ops.aten.cat.default:
+                live -= _take_over(node, roots, last, place, returned, dying)
             live += tensor_bytes(node.meta.get("val"))
             peak = max(peak, live)
             if node not in last:
                 live -= tensor_bytes(node.meta.get("val"))
         live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
     return Extent(peak, sum(tensor_bytes(node.meta.get("val")) for node in returned))
+
+
+def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:
+    """Bytes of the products that nobody reads but this concatenation: they were written where it stands."""
+    found = {root for source in cat.all_input_nodes if (root := roots[source]) is not None and root.target is torch.ops.aten.mm.default
+             and last.get(root) == place[cat] and root not in returned and root.meta["val"].numel() == source.meta["val"].numel()}
+    dying[place[cat]] = [source for source in dying.get(place[cat], ()) if source not in found]
+    return sum(tensor_bytes(root.meta["val"]) for root in found)
 
 
 def _workspace(node: Node) -> int:
@@ -104,8 +114,7 @@ def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
 
 def _viewed(node: Node) -> Node | None:
     """The tensor a view is of."""
-    views = node.target is torch.ops.aten._unsafe_view.default or returns_view(node.target)
-    return next(iter(node.all_input_nodes), None) if views else None
+    return next(iter(node.all_input_nodes), None) if returns_view(node.target) else None
 
 
 def _fused(node: Node) -> bool:

@@ -184,7 +184,7 @@ def lora_mlp_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], packed
 @lora_mlp.backward_op.provider("joined", because="the adapters' sums are taken in the pass that makes the gradients: 0.47 ms, apart 0.54 (8192x14336, H200)",
                                refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type,
                                activation, *_: _refuse(x, weights, packed, a, b, activation))
-def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, out1, out2, out3):
+def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, out1, out2, out3, *, dying=()):
     from tunecompile.templates import lora as pieces
 
     base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
@@ -198,7 +198,11 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
         pieces.append_columns(gb, both, 2 * rows[0])
         return both @ base.stacked(WIDE, x, a, x.shape[-1]), gb
 
-    return _joined(x, a, b, scales, rows[0], activation, out1, out2, out3, through_down, through_wide, lora.padded)
+    width = lora.padded(sum(rows[WIDE]) + a[0].shape[0] + a[1].shape[0])
+    gate_up = out1.reshape(-1, sum(rows[WIDE]))
+    both = with_room(gate_up, width) if "out1" in dying else None
+    return _joined(x, a, b, scales, rows[0], activation, gate_up if both is None else both[:, :sum(rows[WIDE])], out2, out3,
+                   through_down, through_wide, both, width)
 
 
 @lora_mlp.backward_op.provider("joined_fp8", precision="fp8", because=fp8.BECAUSE, refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b,
@@ -217,18 +221,22 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     def through_wide(both, adapter):
         return product(WIDE, both, adapter, x.shape[-1])
 
-    return _joined(x, a, b, scales, rows[0], activation, out1, out2, out3, through_down, through_wide, lambda width: 2 * rows[0])
+    return _joined(x, a, b, scales, rows[0], activation, out1.reshape(-1, sum(rows[WIDE])), out2, out3, through_down, through_wide, None, sum(rows[WIDE]))
 
 
-def _joined(x, a, b, scales, inner, activation, gate_up, xa, xa_down, through_down, through_wide, width) -> list[Tensor]:
+def with_room(gate_up: Tensor, width: int) -> Tensor:
+    """[gate | up | 0], for its gradient to take its place. Inductor lets a product write there, so that nothing is copied."""
+    return torch.cat([gate_up, gate_up.new_zeros(gate_up.shape[0], width - gate_up.shape[1])], 1)
+
+
+def _joined(x, a, b, scales, inner, activation, gate_up, xa, xa_down, through_down, through_wide, both, width) -> list[Tensor]:
     """The backward around the template. through_down(scale B) -> (d_act, dY B, dY); through_wide([d_gate | d_up | room], scale B's on a
-    diagonal) -> (dX, d_gate B | d_up B)."""
+    diagonal) -> (dX, d_gate B | d_up B). both: where the gradient of gate_up [T, 2F] is written, [T, width]; None to take new memory."""
     from tunecompile.templates import lora_mlp as template
 
     ranks = [m.shape[0] for m in a]
     d_act, gb, g = through_down(lora.on_diagonal(b[DOWN], scales[DOWN], x.dtype))
-    both, db_gate, db_up, da_down = template.backward(d_act, gate_up.reshape(-1, 2 * inner), gb, xa, ranks[:2], activation,
-                                                      width=width(2 * inner + ranks[0] + ranks[1]))
+    both, db_gate, db_up, da_down = template.backward(d_act, gate_up, gb, xa, ranks[:2], activation, both=both, width=width)
     dx, gb = through_wide(both, lora.on_diagonal(b[WIDE], scales[WIDE], x.dtype))
     da_gate, da_up = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[:2])
     d_a, d_b = (da_gate, da_up, da_down), (db_gate.t() * scales[0], db_up.t() * scales[1], (g.t() @ xa_down) * scales[2])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunecompile.op import Cost, op
 from tunecompile.ops import lora
-from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp
+from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp, with_room
 from tunecompile.ops.rms_norm import compute_dtype
 
 
@@ -115,10 +115,11 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
-        gate_up = left[:count] @ wide[:2 * inner].t()
+        both = with_room(left[:count] @ wide[:2 * inner].t(), wide.shape[0])
+        gate_up = both[:, :2 * inner]
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
-        both = template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, width=wide.shape[0])
+        template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both=both)
         gb_wide.append(both[:, :2 * inner] @ through_wide)
         rooms.append_columns(gb_wide[-1], both, 2 * inner)
         rooms.append_rows(both @ wide[:, :columns], dx, piece.start)

@@ -1,0 +1,103 @@
+"""What a layer computes again makes way for its gradient, so that both are never there."""
+
+import importlib
+import operator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tunecompile.memory.liveness import extent
+from tunecompile.ops import lora_mlp
+from tunecompile.passes import lower
+from tunecompile.pipeline import Context
+
+TOKENS, HIDDEN, INNER, RANK = 4096, 2048, 8192, 16
+aten = torch.ops.aten
+dies = importlib.import_module("tunecompile.passes.lower.choose_provider")._dies  # the package has the pass by that name
+
+
+def backward_graph(again: bool) -> GraphModule:
+    """The backward of an MLP with adapters on fake GPU tensors. again: it computes gate|up itself."""
+    graph, mode = Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        def placeholder(name, *shape):
+            node = graph.placeholder(name)
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            return node
+
+        x, grad = placeholder("x", 1, TOKENS, HIDDEN), placeholder("tangents_1", 1, TOKENS, HIDDEN)
+        weights = [placeholder(f"w{i}", *shape) for i, shape in enumerate([(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)])]
+        a = [placeholder(f"a{i}", RANK, width) for i, width in enumerate([HIDDEN, HIDDEN, INNER])]
+        b = [placeholder(f"b{i}", rows, RANK) for i, rows in enumerate([INNER, INNER, HIDDEN])]
+        saved = placeholder("gate_up", 1, TOKENS, 2 * INNER), placeholder("xa", TOKENS, 2 * RANK), placeholder("xa_down", TOKENS, RANK)
+        given = (x, weights, [], [], [], [], [], a, b, [1.0] * 3, [INNER, INNER, HIDDEN], 0, "", "silu")
+
+        def call(op, *args):
+            node = graph.call_function(op.overload, args)
+            node.meta["val"] = node.target(*torch.fx.map_arg(list(args), lambda n: n.meta["val"]))
+            return node
+
+        def member(node, i):
+            made = graph.call_function(operator.getitem, (node, i))
+            made.meta["val"] = node.meta["val"][i]
+            return made
+
+        gate_up = member(call(lora_mlp, *given), 1) if again else saved[0]
+        found = call(lora_mlp.backward_op, grad, *given, gate_up, *saved[1:])
+        graph.output(tuple(member(found, i) for i in range(7)))
+        module = GraphModule(torch.nn.Module(), graph)
+        context = Context("layer")
+        for each in (lower.choose_provider, lower.cleanup):
+            each.run(module.graph, context)
+    assert not context.notes, context.notes
+    return module
+
+
+def wide(graph):
+    return [node for node in graph.nodes if node.target is aten.cat.default and node.meta["val"].shape[-1] > 2 * INNER]
+
+
+@pytest.mark.gpu
+def test_what_is_computed_again_is_written_where_its_gradient_goes():
+    (room,) = wide(backward_graph(True).graph)
+    product = room.args[0][0]
+    assert product.target is aten.mm.default and list(product.users) == [room]
+
+
+@pytest.mark.gpu
+def test_what_was_saved_stays_as_it_is():
+    assert not wide(backward_graph(False).graph)
+
+
+@pytest.mark.gpu
+def test_both_are_never_there():
+    """Computing gate|up again needs no more memory than where they were saved: their gradient takes their place."""
+    again, saved = (extent(backward_graph(kind).graph).peak for kind in (True, False))
+    assert again < saved + TOKENS * INNER  # a quarter of gate|up
+
+
+def named(fn, *values):
+    """The graph of `fn`, and its calls by name."""
+    graph = make_fx(fn)(*values).graph
+    return graph, {node.name: node for node in graph.nodes}
+
+
+def test_a_product_dies_where_one_call_reads_it():
+    graph, nodes = named(lambda x, y: ((x @ y).view(2, 2, 4).relu(), x.view(2, 8).relu()), torch.randn(4, 4), torch.randn(4, 4))
+    assert dies(nodes["view"]) and not dies(nodes["view_1"])  # of a product; of an input
+    graph, nodes = named(lambda x, y: ((z := x @ y).view(2, 8).relu(), z.exp()), torch.randn(4, 4), torch.randn(4, 4))
+    assert not dies(nodes["view"])  # `exp` reads it too
+
+
+def test_a_shape_given_and_taken_back():
+    def fn(x, y):
+        z = x @ y
+        return z.view(2, 2, 4).view(4, 4).relu(), z.view(2, 8).view(8, 2).exp()
+
+    graph, _ = named(fn, torch.randn(4, 4), torch.randn(4, 4))
+    lower.cleanup.run(graph, Context("layer"))
+    (relu,), (exp,) = ([node for node in graph.nodes if node.target is target] for target in (aten.relu.default, aten.exp.default))
+    assert relu.args[0].target is aten.mm.default and exp.args[0].target is aten.view.default
