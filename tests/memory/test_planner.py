@@ -89,3 +89,11 @@ def test_budgets(spec, expected):
 def test_what_is_no_budget(spec):
     with pytest.raises(UnknownBudget, match="is no budget"):
         budget_bytes(spec, HostGauge())
+
+
+def test_the_last_layer_stays_where_others_wait_on_the_host():
+    options = (Option(KEEP, 100, 0, 0, 0.0), Option(Plan(frozenset({0})), 40, 0, 10, 5.0), Option(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40))
+    (made,) = choose([Stack(4, options)], room=130).options  # three layers' copies and the room to compute again
+    assert [option.offloaded for option in made] == [40, 40, 40, 0]
+    (made,) = choose([Stack(4, options)], room=130, tail=100).options  # what the head needs comes on top of what stays
+    assert [option.offloaded for option in made] == [40] * 4

@@ -113,7 +113,18 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
             best = found
         if best.fits and best.ms <= sum(stack.layers * min(o.ms for o in stack.options) for stack in stacks):
             break
-    return best
+    return _keep_last(best, stacks, room, tail)
+
+
+def _keep_last(choice: Choice, stacks: Sequence[Stack], room: int, tail: int) -> Choice:
+    """What the last layer saved is read at once: no work hides its copies. It stays, where there is room for it."""
+    last = choice.options[-1][-1]
+    stays = next((o for o in stacks[-1].options if o.plan == last.plan and not o.offloaded), None)
+    if not last.offloaded or stays is None:
+        return choice
+    options = (*choice.options[:-1], (*choice.options[-1][:-1], stays))
+    needed = peak(options, tail)
+    return Choice(options, needed, needed <= room) if needed <= max(room, choice.peak) else choice
 
 
 def _rank(choice: Choice) -> tuple[bool, float]:
