@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from tunecompile._torch import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
+from tunecompile.memory.attention import compute_again
 from tunecompile.memory.kept import replaceable
 from tunecompile.memory.menu import Cut
 from tunecompile.memory.planner import Plan
@@ -66,7 +67,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
-        forward, backward = _cut(gm, joint_inputs, kwargs)
+        forward, backward = _cut(gm, joint_inputs, kwargs, self.context.plan)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
@@ -75,16 +76,18 @@ class Partitioner(_Hook, CustomPartitionerFn):
         """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
         trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
-        graphs = _cut(trial, joint_inputs, kwargs)
+        graphs = _cut(trial, joint_inputs, kwargs, plan)
         for graph in graphs:
             run_stage(self.passes, "lower", graph.graph, context)
         return graphs
 
 
-def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward graph."""
+def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward graph, with what the partitioner's tags cannot say."""
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     _save_pinned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+    if plan.attention:
+        compute_again(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
     return forward, backward
 
 

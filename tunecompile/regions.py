@@ -237,7 +237,7 @@ def _suffix(plan: Plan | None) -> str:
     if plan is None:
         return ""
     again = "_checkpointed" if plan.recompute is None else f"_recomputes_{'_'.join(map(str, sorted(plan.recompute)))}" if plan.recompute else ""
-    return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "") + ("_keeps_weights" if plan.weights else "")
+    return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "") + ("_keeps_weights" if plan.weights else "") + ("_attention" if plan.attention else "")
 
 
 class Slot:

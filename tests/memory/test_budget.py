@@ -10,6 +10,7 @@ import tunecompile
 from tests.models import zoo
 from tunecompile import partition
 from tunecompile.compare.meters import count_saved_bytes
+from tunecompile.memory import menu
 from tunecompile.memory.planner import RECOMPUTE
 from tunecompile.ops import lora_linear
 
@@ -284,3 +285,20 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     assert sum(map(len, read.values())) > 4
     read.pop(RECOMPUTE.key)
     assert not any(1 in indices for calls in read.values() for indices in calls)  # xa
+
+
+def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
+    inner, courses = menu.survey, []
+
+    def survey(cut, candidates):
+        courses.append(candidates)
+        if len(courses) == 3:
+            raise RuntimeError("cannot be cut like that")
+        return inner(cut, candidates)
+
+    monkeypatch.setattr(menu, "survey", survey)
+    model = build("1KiB")
+    same(step(model), plain())
+    report = tunecompile.report(model)
+    assert any(plan["recompute"] for plan in report.memory["plans"])
+    assert any("not all memory plans" in note and "cannot be cut like that" in note for note in report.notes)

@@ -28,7 +28,7 @@ def test_what_is_chosen_fits_or_says_that_it_does_not(stacks, room, tail):
     choice = choose(stacks, room, tail)
     assert [len(options) for options in choice.options] == [stack.layers for stack in stacks]
     assert all(option in stack.options for stack, options in zip(stacks, choice.options) for option in options)
-    assert choice.peak == peak(choice.options, tail)
+    assert choice.peak == peak(choice.options, tail, choice.ahead)
     assert choice.fits == (choice.peak <= room)
 
 
@@ -97,3 +97,15 @@ def test_the_last_layer_stays_where_others_wait_on_the_host():
     assert [option.offloaded for option in made] == [40, 40, 40, 0]
     (made,) = choose([Stack(4, options)], room=130, tail=100).options  # what the head needs comes on top of what stays
     assert [option.offloaded for option in made] == [40] * 4
+
+
+def test_copies_go_one_layer_ahead_where_there_is_no_room_for_two():
+    stack = Stack(6, (Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100)))
+    assert [choose([stack], room).ahead for room in (700, 320, 220)] == [2, 2, 1]
+    assert choose([stack], 220).fits and not choose([stack], 200).fits
+
+
+def test_copies_go_one_layer_ahead_where_that_is_faster():
+    options = (Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100), Option(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50))
+    made = choose([Stack(6, options)], 260)
+    assert made.ahead == 1 and made.fits and made.ms < 1

@@ -152,9 +152,12 @@ class Budget:
                     break
             else:
                 self.menus[region] = replace(self.menus[region], whole=True)
-        except Exception as error:  # the step goes on without a plan
-            self.notes.append(f"no memory plan for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
-            return self._without()
+        except Exception as error:  # the step goes on with what was surveyed before, or without a plan
+            missing = "not all memory plans" if region in self.menus and id(self.running) in self.options else "no memory plan"
+            self.notes.append(f"{missing} for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
+            if missing == "no memory plan":
+                return self._without()
+            self.menus[region] = replace(self.menus[region], whole=True)
         return self.options[id(self.running)].plan
 
     def retreat(self, missing: int | None, restarts: bool = False) -> bool:
@@ -225,6 +228,8 @@ class Budget:
             rates(self.device, self._dtype())  # while there is memory to measure with: it may be needed when there is none
         self.shortfall = None
         self.offloading = any(option.offloaded for options in choice.options for option in options)
+        if self.offload is not None:
+            self.offload.ahead = choice.ahead
         if self.replays is not None:
             self.replays.allowed = recordings
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
@@ -321,7 +326,7 @@ class Budget:
     def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""
         if plan.recompute is None:
-            return ("everything",)
+            return ("everything", "attention") if plan.attention else ("everything",)
         names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
         return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
 

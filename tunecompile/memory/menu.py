@@ -6,7 +6,7 @@ code generation, so that bytes are those of the real graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from tunecompile._torch import fake_mode_of, size_hint
+from tunecompile.memory.attention import repeatable
 from tunecompile.memory.liveness import extent, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
 from tunecompile.memory.rates import ALLOWANCE, Rates
@@ -98,10 +99,13 @@ def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
 
 
 def courses(graph: Graph) -> Iterator[list[Plan]]:
-    """What to survey, one course after another until something fits: all that is kept, what is computed again, and what is computed in pieces."""
+    """What to survey, one course after another until something fits: all that is kept, what is computed again, what is computed in pieces,
+    and last attention, which takes longest at the lengths at which all else does not do."""
     yield [KEEP]
     yield [plan for plan in plans(graph) if plan != KEEP]
     yield from filter(None, (tiled_plans(graph, tiles) for tiles in TILES))
+    if any(map(repeatable, graph.nodes)):
+        yield [replace(plan, attention=True) for plan in (RECOMPUTE, *(Plan(None, tiles) for tiles in TILES if tiled_plans(graph, tiles)))]
 
 
 TILES = (4, 16)  #: pieces of the tokens: they come last, since the graphs of many pieces take seconds to trace

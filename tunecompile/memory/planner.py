@@ -18,24 +18,26 @@ from typing import Sequence
 @dataclass(frozen=True)
 class Plan:
     """What a layer computes again in its backward pass: the matrix products and attentions of these numbers, in the order of its
-    forward graph, beside all that is cheap. None: everything, as gradient checkpointing does. tiles: in how many pieces of the tokens
-    it computes what can be computed so and is wide inside. weights: whether its frozen weights stay as matrix products read them, from
-    one step to the next."""
+    forward graph, beside all that is cheap. None: everything but attention. tiles: in how many pieces of the tokens it computes what can be
+    computed so and is wide inside. weights: whether its frozen weights stay as matrix products read them, from one step to the next.
+    attention: whether it is computed again, too, where it draws no random numbers."""
 
     recompute: frozenset[int] | None = frozenset()
     tiles: int = 1
     weights: bool = False
+    attention: bool = False
 
     @property
     def key(self) -> str:
         again = "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
-        return again + (f" in {self.tiles}" if self.tiles > 1 else "") + (" with weights" if self.weights else "")
+        return again + (f" in {self.tiles}" if self.tiles > 1 else "") + (" with weights" if self.weights else "") + (" and attention" if self.attention else "")
 
 
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
-AHEAD = 2  #: layers before the one that runs whose copies are on the device too: on their way to the host, or back from it
+AHEAD = 2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it; 1 where that is all there is room for
+WORTH = 0.99  #: of the time with that many: with fewer, a layer that takes less time than the one before waits for its copies
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,9 @@ class Option:
     ms: float
     offloaded: int = 0
 
-    @property
-    def passing(self) -> int:
+    def passing(self, ahead: int) -> int:
         """Bytes that are needed while the layer runs among its like, and no longer."""
-        return max(self.forward, self.backward) + (1 + AHEAD) * self.offloaded
+        return max(self.forward, self.backward) + (1 + ahead) * self.offloaded
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Choice:
-    """For each stack an option for each layer; the bytes the regions need at the peak; whether that fits."""
+    """For each stack an option for each layer; the bytes the regions need at the peak; whether that fits; how many layers ahead copies go."""
 
     options: tuple[tuple[Option, ...], ...]
     peak: int
     fits: bool
+    ahead: int = AHEAD
 
     @property
     def ms(self) -> float:
@@ -85,19 +87,19 @@ def hull(options: Sequence[Option]) -> list[Option]:
     return best
 
 
-def peak(stacks: Sequence[Sequence[Option]], tail: int) -> int:
+def peak(stacks: Sequence[Sequence[Option]], tail: int, ahead: int = AHEAD) -> int:
     """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward."""
     order = [option for stack in stacks for option in stack]
     held, highest = 0, tail
     for place, option in enumerate(order):
-        highest = max(highest, held + option.held + copies(order, place) + max(option.forward, option.backward))
+        highest = max(highest, held + option.held + copies(order, place, ahead) + max(option.forward, option.backward))
         held += option.held
     return max(highest, held + tail)
 
 
-def copies(order: Sequence[Option | None], place: int) -> int:
+def copies(order: Sequence[Option | None], place: int, ahead: int = AHEAD) -> int:
     """Bytes on the device while this layer runs, its own and those of the layers before it, of what waits on the host otherwise."""
-    return sum(option.offloaded for option in order[max(0, place - AHEAD):place + 1] if option is not None)
+    return sum(option.offloaded for option in order[max(0, place - ahead):place + 1] if option is not None)
 
 
 def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None = None) -> Choice:
@@ -105,15 +107,21 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
 
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
+    far, near = (_choose(stacks, room, tail, host, ahead) for ahead in (AHEAD, 1))
+    better = near.fits and near.ms < WORTH * far.ms if far.fits else _rank(near) < _rank(far)
+    return _keep_last(near if better else far, stacks, room, tail)
+
+
+def _choose(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
     best = None
-    for ceiling in _ceilings(stacks):
-        allowed = [Stack(stack.layers, tuple(o for o in stack.options if o.passing <= ceiling)) for stack in stacks]
-        found = _descend(allowed, room, tail, host)
+    for ceiling in _ceilings(stacks, ahead):
+        allowed = [Stack(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks]
+        found = _descend(allowed, room, tail, host, ahead)
         if best is None or _rank(found) < _rank(best):
             best = found
         if best.fits and best.ms <= sum(stack.layers * min(o.ms for o in stack.options) for stack in stacks):
             break
-    return _keep_last(best, stacks, room, tail)
+    return best
 
 
 def _keep_last(choice: Choice, stacks: Sequence[Stack], room: int, tail: int) -> Choice:
@@ -123,25 +131,25 @@ def _keep_last(choice: Choice, stacks: Sequence[Stack], room: int, tail: int) ->
     if not last.offloaded or stays is None:
         return choice
     options = (*choice.options[:-1], (*choice.options[-1][:-1], stays))
-    needed = peak(options, tail)
-    return Choice(options, needed, needed <= room) if needed <= max(room, choice.peak) else choice
+    needed = peak(options, tail, choice.ahead)
+    return Choice(options, needed, needed <= room, choice.ahead) if needed <= max(room, choice.peak) else choice
 
 
 def _rank(choice: Choice) -> tuple[bool, float]:
     return not choice.fits, choice.ms if choice.fits else choice.peak
 
 
-def _ceilings(stacks: Sequence[Stack]) -> list[int]:
+def _ceilings(stacks: Sequence[Stack], ahead: int) -> list[int]:
     """From the highest on, each a tenth lower at least, to the lowest under which every layer has an option."""
-    lowest = max(min(o.passing for o in stack.options) for stack in stacks)
+    lowest = max(min(o.passing(ahead) for o in stack.options) for stack in stacks)
     found: list[int] = []
-    for bytes_ in sorted({o.passing for stack in stacks for o in stack.options}, reverse=True):
+    for bytes_ in sorted({o.passing(ahead) for stack in stacks for o in stack.options}, reverse=True):
         if not found or lowest < bytes_ <= 0.9 * found[-1]:
             found.append(bytes_)
     return found if found[-1] <= lowest else [*found, lowest]
 
 
-def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None) -> Choice:
+def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
     """Layer after layer along the hull of its options, until the step fits."""
     hulls = [hull(stack.options) for stack in stacks]
     at = [[0] * stack.layers for stack in stacks]
@@ -149,16 +157,16 @@ def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None) ->
     def options() -> tuple[tuple[Option, ...], ...]:
         return tuple(tuple(hulls[s][level] for level in levels) for s, levels in enumerate(at))
 
-    best = Choice(options(), needed := peak(options(), tail), needed <= room)
+    best = Choice(options(), needed := peak(options(), tail, ahead), needed <= room, ahead)
     while not best.fits:
         left = None if host is None else host - sum(option.offloaded for stack in options() for option in stack)
         if not (moves := list(_moves(hulls, at, left))):
             break
         _, stack, layer, level = min(moves)
         at[stack][layer] = level
-        needed = peak(options(), tail)
+        needed = peak(options(), tail, ahead)
         if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
-            best = Choice(options(), needed, needed <= room)
+            best = Choice(options(), needed, needed <= room, ahead)
     return best
 
 

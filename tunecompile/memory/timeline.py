@@ -95,7 +95,7 @@ def phases(budget: Budget) -> list[Phase]:
     held, forwards, backwards = 0, [], []
     for place, option in enumerate(options):
         keeps, ahead, back = (option.held, option.forward, option.backward) if option else (0, 0, 0)
-        moving = copies(options, place)
+        moving = copies(options, place, budget.admitted.choice.ahead)
         manner = _manner(option)
         after = held + keeps
         forwards.append(Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place))))
