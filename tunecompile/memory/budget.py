@@ -44,6 +44,7 @@ class Admission:
     room: int
     choice: Choice
     weights: int = 0  #: bytes of frozen weights kept dequantised
+    seen: bool = True  #: whether every layer's graph was known, or has no backward
 
     @property
     def peak(self) -> int:
@@ -81,6 +82,7 @@ class Budget:
     last: int = -1  #: place of the layer that was called last
     exceeded: bool = False
     steps: int = 0
+    began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
     pressed: bool = False  #: whether the device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
@@ -116,6 +118,7 @@ class Budget:
         self.last = place
         if not self.asked:  # once a step, at its first layer
             self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
+            self.began = self.began or self.steps
             self._review(tokens)
             self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
         self.trace.note("forward", place)
@@ -189,17 +192,27 @@ class Budget:
 
     def _review(self, tokens: int) -> None:
         """Before a step's first layer."""
-        if self.admitted is None or not self.menus or self._still_serves(tokens):
+        if self.admitted is None or not self.menus or (self._still_serves(tokens) and self._finished()):
             return
         self._admit(tokens)
         if not self.admitted.choice.fits:
             self._survey_again()
+
+    def _finished(self) -> bool:
+        """Whether the plan was made with all that there is to know: every kind of layer has been seen, and all their plans where none fits."""
+        guessed = not self.admitted.seen and self.steps > self.began
+        return not guessed and (self.admitted.choice.fits or all(found.whole for found in self.menus.values()))
+
+    def _all_seen(self) -> bool:
+        """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
+        return self.steps > self.began or all(id(slot.region) in self.menus for slot in self.layers)
 
     def _survey_again(self) -> bool:
         """Where not every plan there is was surveyed, the layers' graphs have to be seen once more."""
         again = any(not found.whole for found in self.menus.values())
         if again:
             self.options.clear()
+            self.began = self.steps
         return again
 
     def _still_serves(self, tokens: int) -> bool:
@@ -222,7 +235,7 @@ class Budget:
         records = self.replays is not None and self.replays.recorder.device == self.device.type
         recordings = records and 2 * choice.peak <= room  # they keep a step's memory for good
         choice, weights = self._keep_weights(choice, slots, room - (2 if recordings else 1) * choice.peak)
-        self.admitted = Admission(tokens, resident, room, choice, weights)
+        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen())
         self.plans += 1
         if self.tight:
             rates(self.device, self._dtype())  # while there is memory to measure with: it may be needed when there is none
@@ -232,7 +245,8 @@ class Budget:
             self.offload.ahead = choice.ahead
         if self.replays is not None:
             self.replays.allowed = recordings
-        self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)}
+        self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)
+                        if id(slot.region) in self.menus}
         if not choice.fits and not self.pressed:
             self._note_shortfall(choice.peak - room)
 
@@ -251,8 +265,7 @@ class Budget:
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
         needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
-        known = all(id(slot.region) in self.menus for layers in slots for slot in layers)
-        kept = known and all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
+        kept = self._all_seen() and all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
         if self.kept is None or not needed or not kept or needed > left:
             if self.kept is not None and self.kept.matrices:
                 self.kept.release()
@@ -263,7 +276,8 @@ class Budget:
         return replace(choice, options=options), needed
 
     def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
-        """Layers of one region after another's are a stack. A region nobody has surveyed is taken for one that was."""
+        """Layers of one region after another's are a stack. A region nobody has surveyed yet is taken for one that was, until a whole step has
+        passed: then none of its graphs has a backward, and its layers hold nothing."""
         known = next(iter(self.menus.values()))
         slots: list[list[Any]] = []
         for slot in self.layers:
@@ -274,6 +288,9 @@ class Budget:
             self.speed = rates(self.device, self._dtype())
         stacks = []
         for layers in slots:
+            if id(layers[0].region) not in self.menus and self._all_seen():
+                stacks.append(Stack(len(layers), (Option(KEEP, 0, 0, 0, 0.0),)))
+                continue
             found = self.menus.get(id(layers[0].region), known)
             stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self.speed, self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
