@@ -20,6 +20,7 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
          "tunecompile": "**tunecompile**", "tunecompile-fp8": "**tunecompile, FP8**"}
 
 
+COLUMNS = 3  #: panels side by side in the picture
 PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 
@@ -123,8 +124,11 @@ def draw(results: list[dict], path: Path) -> None:
     from tunecompile.compare.plots import STYLE, colour
 
     with pyplot.rc_context(STYLE):
-        figure, panels = pyplot.subplots(1, len(results), figsize=(4.6 * len(results), 2.6), layout="constrained", squeeze=False)
-        for axes, result in zip(panels[0], results):
+        rows = -(-len(results) // COLUMNS)
+        figure, panels = pyplot.subplots(rows, COLUMNS, figsize=(4.6 * COLUMNS, 2.6 * rows), layout="constrained", squeeze=False)
+        for axes in panels.flat[len(results):]:
+            axes.remove()
+        for axes, result in zip(panels.flat, results):
             runs = [run for run in median_runs(result) if run["status"] == "ok"]
             bars = axes.barh([shown(run["system"]).replace("*", "") for run in runs], [run["tokens_per_s"] for run in runs],
                              color=[colour(run["system"]) for run in runs])

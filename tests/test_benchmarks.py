@@ -50,29 +50,45 @@ def test_the_readmes_table_names_the_fastest_peer(result):
     assert len(report.render_kernels(result).splitlines()) > 20
 
 
-def test_longer_rows_until_one_does_not_fit(monkeypatch, tmp_path):
-    """Rows grow while they fit, and the last is half way between what did and what did not."""
+@pytest.fixture
+def longest(monkeypatch):
+    """The script as a module; its command line is what the fixture is called with."""
     pytest.importorskip("peft")
     import torch
     from rich.console import Console
 
-    spec = importlib.util.spec_from_file_location("memory", FOLDER / "memory.py")
-    memory = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(memory)
-    trained = memory.Bench.train
-
-    def limited(self, budget, batches):
-        if batches[0]["input_ids"].numel() > 2600:
-            return {"status": "oom", "reason": "too long"}
-        return trained(self, budget, batches) if batches[0]["input_ids"].numel() < 200 else {"status": "ok", "step_ms": {"median": 1.0}, "peak_gib": 0.1,
-                                                                                            "peak_reserved_gib": None}
-
-    monkeypatch.setattr(memory.Bench, "train", limited)
+    spec = importlib.util.spec_from_file_location("longest", FOLDER / "longest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["memory.py", "longest", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--begin", "128",
-                                      "--out", str(tmp_path / "out.json")])
-    monkeypatch.setattr(memory, "GROWTH", 16)
-    given = memory.parse_arguments()
-    rows = memory.longest(given, Console(quiet=True))
-    assert [(row["shape"], row["status"]) for row in rows][:3] == [("1x128", "ok"), ("1x2048", "ok"), ("1x32768", "oom")]
-    assert rows[0]["step_ms"]["median"] > 0 and rows[0]["plan"]["predicted_peak"] > 0 and rows[-1]["status"] in ("ok", "oom") and len(rows) < 9
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", "unused.json", *arguments])
+        return module.longest(module.parse_arguments(), Console(quiet=True))
+
+    return module, run
+
+
+def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
+    """Rows grow while they fit, and the last is half way between what did and what did not."""
+    module, run = longest
+    trained = module.Bench.train
+
+    def limited(self, length):
+        return {"status": "oom", "reason": "too long"} if length > 40_000 else trained(self, length) if length < 2000 else \
+            {"status": "ok", "first_step_s": 1.0, "peak_gib": 0.1, "peak_reserved_gib": None}
+
+    monkeypatch.setattr(module.Bench, "train", limited)
+    monkeypatch.setattr(module, "GROWTH", 32)
+    rows = run("--begin", "1024")
+    assert [(row["shape"], row["status"]) for row in rows][:3] == [("1x1024", "ok"), ("1x32768", "ok"), ("1x1048576", "oom")]
+    assert rows[0]["first_step_s"] > 0 and rows[0]["memory"]["predicted_peak"] > 0
+    fitted, failed = (max(int(row["shape"][2:]) * (row["status"] == status) for row in rows[i:]) for status, i in (("ok", 0), ("oom", len(rows) - 1)))
+    assert fitted <= 40_000 and len(rows) < 12 and (rows[-1]["status"] == "ok" or failed - fitted <= 0.1 * failed)
+
+
+def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
+    module, run = longest
+    monkeypatch.setattr(module.Bench, "train", lambda self, length: {"status": "oom", "reason": "", "length": length})
+    (row,) = run("--within", "300MiB")[:1]
+    assert 1024 <= row["length"] < 1 << 20 and row["length"] % 1024 == 0

@@ -8,14 +8,16 @@ import io
 from tunecompile.compare.curves import differences
 
 COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
-           "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "tunecompile": "#2563eb", "tunecompile-fp8": "#db2777", "reference": "#111827"}
+           "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "unsloth-padding-free": "#34d399", "tunecompile": "#2563eb",
+           "tunecompile-fp8": "#db2777", "reference": "#111827"}
 STYLE = {"font.size": 10, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af",
          "axes.labelcolor": "#374151", "xtick.color": "#6b7280", "ytick.color": "#6b7280", "axes.grid": True, "grid.color": "#eef0f3",
          "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "tunecompile"}
 
 
 def colour(system: str) -> str:
-    return COLOURS.get(system, "#9ca3af")
+    """Of a system; under a budget (tunecompile@20GiB) a lighter one than without."""
+    return COLOURS.get(system, "#60a5fa" if system.startswith("tunecompile@") else "#9ca3af")
 
 
 def draw(paint, width: float = 6.2, height: float = 3.4) -> str:

@@ -1,0 +1,130 @@
+"""How long a batch can be: one row, a whole training step, while the device is held to so many bytes.
+
+    python benchmarks/longest.py --model llama-3.1-8b --within 24GiB --out benchmarks/results/longest-24.json
+
+The first row is as long as `tunecompile.estimate` says, or `--begin`; rows grow until one does not fit. Random weights and tokens. Every row is
+one step, compilation included. Time against memory is what `end_to_end.py` measures: `--systems tunecompile@8GiB,tunecompile@12GiB,...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import tunecompile
+from tunecompile.compare.data import random_batches
+from tunecompile.compare.loops import to_device
+from tunecompile.compare.machine import header
+from tunecompile.compare.meters import GIB, memory_figures, reset_memory
+from tunecompile.compare.models import load_model, precision
+from tunecompile.compare.shapes import SHAPES
+from tunecompile.compare.spec import Job, parse_shape
+from tunecompile.memory.gauge import HostGauge, budget_bytes
+
+GROWTH = 1.08  #: of a row that fitted, for the next one
+SURE = 0.97  #: of what is estimated to fit, for the first one
+STEP = 1024  #: tokens
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    parser.add_argument("--layers", type=int, help="so many layers only")
+    parser.add_argument("--within", default="24GiB", help="what the process may take of the device")
+    parser.add_argument("--host-memory", help="what may wait on the host, such as 100GiB; half of what is available, if not given")
+    parser.add_argument("--begin", type=int, help="tokens of the first row; what is estimated to fit, if not given")
+    parser.add_argument("--end", type=int, default=1 << 20, help="tokens of the longest row that is tried")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+class Bench:
+    """One model, trained for one step a row."""
+
+    def __init__(self, given: argparse.Namespace):
+        self.given, self.device = given, "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        self.job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(), lr=1e-4, device=self.device, dtype=dtype, layers=given.layers)
+        self.model = load_model(self.job).train()
+
+    def guess(self) -> int:
+        """Tokens that should fit."""
+        with precision(self.job):
+            told = tunecompile.estimate(self.model, (1, self.given.end), memory=self.given.within, host_memory=self.given.host_memory)
+        return self.given.end if told.fits else int(SURE * told.fitting_tokens) // STEP * STEP
+
+    def train(self, length: int) -> dict[str, Any]:
+        """A step, and what it took."""
+        batch = to_device(random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0], self.device)
+        tunecompile.optimize(self.model, memory=self.given.within, host_memory=self.given.host_memory,
+                             executor="inductor" if self.device == "cuda" else "eager")
+        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=self.job.lr, weight_decay=0.0, fused=True)
+        reset_memory(self.device)
+        begun = time.perf_counter()
+        try:
+            with precision(self.job):
+                loss = self.model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            report, told = tunecompile.report(self.model), loss.item()
+            return {"status": "ok", "first_step_s": time.perf_counter() - begun, **memory_figures(self.device), "losses": [told],
+                    "memory": report.memory, "notes": report.notes}
+        except torch.OutOfMemoryError as error:
+            return {"status": "oom", "reason": str(error).splitlines()[0]}
+        finally:
+            tunecompile.restore(self.model)
+            self.model.zero_grad(set_to_none=True)
+            del optimizer
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def longest(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Longer rows until one does not fit, then half way between the last two, until they are a tenth apart."""
+    within = budget_bytes(given.within, HostGauge())
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(min(1.0, within / torch.cuda.get_device_properties(0).total_memory))
+    bench, rows, fitted, failed = Bench(given), [], 0, given.end + 1
+    length = given.begin or bench.guess()
+    while fitted < length < failed:
+        row = {"system": "tunecompile", "model": given.model, "mode": given.mode, "shape": f"1x{length}", "budget_gib": within / GIB, **bench.train(length)}
+        rows.append(row)
+        show(rows, console)
+        fitted, failed = (length, failed) if row["status"] == "ok" else (fitted, length)
+        if failed <= given.end and failed - fitted <= 0.1 * failed:
+            break
+        length = int(min(GROWTH * fitted, given.end) if failed > given.end else (fitted + failed) / 2) // STEP * STEP
+    return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    row = rows[-1]
+    table = Table(box=None, show_header=len(rows) == 1)
+    for name in ("shape", "step, s", "peak, GiB", "reserved", "predicted"):
+        table.add_column(name, width=12)
+    plan = row.get("memory") or {}
+    figures = [f"{row['first_step_s']:.1f}", f"{row['peak_gib']:.2f}", f"{row['peak_reserved_gib'] or 0:.2f}",
+               f"{plan['predicted_peak'] / GIB:.2f}" if plan else ""] if row["status"] == "ok" else [row["status"], "", "", ""]
+    table.add_row(row["shape"], *figures)
+    console.print(table)
+
+
+def main() -> None:
+    given = parse_arguments()
+    result = header()
+    result["runs"] = longest(given, Console())
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    print(f"written to {given.out}")
+
+
+if __name__ == "__main__":
+    main()
