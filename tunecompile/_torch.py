@@ -110,9 +110,17 @@ def grow_segments() -> None:
     """Let torch's CUDA allocator map pages to segments that grow, and so leave less between blocks unused: 0.4 GiB instead of 1.0 under a
     budget of 10 GiB (8B, 4x2048). What the user configured stands, and pools with
     allocators of their own, as vLLM has, want whole segments (pytorch#147851)."""
-    configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if sys.platform == "linux" and not configured and "vllm" not in sys.modules and torch.cuda.get_allocator_backend() == "native":
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")) \
+        or getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()
+    if sys.platform != "linux" or configured or "vllm" in sys.modules or torch.cuda.get_allocator_backend() != "native":
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        torch.empty(1 << 25, dtype=torch.uint8, device="cuda")  # of virtual GPUs, some have no such mapping
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead

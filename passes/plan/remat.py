@@ -6,12 +6,13 @@ a product whose result nobody reads again costs no memory.
 
 import operator
 
+import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import CheckpointPolicy
 from tunecompile.memory.liveness import tensor_bytes
 from tunecompile.memory.menu import backward_nodes, cost, dear_nodes, random
-from tunecompile.op import Cost
+from tunecompile.op import Cost, returns_view
 from tunecompile.pipeline import Context, Pass
 
 SMALL = 1 / 16  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
@@ -35,6 +36,22 @@ def run(graph: Graph, context: Context) -> None:
             policy = _POLICY.get(cost(node))
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            for reader in _readers(node.args[0], backward):
+                reader.meta["recompute"], reader.meta["ac_graph_id"] = CheckpointPolicy.MUST_SAVE, 0
+
+
+def _readers(written: Node, backward: set[Node]) -> list[Node]:
+    """What the forward makes of a buffer that it then writes to: the backward would find another value there."""
+    found, pending = [], [user for user in written.users if user not in backward]
+    while pending:
+        user = pending.pop()
+        if returns_view(user.target):
+            pending += [reader for reader in user.users if reader not in backward]
+        elif user.op == "call_function" and user.target is not torch.ops.aten.copy_.default:
+            found.append(user)
+    return found
 
 
 def _is_small(member: Node) -> bool:

@@ -56,16 +56,24 @@ def test_what_nobody_reads_is_given_back_at_once():
 
 def test_a_product_is_written_where_a_concatenation_stands():
     def fn(a, b):
-        wide = torch.cat([a @ b, a.new_zeros(N, N)], 1)
+        wide = torch.cat([a @ b, torch.full((N, N), 0.0)], 1)
         return wide @ wide.t()
 
     assert peak(fn).peak == 3 * SQUARE  # two for what is concatenated, one for the product
 
 
+def test_a_product_of_another_shape_is_copied_into_a_concatenation():
+    def fn(a, b):
+        wide = torch.cat([(a @ b).view(1, N, N), torch.full((1, N, N), 0.0)], 2)
+        return wide[0] @ wide[0].t()
+
+    assert peak(fn).peak == 3 * SQUARE  # the product, and two for what is concatenated; the last product takes the place of the first
+
+
 def test_a_product_that_others_read_is_copied_into_a_concatenation():
     def fn(a, b):
         first = a @ b
-        wide = torch.cat([first, a.new_zeros(N, N)], 1)
+        wide = torch.cat([first, torch.full((N, N), 0.0)], 1)
         return wide @ wide.t(), first @ b
 
     assert peak(fn).peak == 4 * SQUARE

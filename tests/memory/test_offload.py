@@ -81,14 +81,14 @@ def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
         assert empty(offload) and not files(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["lora", "full", "checkpointed"])
+@pytest.mark.parametrize("mode", ["lora", "checkpointed"])
 def test_compiled_layers(mode):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
 
     def make_model():
         model = zoo.make("llama", num_hidden_layers=4)
-        model = model if mode == "full" else zoo.adapt(model)
+        model = zoo.adapt(model)
         if mode == "checkpointed":
             model.gradient_checkpointing_enable()
         return tunecompile.optimize(model, executor="eager")

@@ -9,9 +9,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tunecompile._torch import CheckpointPolicy
 from tunecompile.memory.liveness import extent
+from tunecompile.memory.planner import RECOMPUTE
 from tunecompile.ops import lora_mlp
-from tunecompile.passes import lower
+from tunecompile.passes import lower, plan
 from tunecompile.pipeline import Context
 
 TOKENS, HIDDEN, INNER, RANK = 4096, 2048, 8192, 16
@@ -101,3 +103,18 @@ def test_a_shape_given_and_taken_back():
     lower.cleanup.run(graph, Context("layer"))
     (relu,), (exp,) = ([node for node in graph.nodes if node.target is target] for target in (aten.relu.default, aten.exp.default))
     assert relu.args[0].target is aten.mm.default and exp.args[0].target is aten.view.default
+
+
+def test_what_is_made_of_a_buffer_that_the_layer_writes_is_saved():
+    """A running statistic, say: the backward would read the new one."""
+    def joint(primals_1, primals_2, tangents_1):
+        scale = primals_1.view(-1).mul(0.9)
+        out = (primals_2 / scale).relu()
+        grad = (tangents_1 - out) / scale
+        primals_1.copy_(scale)
+        return out, grad
+
+    graph, _ = named(joint, torch.ones(4), torch.randn(3, 4), torch.randn(3, 4))
+    plan.remat.run(graph, Context("layer", RECOMPUTE))
+    tags = {node.target: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
+    assert tags[aten.mul.Tensor] is CheckpointPolicy.MUST_SAVE and tags[aten.relu.default] is CheckpointPolicy.MUST_RECOMPUTE

@@ -144,6 +144,7 @@ class Budget:
     def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
         """Inside the compilation of the running layer: survey its graph and plan for all layers."""
         region, tokens = id(self.running.region), self.tokens
+        before = self.menus.get(region)
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
             rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
@@ -156,11 +157,13 @@ class Budget:
             else:
                 self.menus[region] = replace(self.menus[region], whole=True)
         except Exception as error:  # the step goes on with what was surveyed before, or without a plan
-            missing = "not all memory plans" if region in self.menus and id(self.running) in self.options else "no memory plan"
+            known = max(filter(None, (before, self.menus.get(region))), key=lambda found: len(found.rows), default=None)
+            missing = "no memory plan" if known is None else "not all memory plans"
             self.notes.append(f"{missing} for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
-            if missing == "no memory plan":
+            if known is None:
                 return self._without()
-            self.menus[region] = replace(self.menus[region], whole=True)
+            self.menus[region] = replace(known, whole=True)  # it would fail again
+            self._admit(tokens)
         return self.options[id(self.running)].plan
 
     def retreat(self, missing: int | None, restarts: bool = False) -> bool:

@@ -69,7 +69,7 @@ def extent(graph: Graph) -> Extent:
 def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:
     """Bytes of the products that nobody reads but this concatenation: they were written where it stands."""
     found = {root for source in cat.all_input_nodes if (root := roots[source]) is not None and root.target is torch.ops.aten.mm.default
-             and last.get(root) == place[cat] and root not in returned and root.meta["val"].numel() == source.meta["val"].numel()}
+             and last.get(root) == place[cat] and root not in returned and root is source}
     dying[place[cat]] = [source for source in dying.get(place[cat], ()) if source not in found]
     return sum(tensor_bytes(root.meta["val"]) for root in found)
 

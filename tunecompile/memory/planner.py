@@ -37,7 +37,7 @@ KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
 AHEAD = 2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it; 1 where that is all there is room for
-WORTH = 0.99  #: of the time with that many: with fewer, a layer that takes less time than the one before waits for its copies
+WORTH = 0.9  #: of the time that a plan costs with that many: with fewer, a layer that takes less time than the one before waits for its copies
 
 
 @dataclass(frozen=True)
