@@ -85,7 +85,9 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
     """
     tile = tile or _pick(grad, ranks, down)
     parts = torch.empty(_shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device)
-    both = _start(grad, gate_up, down, xa, ranks, activation, parts, False, both, width, tile)
+    if both is None:
+        both = torch.empty((grad.shape[0], width or 2 * grad.shape[1]), dtype=grad.dtype, device=grad.device)
+    _start(grad, gate_up, down, xa, ranks, activation, parts, False, both, tile)
     return both, *sums(parts, ranks, down.shape[1])
 
 
@@ -94,9 +96,9 @@ def begin(rows, columns, ranks, down, tile=None):
     return torch.zeros(_shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)), dtype=torch.float32, device=down.device)
 
 
-def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, *, both=None, width=None, tile=None):
-    """``both`` of ``backward`` for a few of many tokens; what is summed over tokens is added to ``parts``, for ``sums`` to give at the end."""
-    return _start(grad, gate_up, down, xa, ranks, activation, parts, True, both, width, tile or _pick(grad, ranks, down))
+def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, both, *, tile=None):
+    """Write ``both`` of ``backward`` for a few of many tokens; what is summed over tokens is added to ``parts``, for ``sums`` to give at the end."""
+    _start(grad, gate_up, down, xa, ranks, activation, parts, True, both, tile or _pick(grad, ranks, down))
 
 
 def sums(parts, ranks, down_rank):
@@ -117,7 +119,7 @@ def _shape_of_parts(rows, columns, ranks, down, tile):
     return triton.cdiv(rows, tile.rows), 3, _rank(ranks, down), columns
 
 
-def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, width, tile):
+def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
     rows, columns = grad.shape
@@ -126,10 +128,7 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, width, 
         raise ValueError("all arguments must have unit column stride")
     if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, gate + up):
         raise ValueError(f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}")
-    if both is None:
-        both = torch.empty((rows, width or 2 * columns), dtype=grad.dtype, device=grad.device)
     launch(backward_kernel, (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)), grad, gate_up, both, down, xa, parts, rows, columns,
            grad.stride(0), gate_up.stride(0), both.stride(0), down.stride(0), xa.stride(0),
            DOWN=down.shape[1], GATE=gate, UP=up, RANK=_rank(ranks, down), ACTIVATION=activation, ADD=add, BLOCK=tile.block, STEP=tile.step,
            ROWS=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return both

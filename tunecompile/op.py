@@ -163,6 +163,11 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
     return register
 
 
+def aten_name(target: Any) -> str:
+    """Of an ATen call, without its overload; "" for what is none."""
+    return getattr(getattr(target, "overloadpacket", None), "__name__", "")
+
+
 def returns_view(target: Any) -> bool:
     """Whether what this call returns lies in the memory of what it is given."""
     aliases = isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)

@@ -10,16 +10,15 @@ from __future__ import annotations
 from operator import getitem
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
-from tunecompile.op import returns_view
+from tunecompile.op import aten_name, returns_view
 
 
 def repeatable(node: Node) -> bool:
     """Whether this is a fused attention without dropout."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__.startswith("_scaled_dot_product") \
-        and not node.target.overloadpacket.__name__.endswith("_backward") and bound(node).get("dropout_p") == 0.0
+    name = aten_name(node.target) if node.op == "call_function" else ""
+    return name.startswith("_scaled_dot_product") and not name.endswith("_backward") and bound(node).get("dropout_p") == 0.0
 
 
 def bound(node: Node) -> dict[str, Any]:
@@ -46,14 +45,13 @@ def compute_again(forward: Graph, backward: Graph, outputs: int) -> int:
 
 def _repeat(backward: Graph, given: Node, call: Node) -> bool:
     """Call it in the backward graph, before its output is read for the first time, in place of what is given."""
-    name = f"{call.target.overloadpacket.__name__}_backward"
-    reader = next((node for node in backward.nodes if getattr(getattr(node.target, "overloadpacket", None), "__name__", "") == name
-                   and _origin(bound(node)["out"]) is given), None)
+    name = f"{aten_name(call.target)}_backward"
+    reader = next((node for node in backward.nodes if aten_name(node.target) == name and _origin(bound(node)["out"]) is given), None)
     if reader is None:
         return False
-    there = bound(reader)
-    values = {key: there.get(key) if isinstance(value, Node) else value for key, value in bound(call).items()}
-    wanted = [value for key, value in values.items() if isinstance(bound(call)[key], Node)]
+    here, there = bound(call), bound(reader)
+    values = {key: there.get(key) if isinstance(value, Node) else value for key, value in here.items()}
+    wanted = [values[key] for key, value in here.items() if isinstance(value, Node)]
     first = next(node for node in backward.nodes if given in node.all_input_nodes)
     sources = _sources(wanted)
     if not all(isinstance(value, Node) for value in wanted) or given in sources or first in sources:

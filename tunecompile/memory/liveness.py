@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import size_hint
-from tunecompile.op import returns_view
+from tunecompile.op import aten_name, returns_view
 
 _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
           "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
@@ -77,7 +77,7 @@ def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, d
 def _workspace(node: Node) -> int:
     """Bytes a vendor's kernel needs while it runs, its results included: the backward of attention sums dq in fp32, and makes dk and dv for every
     head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q beside the results.)"""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = aten_name(node.target)
     if not ("attention" in name and "backward" in name):
         return 0
     tensors = [argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)]
@@ -120,7 +120,7 @@ def _viewed(node: Node) -> Node | None:
 def _fused(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in _FUSED)
+        torch.Tag.pointwise in target.tags or aten_name(target) in _FUSED)
 
 
 def _runs(node: Node) -> bool:

@@ -18,7 +18,7 @@ from tunecompile.memory.attention import repeatable
 from tunecompile.memory.liveness import extent, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
 from tunecompile.memory.rates import ALLOWANCE, Rates
-from tunecompile.op import OPS, Cost
+from tunecompile.op import OPS, Cost, aten_name
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
 Cut = Callable[[Plan], tuple[GraphModule, GraphModule]]  #: a plan -> the lowered forward and backward graph
@@ -41,7 +41,7 @@ def cost(node: Node) -> Cost | None:
     """Of an op, or of an ATen call; None where the partitioner knows best."""
     if node.target in OPS:
         return OPS[node.target].cost
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    name = aten_name(node.target)
     return Cost.MATMUL if name in _PRODUCTS or (_is_attention(node) and "backward" not in name) else None
 
 
@@ -70,7 +70,7 @@ def name(node: Node) -> str:
     """Of a dear call, for people: what it is and the shape of what it returns."""
     value = node.meta["val"]
     largest = max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes) if isinstance(value, (tuple, list)) else value
-    called = OPS[node.target].name if node.target in OPS else node.target.overloadpacket.__name__
+    called = OPS[node.target].name if node.target in OPS else aten_name(node.target)
     return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
 
 
@@ -88,12 +88,12 @@ def flops(node: Node) -> int:
 
 
 def _is_attention(node: Node) -> bool:
-    return "attention" in getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return "attention" in aten_name(node.target)
 
 
 def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
     """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
-    backward = "backward" in node.target.overloadpacket.__name__
+    backward = "backward" in aten_name(node.target)
     q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
     return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
 

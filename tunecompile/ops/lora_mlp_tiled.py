@@ -119,7 +119,7 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
         gate_up = both[:, :2 * inner]
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
-        template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both=both)
+        template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both)
         gb_wide.append(both[:, :2 * inner] @ through_wide)
         rooms.append_columns(gb_wide[-1], both, 2 * inner)
         rooms.append_rows(both @ wide[:, :columns], dx, piece.start)
