@@ -34,6 +34,11 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
         rows, width = (4096, 1072) if transposed else (1024, 4144)
         return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
 
+    def piece(d, gate_up, y, xa, parts):
+        both = torch.cat([gate_up, gate_up.new_zeros(64, 64)], 1)
+        lora_mlp.backward_of_piece(d, both[:, :28672], y, xa, (16, 16), "silu", parts, both)
+        return both
+
     labels = e(8, dtype=torch.int64)
     q = e(2, 64, 32, 128).transpose(1, 2)
     w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
@@ -62,8 +67,7 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "lora_columns": (lambda xa, out: lora.append_columns(xa, out, 4096), [e(64, 16, dtype=torch.float32), e(64, 4112)]),
         "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [e(64, 4096), e(64, 32), e(64, 4160)]),
-        "lora_mlp_piece": (lambda d, both, y, xa, parts: lora_mlp.backward_of_piece(d, both[:, :28672], y, xa, (16, 16), "silu", parts, both),
-                           [gate, e(64, 28736), e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
+        "lora_mlp_piece": (piece, [gate, wide, e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
         "lora_mlp": (lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736), [gate, wide, e(64, 16), e(64, 32)]),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
