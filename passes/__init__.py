@@ -9,5 +9,5 @@ PIPELINE = [
     recognize.rms_norm, recognize.add_rms_norm, recognize.rope, recognize.swiglu,
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
     plan.tile, plan.remat, plan.providers,
-    lower.choose_provider, lower.cleanup,
+    lower.choose_provider, lower.attention_by_heads, lower.cleanup,
 ]

@@ -9,6 +9,7 @@ import torch
 
 import tunecompile
 from tests.models import zoo
+from tunecompile.memory.gauge import CudaGauge
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("device, steps, rows, length", [
     pytest.param("cpu", 8, 6, 40, id="cpu"), pytest.param("cuda", 200, 8, 512, marks=pytest.mark.gpu, id="gpu")])
-def test_random_shapes_under_a_tight_budget(device, steps, rows, length):
+def test_random_shapes_under_a_tight_budget(device, steps, rows, length, monkeypatch):
+    monkeypatch.setattr(CudaGauge, "outside", lambda _: 0)  # other processes' memory looks like this one's context
     cuda, shapes = device == "cuda", random.Random(0)
     sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=4099,
                  max_position_embeddings=1024) if cuda else dict(num_hidden_layers=4)
@@ -29,9 +31,10 @@ def test_random_shapes_under_a_tight_budget(device, steps, rows, length):
     zoo.step(roomy, zoo.batch(vocabulary, rows=rows, length=length, device=device), autocast)
     whole = tunecompile.report(roomy).memory
     layers = roomy._tunecompile.step.budget.admitted.choice.peak
-    budget = int(whole["predicted_peak"] - whole["kept_weights"] - 0.5 * layers) + ((2 << 30) if cuda else 0)  # the GPU's context, and both models
     del roomy
     gc.collect()
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    budget = int(1.1 * (torch.cuda.memory_allocated() + 6 * trained + 0.5 * layers)) if cuda else int(whole["predicted_peak"] - 0.5 * layers)
     tunecompile.optimize(model, memory=budget, executor="inductor" if cuda else "eager")
     pair = [(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3)) for m in (model, reference)]
     curves, held = ([], []), []

@@ -54,7 +54,7 @@ def extent(graph: Graph) -> Extent:
         dying.setdefault(when, []).append(source)
     live = peak = 0
     for node in nodes[:-1]:
-        peak = max(peak, live + _workspace(node))
+        peak = max(peak, live + (_results(node) + needed if (needed := workspace(node)) else 0))
         if roots[node] is node:
             if node.target is torch.ops.aten.cat.default:
                 live -= _take_over(node, roots, last, place, returned, dying)
@@ -74,9 +74,9 @@ def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, d
     return sum(tensor_bytes(root.meta["val"]) for root in found)
 
 
-def _workspace(node: Node) -> int:
-    """Bytes a vendor's kernel needs while it runs, its results included: the backward of attention sums dq in fp32, and makes dk and dv for every
-    head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q beside the results.)"""
+def workspace(node: Node) -> int:
+    """Bytes a vendor's kernel needs while it runs, beside its results: the backward of attention sums dq in fp32, and makes dk and dv for every
+    head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q.)"""
     name = aten_name(node.target)
     if not ("attention" in name and "backward" in name):
         return 0
@@ -85,8 +85,13 @@ def _workspace(node: Node) -> int:
         return 0
     _, q, k = tensors[:3]  # the gradient comes first
     grouped = q.shape[1] != k.shape[1]
-    results = sum(map(tensor_bytes, node.meta["val"][:3])) if isinstance(node.meta.get("val"), (tuple, list)) else tensor_bytes(node.meta.get("val"))
-    return results + size_hint(q.numel()) * (4 + q.element_size() * (3 if grouped else 1))
+    return size_hint(q.numel()) * (4 + q.element_size() * (3 if grouped else 1))
+
+
+def _results(node: Node) -> int:
+    """Bytes of the gradients of q, k and v."""
+    value = node.meta["val"]
+    return sum(map(tensor_bytes, value[:3])) if isinstance(value, (tuple, list)) else tensor_bytes(value)
 
 
 def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:

@@ -1,0 +1,72 @@
+"""Attention's backward on some of the heads after the others, where on all of them at once it would need gigabytes beside its results.
+
+Heads know nothing of each other, so gradients are the same numbers. Vendors' kernels sum dq in fp32 and make dk and dv for every head of q
+(`liveness.workspace`): 6 GiB at 160k tokens of 32 heads. At lengths that need so much, a few heads keep the GPU busy.
+"""
+
+import functools
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.memory.attention import bound
+from tunecompile.memory.liveness import workspace
+from tunecompile.op import aten_name
+from tunecompile.passes.lower.choose_provider import expand
+from tunecompile.pipeline import Context, Pass
+
+ROOM = 2 << 30  #: bytes one call may need beside its results
+BY_HEAD = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")  #: arguments [batch, heads, ...]
+
+
+def run(graph: Graph, context: Context) -> None:
+    for node in list(graph.nodes):
+        if (groups := _groups(node)) > 1:
+            orders = tuple(_order(value) for value in node.meta["val"])
+            expand(graph, node, functools.partial(in_turn, target=node.target, groups=groups, orders=orders, options=tuple(node.kwargs.items())),
+                   context.traced)
+
+
+def in_turn(*args: Any, target: Any, groups: int, orders: tuple, options: tuple) -> list[torch.Tensor | None]:
+    """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
+    split = [argument.name in BY_HEAD for argument in target._schema.arguments]
+    calls = [target(*(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)) for i in range(groups)]
+    return [_join(pieces, order) for pieces, order in zip(zip(*calls), orders)]
+
+
+def _share(tensor: torch.Tensor, i: int, groups: int) -> torch.Tensor:
+    heads = tensor.shape[1] // groups
+    part = tensor.narrow(1, i * heads, heads)
+    return part if tensor.dim() == 4 and tensor.shape[3] > 1 else part.contiguous()  # sums of the softmax: flash takes them to be dense
+
+
+def _join(pieces: tuple, order: tuple[int, ...] | None) -> torch.Tensor | None:
+    """All heads, laid out in memory as one call would have done."""
+    if order is None:
+        return None
+    whole = torch.cat([piece.permute(order) for piece in pieces], order.index(1))
+    return whole.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _order(value: Any) -> tuple[int, ...] | None:
+    """Dimensions from the outermost in memory to the innermost."""
+    return tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim))) if isinstance(value, torch.Tensor) and value.numel() else None
+
+
+def _groups(node: Node) -> int:
+    """How many calls it takes; 1 where heads are not all that the call is about, or nothing is gained."""
+    name = aten_name(node.target) if node.op == "call_function" else ""
+    if not (name.startswith("_scaled_dot_product") and name.endswith("_backward")) or (needed := workspace(node)) <= ROOM:
+        return 1
+    given = bound(node)
+    heads = [given[key].meta["val"].shape[1] for key in ("query", "key", "value", "out")]
+    read = all(user.target is getitem for user in node.users)
+    if given["dropout_p"] or given.get("attn_bias") is not None or given.get("attn_mask") is not None or not read \
+            or not all(isinstance(count, int) for count in heads) or heads[1] != heads[2] or heads[0] != heads[3]:
+        return 1
+    return next((n for n in range(2, heads[1]) if heads[1] % n == 0 and needed <= n * ROOM), heads[1])
+
+
+PASS = Pass("attention_by_heads", "lower", run, requires=frozenset({"choose_provider"}))

@@ -1,0 +1,123 @@
+"""Attention's backward on a few heads at a time gives the gradients of all at once."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tunecompile
+from tests.models import zoo
+from tunecompile import _torch
+from tunecompile.memory.liveness import extent
+from tunecompile.passes import lower
+from tunecompile.pipeline import Context
+
+by_heads = importlib.import_module("tunecompile.passes.lower.attention_by_heads")  # the package has the pass by that name
+SIZES = pytest.mark.parametrize("batch, heads, kv_heads, length, dim", [(1, 8, 8, 17, 16), (2, 6, 6, 1, 8), (3, 4, 4, 33, 32)])
+
+
+def backward(device, batch, heads, kv_heads, length, dim, dtype=torch.float32, dropout=0.0, causal=True, strided=True):
+    """The graph of attention's gradients, and inputs for it."""
+    torch.manual_seed(0)
+
+    def tensor(count):
+        return torch.randn(batch, length, count, dim, device=device, dtype=dtype).transpose(1, 2) if strided else \
+            torch.randn(batch, count, length, dim, device=device, dtype=dtype)
+
+    def gradients(q, k, v, grad):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*inputs, dropout_p=dropout, is_causal=causal, scale=0.3, enable_gqa=heads != kv_heads)
+        return torch.autograd.grad(out, inputs, grad)
+
+    inputs = tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads)
+    return make_fx(gradients, tracing_mode="fake")(*inputs), inputs
+
+
+def calls(graph):
+    return [node for node in graph.nodes if "attention" in str(node.target) and "backward" in str(node.target)]
+
+
+def split(gm):
+    lower.attention_by_heads.run(gm.graph, Context("layer"))
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Two heads of k are all there is room for, on any device."""
+    monkeypatch.setattr(by_heads, "workspace", lambda node: by_heads.bound(node)["key"].meta["val"].shape[1])
+    monkeypatch.setattr(by_heads, "ROOM", 2)
+
+
+@SIZES
+@pytest.mark.parametrize("strided", [True, False])
+def test_the_same_gradients_laid_out_the_same_way(scarce, strided, batch, heads, kv_heads, length, dim):
+    gm, inputs = backward("cpu", batch, heads, kv_heads, length, dim, strided=strided)
+    whole = gm(*inputs)
+    assert len(calls(gm.graph)) == 1 and len(calls(split(gm).graph)) == heads // 2
+    for one, other in zip(gm(*inputs), whole):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+
+
+def test_what_is_not_by_head_alone_stays_whole(scarce):
+    gm, _ = backward("cpu", 1, 7, 7, 16, 16)
+    assert len(calls(split(gm).graph)) == 7  # no divisor between
+
+    def masked(q, mask, grad):
+        q = q.detach().requires_grad_()
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, q, q, mask), q, grad)
+
+    q = torch.randn(1, 4, 8, 16)
+    gm = make_fx(masked, tracing_mode="fake")(q, torch.zeros(8, 8), q)
+    before = len(calls(gm.graph))
+    assert len(calls(split(gm).graph)) == before
+
+
+def test_a_model(scarce):
+    reference = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
+    seen, run = [], by_heads.in_turn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_heads, "in_turn", lambda *args, **options: seen.append(options["groups"]) or run(*args, **options))
+        loss, gradients = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
+    assert seen and set(seen) == {2} and torch.equal(loss, reference[0])
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in reference[1].items())
+
+
+GPU = [("cudnn", 1, 8, 2, 4096, 128), ("flash", 2, 8, 4, 512, 64), ("efficient", 2, 4, 4, 300, 64), ("cudnn", 2, 32, 8, 1024, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel, batch, heads, kv_heads, length, dim", GPU)
+def test_vendors_kernels(kernel, batch, heads, kv_heads, length, dim, monkeypatch):
+    with _torch.attention_order([kernel]):
+        gm, inputs = backward("cuda", batch, heads, kv_heads, length, dim, torch.bfloat16)
+        whole = gm(*inputs)
+        (call,) = calls(gm.graph)
+        monkeypatch.setattr(by_heads, "ROOM", -(-by_heads.workspace(call) // 2))
+        assert kernel in str(call.target) and len(calls(split(gm).graph)) == 2
+        parts = gm(*inputs)
+    for one, other in zip(parts, whole):  # dq is summed in any order
+        assert one.stride() == other.stride() and (one.float() - other.float()).norm() <= 3e-3 * other.float().norm()
+
+
+@pytest.mark.gpu
+def test_memory_of_long_rows(monkeypatch):
+    """Peaks as predicted from the graph, whole and split."""
+    needed = {}
+    for room in (1 << 60, 256 << 20):
+        monkeypatch.setattr(by_heads, "ROOM", room)
+        with _torch.attention_order(["cudnn"]):
+            gm, inputs = backward("cuda", 1, 32, 8, 32768, 128, torch.bfloat16)
+            split(gm)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            gm(*inputs)
+            measured, predicted = torch.cuda.max_memory_allocated() - before, extent(gm.graph).peak
+        assert abs(measured - predicted) < 0.15 * predicted, (room, measured, predicted)
+        needed[room] = measured
+    assert needed[256 << 20] < needed[1 << 60] - (800 << 20)
