@@ -87,22 +87,22 @@ class Bench:
                 torch.cuda.empty_cache()
 
 
-def longest(given: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def longest(given: argparse.Namespace, result: dict[str, Any], console: Console) -> None:
     """Longer rows until one does not fit, then half way between the last two, until they are a tenth apart."""
     within = budget_bytes(given.within, HostGauge())
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(min(1.0, within / torch.cuda.get_device_properties(0).total_memory))
-    bench, rows, fitted, failed = Bench(given), [], 0, given.end + 1
+    bench, rows, fitted, failed = Bench(given), result["runs"], 0, given.end + 1
     length = given.begin or bench.guess()
     while fitted < length < failed:
         row = {"system": "tunecompile", "model": given.model, "mode": given.mode, "shape": f"1x{length}", "budget_gib": within / GIB, **bench.train(length)}
         rows.append(row)
         show(rows, console)
+        given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")  # what is measured is kept, whatever comes
         fitted, failed = (length, failed) if row["status"] == "ok" else (fitted, length)
         if failed <= given.end and failed - fitted <= 0.1 * failed:
             break
         length = int(min(GROWTH * fitted, given.end) if failed > given.end else (fitted + failed) / 2) // STEP * STEP
-    return rows
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
@@ -115,14 +115,14 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
                f"{plan['predicted_peak'] / GIB:.2f}" if plan else ""] if row["status"] == "ok" else [row["status"], "", "", ""]
     table.add_row(row["shape"], *figures)
     console.print(table)
+    if "reason" in row:
+        console.print(row["reason"], style="yellow")
 
 
 def main() -> None:
     given = parse_arguments()
-    result = header()
-    result["runs"] = longest(given, Console())
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    longest(given, {**header(), "runs": []}, Console())
     print(f"written to {given.out}")
 
 

@@ -12,11 +12,12 @@ the others read all of it.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from tunecompile.memory.gauge import CudaGauge
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
 SAME = 1.03  #: times within this factor are equal, and the default order decides: noise must not
 RUNS = 5
+SAMPLE = 2 << 30  #: bytes a measurement should take at most
 HEADROOM = 5  #: so many times the inputs must be free: they, their gradients, the output, sums in fp32, and shared heads' gradients for each head
 
 
@@ -60,6 +62,12 @@ class Call:
         query, key = self.batch * self.heads * self.length, self.batch * self.kv_heads * self.kv_length
         mask = torch.Size(self.mask[0]).numel() * getattr(torch, self.mask[1]).itemsize if self.mask else 0
         return (query + key) * (self.head_dim + self.value_dim) * wide + mask
+
+    def sample(self) -> Call:
+        """The same on fewer heads, where all of them take too much memory: heads know nothing of each other, and few of long rows fill a GPU."""
+        shares = [n for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0 and self.heads % n == 0 and self.mask is None]
+        calls = [replace(self, heads=self.heads // n, kv_heads=self.kv_heads // n) for n in shares]
+        return next((call for call in calls if HEADROOM * call.bytes <= SAMPLE), calls[-1] if calls else self)
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
@@ -95,7 +103,7 @@ def choose(gm: GraphModule, device: str, time: Callable[[Call, str, torch.device
 @functools.cache
 def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: str | None, time: Callable[[Call, str, torch.device], float]) -> Choice:
     """Measured at most once a call and process, also where nothing can be stored. `flash`: whose implementation stands for it."""
-    candidates = [name for name in enabled if name != "math"]
+    candidates, whole, call = [name for name in enabled if name != "math"], call, call.sample()
     key = {**measured.machine(device), "flash": flash, "backends": candidates, **_jsonable(asdict(call))}
     sound = functools.partial(_sound, candidates)
     times, origin = measured.read("attention", key, sound), "measured before"
@@ -104,10 +112,13 @@ def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: st
             times, origin = measured.keep("attention", key, _measure(call, candidates, device, time), sound), "measured"
         except Exception as error:  # speed is all that is lost
             reason = str(error).strip().partition("\n")[0][:200]
-            return Choice(enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({call})")
+            error.__traceback__ = None  # whose frames hold tensors
+            gc.collect()
+            return Choice(enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})")
     ranked = rank(times, enabled)
     said = ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
-    return Choice(ranked, f"{said} ({call}, {origin})")
+    origin += f" on {call.heads} of them" * (call != whole)
+    return Choice(ranked, f"{said} ({whole}, {origin})")
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -137,8 +148,8 @@ def _measure(call: Call, candidates: list[str], device: torch.device, time: Call
                 times[name] = time(call, name, device)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:  # it does not support the call
-                continue
+            except RuntimeError as unsupported:
+                unsupported.__traceback__ = None  # its frames hold tensors, and some of them the error
     return times
 
 

@@ -5,35 +5,49 @@ Heads know nothing of each other, so gradients are the same numbers. Vendors' ke
 """
 
 import functools
+from collections import Counter
 from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile._torch import size_hint
 from tunecompile.memory.attention import bound
-from tunecompile.memory.liveness import workspace
+from tunecompile.memory.liveness import tensor_bytes, workspace
 from tunecompile.op import aten_name
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.pipeline import Context, Pass
 
-ROOM = 2 << 30  #: bytes one call may need beside its results
-BY_HEAD = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")  #: arguments [batch, heads, ...]
+ROOM = 2 << 30  #: bytes beside its results, from which on a call is split
+EACH = 1 << 30  #: that each of its parts may need then
+KERNELS = ("cudnn", "flash")  #: which read by stride all that they are given; "efficient" takes the output to be dense
+BY_HEAD = ("grad_out", "query", "key", "value", "out", "logsumexp")  #: arguments [batch, heads, ...]
 
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         if (groups := _groups(node)) > 1:
             orders = tuple(_order(value) for value in node.meta["val"])
-            expand(graph, node, functools.partial(in_turn, target=node.target, groups=groups, orders=orders, options=tuple(node.kwargs.items())),
-                   context.traced)
+            expand(graph, node, functools.partial(in_turn, target=node.target, groups=groups, orders=orders, apart=_apart(node),
+                                                  options=tuple(node.kwargs.items())), context.traced)
 
 
-def in_turn(*args: Any, target: Any, groups: int, orders: tuple, options: tuple) -> list[torch.Tensor | None]:
+def in_turn(*args: Any, target: Any, groups: int, orders: tuple, apart: tuple, options: tuple) -> list[torch.Tensor | None]:
     """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
     split = [argument.name in BY_HEAD for argument in target._schema.arguments]
+    args = [value.clone() if i in apart else value for i, value in enumerate(args)]
     calls = [target(*(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)) for i in range(groups)]
     return [_join(pieces, order) for pieces, order in zip(zip(*calls), orders)]
+
+
+def _apart(node: Node) -> tuple[int, ...]:
+    """Which arguments get memory of their own, since they would keep that of a larger tensor: v, for one, which lies in the product q|k|v."""
+    given = {i: fake for i, source in enumerate(node.args) if isinstance(source, Node) and isinstance(fake := source.meta.get("val"), torch.Tensor)}
+    read: Counter[int] = Counter()
+    for fake in given.values():
+        read[fake.untyped_storage()._cdata] += tensor_bytes(fake)
+    return tuple(i for i, fake in given.items() if 2 * read[(whole := fake.untyped_storage())._cdata] < size_hint(whole.nbytes()))
 
 
 def _share(tensor: torch.Tensor, i: int, groups: int) -> torch.Tensor:
@@ -58,7 +72,8 @@ def _order(value: Any) -> tuple[int, ...] | None:
 def _groups(node: Node) -> int:
     """How many calls it takes; 1 where heads are not all that the call is about, or nothing is gained."""
     name = aten_name(node.target) if node.op == "call_function" else ""
-    if not (name.startswith("_scaled_dot_product") and name.endswith("_backward")) or (needed := workspace(node)) <= ROOM:
+    known = any(name.startswith(f"_scaled_dot_product_{kernel}_attention") for kernel in KERNELS)
+    if not (known and name.endswith("_backward")) or (needed := workspace(node)) <= ROOM:
         return 1
     given = bound(node)
     heads = [given[key].meta["val"].shape[1] for key in ("query", "key", "value", "out")]
@@ -66,7 +81,7 @@ def _groups(node: Node) -> int:
     if given["dropout_p"] or given.get("attn_bias") is not None or given.get("attn_mask") is not None or not read \
             or not all(isinstance(count, int) for count in heads) or heads[1] != heads[2] or heads[0] != heads[3]:
         return 1
-    return next((n for n in range(2, heads[1]) if heads[1] % n == 0 and needed <= n * ROOM), heads[1])
+    return next((n for n in range(2, heads[1]) if heads[1] % n == 0 and needed <= n * EACH), heads[1])
 
 
 PASS = Pass("attention_by_heads", "lower", run, requires=frozenset({"choose_provider"}))

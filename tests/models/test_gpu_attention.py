@@ -70,6 +70,9 @@ def test_the_clock_leaves_random_state_and_memory_as_they_were():
         assert 0 < sdpa.time_on_gpu(call, backend, torch.device("cuda", 0)) < 100
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() - held < 64 << 20  # workspaces that libraries keep
+    times = sdpa._measure(call, ["cudnn", "flash", "efficient"], torch.device("cuda", 0), sdpa.time_on_gpu)
+    assert "efficient" not in times  # fewer heads of k than of q
+    assert torch.cuda.memory_allocated() - held < 64 << 20
     with pytest.raises(RuntimeError):
         sdpa.time_on_gpu(Call(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
 def test_a_measurement_that_fails_leaves_the_default_order(clock):
     choice = decide(clock)
     assert choice.order == sdpa.DEFAULT and "not measured" in choice.why and "planted" in choice.why
+
+
+def test_long_calls_are_measured_on_few_heads():
+    long = replace(CALL, batch=1, length=163840, kv_length=163840)
+    assert long.sample() == replace(long, heads=4, kv_heads=1) and CALL.sample() == CALL
+    assert replace(long, heads=9, kv_heads=3).sample() == replace(long, heads=3, kv_heads=1)
+    masked = replace(long, mask=((1, 1, 163840, 163840), "bool"))
+    assert masked.sample() == masked
+    asked = []
+    choice = sdpa.decide(long, CUDA, sdpa.DEFAULT, None, lambda call, backend, device: asked.append(call) or TIMES[backend])
+    assert set(asked) == {long.sample()} and "1x32/8x163840x128" in choice.why and "on 4 of them" in choice.why
 
 
 def test_a_full_gpu_is_left_alone(monkeypatch):

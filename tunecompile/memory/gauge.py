@@ -62,7 +62,8 @@ class CudaGauge:
         return min(total - free - torch.cuda.memory_reserved(self.device), CONTEXT)  # more than that is other processes'
 
     def available(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        return min(free, int(torch.cuda.get_per_process_memory_fraction(self.device) * self.total()))
 
     def total(self) -> int:
         return torch.cuda.get_device_properties(self.device).total_memory

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunecompile.op import Cost, op
 from tunecompile.ops import lora
-from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp, with_room
+from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp
 from tunecompile.ops.rms_norm import compute_dtype
 
 
@@ -115,7 +115,7 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
-        both = with_room(left[:count] @ wide[:2 * inner].t(), wide.shape[0])
+        both = left[:count] @ wide.t()  # the last columns are room: filled with zeros, Inductor would make all pieces' at once
         gate_up = both[:, :2 * inner]
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
