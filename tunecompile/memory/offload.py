@@ -283,7 +283,7 @@ class Offload:
         self._sweep()
         self._fetch([block for block in _alive(call.blocks) if block.device is None])
         earlier = sorted((number for number in self.calls.keys() if number < call.number), reverse=True)
-        for distance, number in enumerate(earlier[:2 * self.ahead], 1):
+        for distance, number in enumerate(earlier[:max(1, 2 * self.ahead)], 1):
             if (other := self.calls.get(number)) is not None:
                 absent = [block for block in _alive(other.blocks) if block.device is None]
                 for block in absent:

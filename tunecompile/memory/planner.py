@@ -36,8 +36,8 @@ class Plan:
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
-AHEAD = 2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it; 1 where that is all there is room for
-WORTH = 0.9  #: of the time that a plan costs with that many: with fewer, a layer that takes less time than the one before waits for its copies
+AHEAD = 2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it
+WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer that takes less time than the one before waits for its copies
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,13 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
 
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
-    far, near = (_choose(stacks, room, tail, host, ahead) for ahead in (AHEAD, 1))
-    better = near.fits and near.ms < WORTH * far.ms if far.fits else _rank(near) < _rank(far)
-    return _keep_last(near if better else far, stacks, room, tail)
+    best = _choose(stacks, room, tail, host, AHEAD)
+    for ahead in (1, 0):  # with none, every layer waits for its copies
+        if not best.fits or (ahead and best.ms):
+            found = _choose(stacks, room, tail, host, ahead)
+            better = found.fits and found.ms < WORTH * best.ms if best.fits else _rank(found) < _rank(best)
+            best = found if better else best
+    return _keep_last(best, stacks, room, tail)
 
 
 def _choose(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
