@@ -104,7 +104,7 @@ class Budget:
         peak, held = self.gauge.peak()
         if self.admitted is None:
             self.highest = peak  # of loading the model, say
-        elif peak != self.highest and peak > self.admitted.resident:  # a step's, and not from before somebody reset the count
+        elif peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2:  # a step's: nobody reset the count since
             self.measured, self.highest = peak, peak
             self.surplus += max(0, peak - self.admitted.peak)
             self.slack = max(self.slack, held - peak)
