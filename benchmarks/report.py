@@ -1,7 +1,7 @@
 """The README's tables and picture, made from the measured results beside this file.
 
     python benchmarks/report.py            # print the table
-    python benchmarks/report.py --write    # put it into README.md, and draw docs/speed.svg
+    python benchmarks/report.py --write    # put it into README.md, and draw docs/speed.svg and docs/memory.svg
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KERNELS = "kernels.json"  #: what benchmarks/kernels.py measured
+KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels.py and benchmarks/budgets.py measured
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
@@ -26,7 +26,7 @@ PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every result of training steps, in the order of its first run's model, mode and shape."""
-    results = [json.loads(path.read_text()) for path in folder.glob("*.json") if path.name != KERNELS]
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json") if path.name not in (KERNELS, BUDGETS) and not path.name.startswith("longest")]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -76,8 +76,8 @@ def render(results: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_kernels(folder: Path = RESULTS) -> dict | None:
-    path = folder / KERNELS
+def load_one(name: str, folder: Path = RESULTS) -> dict | None:
+    path = folder / name
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -141,12 +141,39 @@ def draw(results: list[dict], path: Path) -> None:
         pyplot.close(figure)
 
 
+def draw_budgets(result: dict, path: Path) -> None:
+    """Step time against peak memory: a curve over the budgets, a point for each other system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from tunecompile.compare.plots import STYLE, colour
+
+    runs = [run for run in result["runs"] if run["status"] == "ok"]
+    curve = sorted((run["peak_gib"], run["step_ms"]["median"]) for run in runs if run["system"].startswith("tunecompile"))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(6.8, 3.6), layout="constrained")
+        axes.plot(*zip(*curve), marker="o", color=colour("tunecompile"), label="tunecompile, memory=...")
+        for run in runs:
+            if not run["system"].startswith("tunecompile"):
+                place = run["peak_gib"], run["step_ms"]["median"]
+                axes.scatter(*place, color=colour(run["system"]), zorder=3)
+                axes.annotate(shown(run["system"]), place, xytext=(6, 4), textcoords="offset points", fontsize=9)
+        axes.set(xscale="log", xlabel="peak memory, GiB", ylabel="ms a step", ylim=(0, None), title="{model}, {mode}, {shape}".format(**runs[0]))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.legend(loc="lower left")
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     results = load_results()
-    text = render(results) + render_kernels(load_kernels())
+    text = render(results) + render_kernels(load_one(KERNELS))
     if not given.write:
         print(text)
         return
@@ -154,6 +181,8 @@ def main() -> None:
     before, _, rest = readme.read_text().partition(BEGIN)
     readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
     draw(results, ROOT / "docs" / "speed.svg")
+    if (budgets := load_one(BUDGETS)) is not None:
+        draw_budgets(budgets, ROOT / "docs" / "memory.svg")
 
 
 if __name__ == "__main__":

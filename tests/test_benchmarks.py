@@ -37,10 +37,16 @@ def test_results_agree(result):
     assert not off, off
 
 
+def script(name):
+    """One of the benchmarks as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_readmes_table_names_the_fastest_peer(result):
-    spec = importlib.util.spec_from_file_location("report", FOLDER / "report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    report = script("report")
     row = {"family": "swiglu", "case": "8x4 forward", "shown": "SwiGLU", "percent": 91.4}
     rows = [{**row, "system": "Inductor", "ms": 0.5}, {**row, "system": "Liger, fused", "ms": 0.42}, {**row, "system": "Unsloth", "failed": "not installed"},
             {**row, "system": "Liger", "ms": 0.6}, {**row, "system": "template", "ms": 0.4}, {**row, "shown": "", "system": "template", "ms": 7.77}]
@@ -51,20 +57,20 @@ def test_the_readmes_table_names_the_fastest_peer(result):
 
 
 @pytest.fixture
-def longest(monkeypatch):
+def longest(monkeypatch, tmp_path):
     """The script as a module; its command line is what the fixture is called with."""
     pytest.importorskip("peft")
     import torch
     from rich.console import Console
 
-    spec = importlib.util.spec_from_file_location("longest", FOLDER / "longest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("longest")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", "unused.json", *arguments])
-        return module.longest(module.parse_arguments(), Console(quiet=True))
+        out = tmp_path / "longest.json"
+        monkeypatch.setattr(sys, "argv", ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", str(out), *arguments])
+        module.longest(module.parse_arguments(), {"runs": []}, Console(quiet=True))
+        return json.loads(out.read_text())["runs"]
 
     return module, run
 
@@ -92,3 +98,21 @@ def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
     monkeypatch.setattr(module.Bench, "train", lambda self, length: {"status": "oom", "reason": "", "length": length})
     (row,) = run("--within", "300MiB")[:1]
     assert 1024 <= row["length"] < 1 << 20 and row["length"] % 1024 == 0
+
+
+def test_one_budget_after_another(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    import tunecompile
+    from tunecompile.compare.spec import Job
+
+    budgets, report = script("budgets"), script("report")
+    monkeypatch.setattr(budgets.models, "apply_system", lambda model, job: tunecompile.optimize(model, memory=job.memory, executor="eager"))
+    job = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x32",), steps=3, layers=3, launches=False, saved_bytes=False)
+    outcome = budgets.sweep(job, ["tunecompile@1TiB", "tunecompile@1KiB"])
+    (roomy,), (tight,) = (result["runs"] for result in outcome.values())
+    assert roomy["losses"] == tight["losses"] and roomy["memory"]["predicted_peak"] > tight["memory"]["predicted_peak"]
+    assert not any(plan["recompute"] for plan in roomy["memory"]["plans"]) and all(plan["recompute"] for plan in tight["memory"]["plans"])
+    common = {"model": "llama-tiny", "mode": "lora", "shape": "2x32"}
+    rows = [{**common, **run, "system": name, "peak_gib": peak} for name, run, peak in (("tunecompile@1TiB", roomy, 2.0), ("tunecompile@1KiB", tight, 1.0))]
+    report.draw_budgets({"runs": [*rows, {**rows[0], "system": "unsloth"}]}, tmp_path / "memory.svg")
+    assert (tmp_path / "memory.svg").stat().st_size > 5000
