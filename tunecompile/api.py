@@ -24,7 +24,7 @@ from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally, validate
-from tunecompile.regions import Layers, Region, Slot, batch_tokens, find_layers, structure
+from tunecompile.regions import Layers, NormSlot, Region, Slot, batch_tokens, find_layers, find_norms, structure
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 
@@ -133,6 +133,7 @@ class State(NotCopied):
     paddings: list[Padding] = field(default_factory=list)
     embeddings: nn.Module | None = None
     replicated: bool = False  #: whether nn.DataParallel ever ran a replica
+    norms: list[NormSlot] = field(default_factory=list)  #: beside the layers
     replays: Replays = field(default_factory=Replays)
     kept: Kept = field(default_factory=Kept)
 
@@ -178,11 +179,19 @@ class State(NotCopied):
             slot.padding.refused = "one module owns several lists of layers"
 
     def _attach_padding(self, stack: Layers) -> None:
+        self._attach_norms(stack)
         padding = Padding(stack.owner, stack.members, self.step)
         stack.owner._compiled_call_impl = OwnerSlot(padding)
         self.paddings.append(padding)
         for slot in self.slots:
             slot.padding = padding if slot.layer in stack.members else slot.padding
+
+    def _attach_norms(self, stack: Layers) -> None:
+        for norm in find_norms(stack.owner):
+            if norm._compiled_call_impl is None:
+                name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
+                norm._compiled_call_impl = slot = NormSlot(self.step, norm, Region(name, self.passes, self.executor))
+                self.norms.append(slot)
 
     def _attach_whole(self) -> None:
         if self.model._compiled_call_impl is not None:
@@ -271,6 +280,8 @@ class State(NotCopied):
         for head in self.heads:
             if isinstance(slot := head.module._compiled_call_impl, HeadSlot):
                 _empty(head.module, slot)
+        for slot in self.norms:
+            _empty(slot.layer, slot)
         self.heads.clear()
 
     def _note_replicas(self) -> list[str]:
@@ -292,7 +303,8 @@ class State(NotCopied):
         return find() if callable(find) else self.model
 
     def report(self) -> Report:
-        return summarize(self.model, self.regions, [head.tally for head in self.heads],
+        norms = [slot.region for slot in self.norms if slot.region.variants]
+        return summarize(self.model, self.regions + norms, [head.tally for head in self.heads],
                          self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
                          + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
 

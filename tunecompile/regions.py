@@ -56,6 +56,12 @@ def find_layers(model: nn.Module) -> list[Layers]:
     return found
 
 
+def find_norms(owner: nn.Module) -> list[nn.Module]:
+    """What normalises hidden states outside the owner's layers: children without children whose parameters are vectors."""
+    leaves = [child for child in owner.children() if next(child.children(), None) is None]
+    return [leaf for leaf in leaves if (held := list(leaf.parameters(recurse=False))) and all(parameter.dim() == 1 for parameter in held)]
+
+
 def structure(module: nn.Module) -> tuple:
     """What two layers must share to be one region: names and classes of all submodules."""
     return tuple((name, type(child)) for name, child in module.named_modules())
@@ -257,6 +263,11 @@ class Slot:
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 
+    @property
+    def budget(self) -> Any:
+        """What gives the layer its plan, if anything does."""
+        return self.step.budget
+
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
         """The layer's call; `finish` sees its output while what the layer saves is still looked after."""
         if OFFSETS in kwargs:
@@ -268,7 +279,7 @@ class Slot:
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
         kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
-        budget = self.step.budget
+        budget = self.budget
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
             return self.variant.call(self.layer, *args, **kwargs)
@@ -326,3 +337,18 @@ class Slot:
     def note_eager(self) -> None:
         if self.variant is not None:
             self.variant.eager += 1
+
+
+LARGE = 256 << 20  #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several such copies
+
+
+class NormSlot(Slot):
+    """What stands in the `_compiled_call_impl` of a norm outside the layers: of a long batch it is compiled in a training step. It has no plan."""
+
+    budget = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None)
+        if torch.compiler.is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE:
+            return self.layer._call_impl(*args, **kwargs)
+        return self._run(args, kwargs, self.region.sizes.mark, _same)

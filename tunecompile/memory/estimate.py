@@ -289,6 +289,8 @@ def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, sh
         slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)
     failure: Exception | None = None
     with fakes:
+    for slot in stage.norms:
+        slot.layer._compiled_call_impl = None
         ids = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     try:
         with torch.enable_grad(), torch.random.fork_rng([device] if cuda else []):
@@ -296,7 +298,7 @@ def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, sh
     except Exception as error:  # of what comes behind the layers, perhaps
         failure = error
     said = [*rehearsal.notes, *(said for glimpse, _ in seen.values() for said in glimpse.failures)]
-    left = [region.name for region in stage.regions if id(region) not in rehearsal.menus]
+    left = list({id(slot.region): slot.region.name for slot in stage.slots if id(slot.region) not in rehearsal.menus}.values())
     if rehearsal.admitted is None or (left and failure is not None):
         reasons = said or [_first_line(failure) if failure else "the model calls no layer that is trained"]
         raise CannotEstimate(model=name, reason=reasons[0]) from failure
