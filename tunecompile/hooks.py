@@ -56,6 +56,7 @@ class EntryHook(NotCopied):
             return None
         self.state.follow_checkpointing()
         self.state.follow_head()
+        self.state.follow_tables()
         self.state.follow_budget()
         if self.counts:
             self.state.pulse.beat(batch_tokens(args, kwargs))

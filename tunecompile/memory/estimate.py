@@ -23,6 +23,7 @@ from tunecompile.backend import Backend
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.memory import menu
 from tunecompile.memory.budget import Budget, Menu, gradient_bytes, moment_bytes
+from tunecompile.memory.embedding import tables
 from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
@@ -84,7 +85,7 @@ class Estimate:
 
 
 def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = None, host_memory: Spec = None,
-             optimizer_bytes: int | None = None) -> Estimate:
+             host_embedding: bool | None = None, optimizer_bytes: int | None = None) -> Estimate:
     """What a training step of `optimize(model, memory=memory)` would need on batches of that shape, without running one.
 
     The model is not run and stays as it is, optimized or not. One layer of each kind is traced, which takes seconds; what the model's own code
@@ -101,6 +102,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
         memory: as for `optimize`. None: what the model was optimized with; without any, the plan of a step without a budget, measured
             against all that the model's GPU has free. A share or "auto" needs a model on a GPU.
         host_memory: as for `optimize`. None: what the model was optimized with, else half of what is available.
+        host_embedding: as for `optimize`. None: what the model was optimized with.
         optimizer_bytes: of the optimizer's state on the GPU; None for two fp32 moments of each trained parameter, as AdamW has them.
 
     Raises:
@@ -119,7 +121,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     spec, (device,) = stage.memory, devices
     if device.type != "cuda" and (spec == "auto" or isinstance(spec, float)):
         raise CannotEstimate(model=name, reason=f"memory={spec!r} is relative to a GPU's, and it lies on none. Give bytes, such as \"24GiB\"")
-    ledger = Ledger(_weight_bytes(model), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
+    ledger = Ledger(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
                     gauge(device))
     rehearsal, notes = _rehearse(stage, ledger, spec, device, batch_shape)
     return _read(name, tuple(batch_shape), ledger, rehearsal, stage.heads, notes)
@@ -287,10 +289,10 @@ def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, sh
     seen: dict[tuple, tuple[Glimpse, Any]] = {}
     for slot in stage.slots:
         slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)
-    failure: Exception | None = None
-    with fakes:
     for slot in stage.norms:
         slot.layer._compiled_call_impl = None
+    failure: Exception | None = None
+    with fakes:
         ids = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     try:
         with torch.enable_grad(), torch.random.fork_rng([device] if cuda else []):
@@ -335,6 +337,13 @@ def _weight_bytes(model: nn.Module) -> int:
         for holder in (quantised, getattr(quantised, "state2", None)):
             found |= {id(value): value for value in vars(holder).values() if isinstance(value, Tensor)} if holder is not None else {}
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+
+def _host_bytes(model: nn.Module, asked: bool | None) -> int:
+    """Of embedding tables that do not count to the device."""
+    done: State | None = getattr(model, ATTRIBUTE, None)
+    asked = done is not None and done.tables is not None if asked is None else asked
+    return sum(table.nbytes for _, table in tables(model)[0]) if asked else 0
 
 
 def _first_line(error: Exception) -> str:
