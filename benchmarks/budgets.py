@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -42,8 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sweep(job: Job, names: list[str]) -> dict[str, dict[str, Any]]:
-    """A result a system, as of a process of its own."""
+def sweep(job: Job, names: list[str], keep: Callable[[dict[str, dict[str, Any]]], None] = lambda outcome: None) -> dict[str, dict[str, Any]]:
+    """A result a system, as of a process of its own. keep: is given all there are after each."""
     outcome, model = {}, models.load_model(job)
     for name in names:
         own = job.replace(system=name)
@@ -52,6 +52,7 @@ def sweep(job: Job, names: list[str]) -> dict[str, dict[str, Any]]:
         batches = data.random_batches(parse_shape(job.shapes[0]), model.config.vocab_size, own, job.seed, job.steps)
         run = {"shape": job.shapes[0]} | guarded(lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name)))
         outcome[name] = {"runs": [run], "attention": model.config._attn_implementation, "report": compiler_report(model, own)}
+        keep(outcome)
         tunecompile.restore(model)
         model.zero_grad(set_to_none=True)
         models.set_initial_adapter(model, job.seed)
@@ -83,10 +84,13 @@ def main() -> None:
         for run in beside:
             print(f"{run['system']:<24}{summary(run)}", flush=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{logs}/caches"  # cold, as those of the others
-        outcome = sweep(job, [system.name for system in budgets])
-        result = assemble(dataclasses.replace(comparison, systems=budgets), outcome, None, Check())
-    result["runs"] = beside + [run | {"order": run["order"] + len(beside)} for run in result["runs"]]
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+        def keep(outcome: dict[str, dict[str, Any]]) -> None:
+            result = assemble(dataclasses.replace(comparison, systems=[b for b in budgets if b.name in outcome]), outcome, None, Check())
+            result["runs"] = beside + [run | {"order": run["order"] + len(beside)} for run in result["runs"]]
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+        sweep(job, [system.name for system in budgets], keep)
     print(f"written to {given.out}")
 
 
