@@ -76,6 +76,21 @@ def render(results: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_longest(folder: Path = RESULTS) -> str:
+    """The longest row that went through a whole step, of each file of longest.py; ratios to nobody: no rival was run."""
+    lines = []
+    for result in sorted((json.loads(path.read_text()) for path in folder.glob("longest-*.json")), key=lambda r: r["runs"][0]["budget_gib"]):
+        fitted = [run for run in result["runs"] if run["status"] == "ok"]
+        if fitted:
+            run = max(fitted, key=lambda run: int(run["shape"][2:]))
+            lines.append(f"| {run['model']}, {run['mode']} | {run['budget_gib']:.0f} | {int(run['shape'][2:]):,} | {run['peak_gib']:.1f} | "
+                         f"{run['peak_reserved_gib']:.1f} | {run['first_step_s']:.0f} |")
+    if not lines:
+        return ""
+    return "\n".join(["", "The longest rows that were tried and went through a whole step, with the process held to so much of the GPU; the first step, compilation and the",
+                      "pinning of host memory included.", "", "| model | within, GiB | tokens | peak, GiB | reserved | step, s |", "|---|---|---|---|---|---|", *lines]) + "\n"
+
+
 def load_one(name: str, folder: Path = RESULTS) -> dict | None:
     path = folder / name
     return json.loads(path.read_text()) if path.exists() else None
@@ -160,7 +175,9 @@ def draw_budgets(result: dict, path: Path) -> None:
                 place = run["peak_gib"], run["step_ms"]["median"]
                 axes.scatter(*place, color=colour(run["system"]), zorder=3)
                 axes.annotate(shown(run["system"]), place, xytext=(6, 4), textcoords="offset points", fontsize=9)
-        axes.set(xscale="log", xlabel="peak memory, GiB", ylabel="ms a step", ylim=(0, None), title="{model}, {mode}, {shape}".format(**runs[0]))
+        widest, longest = (max(run[key] if key == "peak_gib" else run[key]["median"] for run in runs) for key in ("peak_gib", "step_ms"))
+        axes.set(xscale="log", xlabel="peak memory, GiB", ylabel="ms a step", ylim=(0, 1.1 * longest), xlim=(None, 1.5 * widest))
+        axes.set_title("{model}, {mode}, {shape}".format(**runs[0]), fontsize=10)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.legend(loc="lower left")
@@ -173,7 +190,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     results = load_results()
-    text = render(results) + render_kernels(load_one(KERNELS))
+    text = render(results) + render_longest() + render_kernels(load_one(KERNELS))
     if not given.write:
         print(text)
         return
