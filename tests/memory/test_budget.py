@@ -86,7 +86,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
     model = build("1TiB")
     model.gradient_checkpointing_enable()
     same(step(model), plain())
-    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
 
 
 def test_what_does_not_fit_is_run_and_told():
@@ -164,6 +164,21 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     memory, offload = tunecompile.report(model).memory, to_the_host[-1]
     assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(p["layers"] for p in memory["plans"] if p["offload"]) < LAYERS
     assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
+
+
+def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
+    """Between all that a layer saves and none of it."""
+    roomy = build("1TiB", intermediate_size=384)
+    reference = step(roomy)
+    kept = tunecompile.report(roomy).memory
+    model = build(int(0.95 * (kept["predicted_peak"] - kept["kept_weights"])), intermediate_size=384)
+    for _ in range(3):
+        same(step(model), reference)
+    memory, offload = tunecompile.report(model).memory, to_the_host[-1]
+    assert [p for p in memory["plans"] if p["offload"] and p["largest_stays"]] and "all but the largest tensor waits on the host" in str(tunecompile.report(model))
+    option = next(o for o in model._tunecompile.step.budget.options.values() if o.offloaded and o.held)
+    assert option.leaves(option.held // 2) and not option.leaves(option.held) and not option.leaves(int(0.75 * option.held))
+    assert 0 < memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
 
 
 def test_nothing_is_copied_where_all_fits(to_the_host):

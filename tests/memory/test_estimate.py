@@ -116,9 +116,9 @@ def test_checkpointing_without_a_budget_and_with_one():
     model.gradient_checkpointing_enable()
     functions = [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers]
     estimate = tunecompile.estimate(model, SHAPE)
-    assert estimate.plans == [{"recompute": ["everything"], "tiles": 1, "offload": False, "layers": LAYERS}] and estimate.budget is estimate.fits is None
+    assert estimate.plans == [{"recompute": ["everything"], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}] and estimate.budget is estimate.fits is None
     assert [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers] == functions
-    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
+    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
     assert estimate.activations < tunecompile.estimate(make(), SHAPE).activations
 
 
@@ -135,7 +135,7 @@ def test_layers_of_two_structures_are_each_traced():
     for layer in model.model.layers[LAYERS // 2:]:
         layer.mlp.act_fn = nn.GELU()
     estimate = tunecompile.estimate(zoo.adapt(model), SHAPE, memory="1GiB")
-    assert estimate.fits and estimate.plans == [{"recompute": [], "tiles": 1, "offload": False, "layers": LAYERS}]
+    assert estimate.fits and estimate.plans == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
 
 
 class Block(nn.Module):

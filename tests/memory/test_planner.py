@@ -109,3 +109,14 @@ def test_copies_go_one_layer_ahead_where_that_is_faster():
     options = (Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100), Option(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50))
     made = choose([Stack(6, options)], 260)
     assert made.ahead == 1 and made.fits and made.ms < 1
+
+
+def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
+    """Rather than being computed again, with the small ones on the device."""
+    again = Plan(frozenset({0}))
+    options = (Option(KEEP, 72, 30, 90, 0.0), Option(KEEP, 44, 30, 90, 0.1, offloaded=28), Option(KEEP, 0, 30, 90, 3.0, offloaded=72),
+               Option(again, 28, 50, 100, 2.6), Option(again, 0, 50, 100, 2.7, offloaded=28))
+    without = tuple(o for o in options if not (o.held and o.offloaded))
+    mixed, plain = (choose([Stack(32, given)], 1300, tail=50) for given in (options, without))
+    assert mixed.fits and plain.fits and mixed.ms < 0.5 * plain.ms and any(o.held and o.offloaded for o in mixed.options[0])
+    assert options[1].leaves(22) and not options[1].leaves(33) and options[2].leaves(72) and not options[0].leaves(1)

@@ -129,7 +129,8 @@ class Budget:
         """A layer's call: what it saves goes to the host, where its plan says so. (The plan of the very first is made inside.)"""
         if self.offload is None or not (self.offloading or id(slot) not in self.options):
             return nullcontext()
-        return self.offload.layer(self.places[id(slot)], slot.layer, lambda _: (option := self.options.get(id(slot))) is not None and option.offloaded > 0)
+        return self.offload.layer(self.places[id(slot)], slot.layer, lambda tensor: (option := self.options.get(id(slot))) is not None
+                                  and option.leaves(tensor.untyped_storage().nbytes()))
 
     def ran(self, slot: Any, output: Any) -> None:
         """After a layer's forward."""
@@ -340,8 +341,9 @@ class Budget:
     def plans_by_layer(self) -> list[dict[str, Any]]:
         """What so many layers do."""
         options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
-        counts = Counter((self.again(slot, option.plan), option.plan.tiles, bool(option.offloaded)) for slot, option in options)
-        return [{"recompute": list(again), "tiles": tiles, "offload": offload, "layers": count} for (again, tiles, offload), count in counts.items()]
+        counts = Counter((self.again(slot, option.plan), option.plan.tiles, option.offloaded > 0, bool(option.offloaded and option.held)) for slot, option in options)
+        return [{"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
+                for (again, tiles, offload, stays), count in counts.items()]
 
     def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""
@@ -355,7 +357,8 @@ def in_words(plan: dict[str, Any]) -> str:
     """What an entry of `plans_by_layer` says, as a sentence's predicate."""
     said = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
     said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
-    return f"{said}; the rest waits on the host" if plan["offload"] else said
+    waiting = "all but the largest tensor" if plan["largest_stays"] else "the rest"
+    return f"{said}; {waiting} waits on the host" if plan["offload"] else said
 
 
 def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:

@@ -23,10 +23,14 @@ _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zer
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes a graph holds at its peak beside its inputs, and how many of them it returns."""
+    """Bytes a graph holds at its peak beside its inputs, how many of them it returns, and in what pieces, the largest first."""
 
     peak: int
-    returned: int
+    pieces: tuple[int, ...]
+
+    @property
+    def returned(self) -> int:
+        return sum(self.pieces)
 
 
 def tensor_bytes(value: Any) -> int:
@@ -63,7 +67,7 @@ def extent(graph: Graph) -> Extent:
             if node not in last:
                 live -= tensor_bytes(node.meta.get("val"))
         live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
-    return Extent(peak, sum(tensor_bytes(node.meta.get("val")) for node in returned))
+    return Extent(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
 
 
 def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:

@@ -26,11 +26,12 @@ Cut = Callable[[Plan], tuple[GraphModule, GraphModule]]  #: a plan -> the lowere
 
 @dataclass(frozen=True)
 class Row:
-    """One plan of one region at the sizes of one batch: bytes a layer returns from its forward (what it saves and hands on), bytes its
-    forward and backward need beside, and floating point operations of both."""
+    """One plan of one region at the sizes of one batch: bytes a layer returns from its forward (what it saves and hands on), those of its largest
+    tensor if no other comes near, bytes its forward and backward need beside, and floating point operations of both."""
 
     plan: Plan
     returned: int
+    largest: int
     forward: int
     backward: int
     forward_flops: int
@@ -152,7 +153,8 @@ def survey(cut: Cut, candidates: Sequence[Plan]) -> list[Row]:
 
 def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> Row:
     ahead, back = extent(forward.graph), extent(backward.graph)
-    return Row(plan, ahead.returned, ahead.peak - ahead.returned, back.peak, _total_flops(forward.graph), _total_flops(backward.graph))
+    largest, next_one = (*ahead.pieces, 0, 0)[:2]
+    return Row(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, _total_flops(forward.graph), _total_flops(backward.graph))
 
 
 def _total_flops(graph: Graph) -> int:
@@ -162,8 +164,8 @@ def _total_flops(graph: Graph) -> int:
 def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> tuple[Option, ...]:
     """What a layer may choose from.
 
-    scale: tokens of this batch by tokens of the one the rows are of. offload: whether what is saved may go to the host; its copies are
-    hidden behind the layer's own work, all of it, and what is longer than that is paid for.
+    scale: tokens of this batch by tokens of the one the rows are of. offload: whether what is saved may go to the host, all of it or all but the
+    largest; copies are hidden behind the layer's own work, all of it, and what is longer than that is paid for.
     """
     kept = next(row for row in rows if row.plan == KEEP)
     found = []
@@ -171,9 +173,9 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
         held, forward, backward = (int(n * scale) for n in (row.returned, row.forward, row.backward))
         extra = (row.backward_flops - kept.backward_flops) * scale / rates.flops
         found.append(Option(row.plan, held, forward, backward, extra))
-        if offload:
-            copy = held / rates.copy
+        for stays in dict.fromkeys((0, int(row.largest * scale))) if offload else ():
+            copy = (held - stays) / rates.copy
             ms = extra + sum(max(0.0, copy - ALLOWANCE * work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
-            found.append(Option(row.plan, 0, forward, backward, ms, held))
+            found.append(Option(row.plan, stays, forward, backward, ms, held - stays))
     return tuple(found)
 

@@ -43,7 +43,7 @@ WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer 
 @dataclass(frozen=True)
 class Option:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
-    beside that while they run, bytes that go to the host, and milliseconds on top of the fastest option."""
+    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option."""
 
     plan: Plan
     held: int
@@ -51,6 +51,10 @@ class Option:
     backward: int
     ms: float
     offloaded: int = 0
+
+    def leaves(self, nbytes: int) -> bool:
+        """Whether a saved tensor of so many bytes goes to the host. (A batch may be smaller than the one this is the option of.)"""
+        return self.offloaded > 0 and (not self.held or 2 * nbytes <= self.held)
 
     def passing(self, ahead: int) -> int:
         """Bytes that are needed while the layer runs among its like, and no longer."""
