@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from tunecompile._torch import size_hint
 from tunecompile.memory.attention import bound
 from tunecompile.memory.liveness import tensor_bytes, workspace
-from tunecompile.op import aten_name
+from tunecompile.op import aten_name, has_triton
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.pipeline import Context, Pass
 
@@ -36,7 +36,7 @@ def run(graph: Graph, context: Context) -> None:
 def in_turn(*args: Any, target: Any, groups: int, orders: tuple, apart: tuple, options: tuple) -> list[torch.Tensor | None]:
     """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
     split = [argument.name in BY_HEAD for argument in target._schema.arguments]
-    args = [value.clone() if i in apart else value for i, value in enumerate(args)]
+    args = [_copy(value) if i in apart else value for i, value in enumerate(args)]
     calls = [target(*(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)) for i in range(groups)]
     return [_join(pieces, order) for pieces, order in zip(zip(*calls), orders)]
 
@@ -48,6 +48,20 @@ def _apart(node: Node) -> tuple[int, ...]:
     for fake in given.values():
         read[fake.untyped_storage()._cdata] += tensor_bytes(fake)
     return tuple(i for i, fake in given.items() if 2 * read[(whole := fake.untyped_storage())._cdata] < size_hint(whole.nbytes()))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """By a kernel of its own: a clone is fused into what reads it, so that each call would copy its heads when its turn comes, and the larger
+    tensor would stay for the last of them."""
+    if not (tensor.is_cuda and has_triton()):
+        return tensor.clone()
+    from tunecompile.templates import lora
+
+    batch, heads, length, dim = tensor.shape
+    rows = tensor.transpose(1, 2).reshape(batch * length, heads * dim)
+    out = torch.empty(rows.shape, dtype=tensor.dtype, device=tensor.device)
+    lora.append_rows(rows, out, 0)
+    return out.view(batch, length, heads, dim).transpose(1, 2)
 
 
 def _share(tensor: torch.Tensor, i: int, groups: int) -> torch.Tensor:
