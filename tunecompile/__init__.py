@@ -10,6 +10,7 @@ from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
 from tunecompile.pipeline import Pass
 from tunecompile.rewrite import rewrite
+from tunecompile.verify import Verification, verify
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Pass", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite"]
+__all__ = ["Cost", "Estimate", "Pass", "Verification", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]

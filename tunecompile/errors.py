@@ -70,6 +70,10 @@ class CannotEstimate(TunecompileError):
     template = "No estimate for this {model}: {reason}."
 
 
+class CannotVerify(TunecompileError):
+    template = "This step cannot be verified: {reason}."
+
+
 class NoPlan(TunecompileError):
     template = "There is no memory plan to show: {reason}."
 

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from tunecompile.compare.gradients import compare_gradients, judge_gradients, judge_loss, relative_error
 from tunecompile.compare.meters import median
-
-
-def dump(gradients):
-    return {"loss": 1.0, "gradients": gradients}
+from tunecompile.verify import ORDER, compare_gradients, judge_gradients, judge_loss, relative_error
 
 
 @pytest.fixture
@@ -23,7 +19,7 @@ def noisy(exact, size, seed):
 
 
 def verdicts(exact, eager, system):
-    return [v.passed for v in judge_gradients(compare_gradients(dump(exact), dump(eager), dump(system), "float32"))]
+    return [v.passed for v in judge_gradients(compare_gradients(exact, eager, system, torch.float32))]
 
 
 def test_a_more_exact_system_passes(exact):
@@ -38,7 +34,7 @@ def test_a_less_exact_system_fails_by_its_median(exact):
 def test_one_planted_wrong_gradient_is_seen(exact, wrong):
     system = noisy(exact, 5e-5, 2)
     system["layers.3.lora_A.weight"] = wrong(system["layers.3.lora_A.weight"])
-    rows = compare_gradients(dump(exact), dump(noisy(exact, 1e-4, 1)), dump(system), "float32")
+    rows = compare_gradients(exact, noisy(exact, 1e-4, 1), system, torch.float32)
     verdict = judge_gradients(rows)[1]
     assert not verdict.passed and "layers.3" in verdict.detail
 
@@ -47,16 +43,17 @@ def test_a_missing_and_a_zero_gradient_are_seen(exact):
     system = noisy(exact, 5e-5, 2)
     system["layers.3.lora_A.weight"] = None
     system["layers.4.lora_A.weight"] = torch.zeros(16, 32)
-    rows = compare_gradients(dump(exact), dump(noisy(exact, 1e-4, 1)), dump(system), "float32")
+    rows = compare_gradients(exact, noisy(exact, 1e-4, 1), system, torch.float32)
     assert [r["parameter"] for r in rows if not r["has_gradient"]] == ["layers.3.lora_A.weight", "layers.4.lora_A.weight"]
     assert [v.passed for v in judge_gradients(rows)] == [True, False, False]
 
 
 def test_eagers_own_error_is_floored_where_eager_is_exact(exact):
-    eps = torch.finfo(torch.float32).eps
-    rows = compare_gradients(dump(exact), dump(exact), dump(noisy(exact, 0.5 * eps, 1)), "float32")
-    assert all(r["eager_error"] == 0 and r["yardstick"] == eps for r in rows)
-    assert judge_gradients(rows)[1].passed  # the limit for each parameter; the median knows no floor
+    rows = compare_gradients(exact, exact, noisy(exact, 0.5 * ORDER, 1), torch.float32)
+    assert all(r["eager_error"] == 0 and r["yardstick"] == ORDER for r in rows) and all(v.passed for v in judge_gradients(rows))
+    assert not judge_gradients(compare_gradients(exact, exact, noisy(exact, 2 * ORDER, 1), torch.float32))[0].passed
+    rows = compare_gradients(exact, exact, exact, torch.bfloat16)
+    assert rows[0]["yardstick"] == torch.finfo(torch.bfloat16).eps
 
 
 def test_a_gradient_that_is_nearly_zero_is_measured_against_the_floor():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tunecompile.compare.gradients import Verdict
 from tunecompile.compare.spec import system
+from tunecompile.verify import Verdict
 
 BASES = ("hf", "hf-checkpoint", "tunecompile")  # the first that finished is what the others are held against
 

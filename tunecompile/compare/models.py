@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from tunecompile.compare.data import prepare_tokenizer
 from tunecompile.compare.errors import ModelNotFound
 from tunecompile.compare.shapes import SHAPES, build_shape_model
 from tunecompile.compare.spec import REFERENCE, TARGETS, Job
+from tunecompile.verify import Float64
 
 
 def check_model(model: str) -> None:
@@ -184,16 +184,6 @@ def to_reference(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         del model.config.quantization_config
     model.requires_grad_(False)
     return model.to(dtype)
-
-
-class Float64(TorchFunctionMode):
-    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        wider = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
 
 
 def precision(job: Job) -> contextlib.AbstractContextManager:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tunecompile.compare import curves, plots
-from tunecompile.compare.gradients import LIMIT
+from tunecompile.verify import LIMIT
 
 COLUMNS = (  # heading, how to read it off a run
     ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}"),

@@ -14,13 +14,13 @@ from pathlib import Path
 from tunecompile.compare import data, machine, models
 from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
-from tunecompile.compare.gradients import Verdict, compare_gradients, judge_gradients, judge_loss
 from tunecompile.compare.meters import WARMUP
 from tunecompile.compare.processes import Listener, Worker, run_workers
 from tunecompile.compare.shapes import SHAPES, save_shape_model
 from tunecompile.compare.spec import REFERENCE, Job, System
 from tunecompile.errors import TunecompileError
 from tunecompile.memory.gauge import HostGauge, budget_bytes
+from tunecompile.verify import Verdict, compare_gradients, judge_gradients, judge_loss
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's
 COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code
@@ -198,7 +198,7 @@ def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> Check:
 
     def rows_of(system: tuple[str, dict] | None) -> list[dict]:
         files = [torch.load(f"{scratch}/{name}.pt") for name in (REFERENCE, eager[0], system[0])] if system else []
-        return compare_gradients(*files, job.dtype) if system else []
+        return compare_gradients(*(file["gradients"] for file in files), getattr(torch, job.dtype)) if system else []
 
     rows = rows_of(ours)
     verdicts = [judge_loss(exact[1]["losses"], eager[1]["losses"], ours[1]["losses"]), *judge_gradients(rows)] if ours else []

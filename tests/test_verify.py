@@ -1,0 +1,148 @@
+"""`tunecompile.verify`: right gradients pass, planted faults are caught and named, and the model is left as it was."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+import tunecompile.passes
+from tests.models import zoo
+from tunecompile.errors import CannotVerify
+from tunecompile.pipeline import Pass
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+aten = torch.ops.aten
+
+
+def build(family="llama", mode="lora", **adapter):
+    model = zoo.make(family)
+    if mode == "full":
+        return model.train()
+    return zoo.adapt(zoo.quantize(model.to(torch.bfloat16), torch.bfloat16) if mode == "qlora" else model, **adapter).train()
+
+
+def verified(model, autocast=None, **batch):
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        return tunecompile.verify(tunecompile.optimize(model, executor="eager"), zoo.batch(**batch))
+
+
+@pytest.mark.parametrize("family, mode", [("llama", "lora"), ("qwen3", "full"), ("gemma2", "lora")])
+def test_right_gradients_pass(family, mode):
+    result = verified(build(family, mode))
+    assert result.passed, str(result)
+    assert result.reference == "float64" and all(row["error"] < 1e-5 for row in result.gradients)
+    assert len(result.gradients) == sum(p.requires_grad for p in build(family, mode).parameters()) and not result.untrained
+    assert json.loads(json.dumps(result.to_dict()))["passed"] and "passed: every trainable parameter got a gradient" in str(result)
+
+
+def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
+    pytest.importorskip("bitsandbytes")
+    result = verified(build(mode="qlora"), torch.bfloat16, rows=4, length=64)
+    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
+    assert all(verdict.passed for verdict in result.verdicts[2:]), str(result)  # medians of so small a model are those of chance
+
+
+def plant(monkeypatch, change):
+    """A fault in what is lowered: `change(graph, product)` of the last matrix product of each backward."""
+    def run(graph, context):
+        products = [node for node in graph.nodes if node.target is aten.mm.default]
+        if products and any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
+            change(graph, products[-1])
+
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [*tunecompile.passes.PIPELINE, Pass("planted", "lower", run)])
+
+
+def scaled(graph, product):
+    with graph.inserting_after(product):
+        wrong = graph.call_function(aten.mul.Tensor, (product, 1.01))
+    wrong.meta = dict(product.meta)
+    product.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+
+
+def swapped(graph, product):
+    with graph.inserting_before(product):
+        wrong = graph.call_function(aten.flip.default, (product.args[0], [0]))
+    wrong.meta = dict(product.args[0].meta)
+    product.update_arg(0, wrong)
+
+
+@pytest.mark.parametrize("fault", [scaled, swapped])
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    plant(monkeypatch, fault)
+    result = verified(build())
+    failed = [verdict for verdict in result.verdicts if not verdict.passed]
+    assert not result.passed and any("no gradient error above" in verdict.name for verdict in failed) and "FAILED" in str(result)
+
+
+def test_the_model_is_left_as_it_was():
+    torch.manual_seed(5)
+    model = build(lora_dropout=0.1)
+    zoo.step(model, zoo.batch())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    state, gradients = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    random = torch.get_rng_state()
+    result = tunecompile.verify(model, zoo.batch())  # optimized for the step only
+    assert any("dropout was off" in note for note in result.notes)
+    assert torch.equal(random, torch.get_rng_state()) and all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip((p for p in model.parameters() if p.requires_grad), gradients))
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.1} and model.training
+    assert not any(module._compiled_call_impl for module in model.modules())
+
+
+def test_a_fresh_adapter_says_something_of_every_gradient():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
+    result = verified(model)
+    assert result.passed and all(row["has_gradient"] for row in result.gradients) and any("small and random" in note for note in result.notes)
+    assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_what_never_trains_is_named():
+    model = build()
+    model.base_model.model.extra = nn.Linear(4, 4)
+    result = verified(model)
+    assert result.untrained == ["base_model.model.extra.weight", "base_model.model.extra.bias"] and "without a gradient, in eager too" in str(result)
+
+
+def test_a_loss_of_the_users_own():
+    model = tunecompile.optimize(build(), executor="eager")
+    batch = zoo.batch()
+    labels = batch.pop("labels")
+
+    def loss(model, batch):
+        logits = model(**batch).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    assert tunecompile.verify(model, batch, loss=loss).passed
+    with pytest.raises(CannotVerify, match="no loss"):
+        tunecompile.verify(model, batch)
+
+
+@pytest.mark.parametrize("why, spoil", [
+    ("evaluation mode", lambda model: model.eval()),
+    ("nothing in the model is trained", lambda model: model.requires_grad_(False)),
+    ("act as soon as they have a gradient", lambda model: next(p for p in model.parameters() if p.requires_grad).register_post_accumulate_grad_hook(print))])
+def test_what_cannot_be_verified(why, spoil):
+    model = build()
+    spoil(model)
+    with pytest.raises(CannotVerify, match=why):
+        tunecompile.verify(model, zoo.batch())
+
+
+@pytest.mark.gpu
+def test_generated_code_on_a_gpu():
+    pytest.importorskip("bitsandbytes")
+    model = zoo.make("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=8192,
+                     max_position_embeddings=1024)
+    model = zoo.adapt(zoo.quantize(model.to("cuda", torch.bfloat16), torch.bfloat16), r=16).train()
+    with torch.autocast("cuda", torch.bfloat16):
+        result = tunecompile.verify(tunecompile.optimize(model), zoo.batch(8192, 4, 512, "cuda"))
+    assert result.passed, str(result)

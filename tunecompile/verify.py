@@ -1,0 +1,391 @@
+"""Are the gradients right, on this model and this batch? One step three ways: optimized, eager, and in high precision.
+
+The two others are twins of the model: new modules around the same frozen weights, with trained weights of their own. Their layers are
+checkpointed, and the reference's hold their weights in high precision only while they run, so a large model needs little more than itself.
+A fresh LoRA has B = 0 and so exact zeros for every gradient of A: what is trained and zero is small and random while a step is verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from tunecompile.api import ATTRIBUTE, optimize, restore
+from tunecompile.errors import CannotVerify
+from tunecompile.regions import find_layers
+
+LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
+TIE = 1.05  #: losses this near each other are alike: both distances are mostly the rounding of the same weights
+ORDER = 16 * torch.finfo(torch.float32).eps  #: relative error that fp32 sums have by the order they are taken in
+MANY = 32  #: one loss is a mean over tokens whose roundings cancel out: by how much at least
+SMALL = 0.01  #: standard deviation of what stands for zeros
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was asked, whether it holds, and the figures."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One step, optimized, eager and in high precision (`reference`). Printable; `to_dict()` for machines.
+
+    losses: by the three names.   gradients: a row for each trained parameter: `error` and `eager_error` are relative distances to the reference's
+    gradient, ‖g - r‖ / max(‖r‖, floor), with the dtype's eps times the largest gradient as floor; `yardstick` is eager's error, and at least what rounding makes of it;
+    `norm_ratio` is ‖g‖ / ‖r‖; `has_gradient` whether there is one that is not zero.   untrained: parameters that are to be trained and get no
+    gradient from this batch, in eager neither: a mistake in the model, perhaps.   notes: what was done to the model meanwhile.
+    """
+
+    model: str
+    reference: str
+    losses: dict[str, float]
+    gradients: list[dict[str, Any]]
+    verdicts: list[Verdict]
+    untrained: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"passed": self.passed}
+
+    def __str__(self) -> str:
+        lines = [f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
+                 "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()), *_table(self.gradients)]
+        lines += [f"  {'passed' if v.passed else 'FAILED'}: {v.name} ({v.detail})" for v in self.verdicts]
+        if self.untrained:
+            more = f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else ""
+            lines.append(f"  without a gradient, in eager too: {', '.join(self.untrained[:3])}{more}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None, seed: int = 0) -> Verification:
+    """Take one step three ways on the same numbers, and compare loss and every gradient.
+
+    The model is left as it was: weights, gradients that have accumulated, buffers, random state. Dropout is off meanwhile. A model that is not
+    optimized is, for this step. Call it under `torch.autocast` if the training loop does; fp32 judges half precision, fp64 judges fp32.
+
+    Args:
+        model: in training mode, on the device it is trained on.
+        batch: what the model is called with, by name; with labels, unless `loss` says otherwise.
+        loss: of (model, batch), a scalar; None for `model(**batch).loss`.
+        seed: of the random numbers that all three draw.
+
+    Raises:
+        CannotVerify: nothing in the model is trained, it is in evaluation mode, gives no loss or cannot be copied, or its optimizer steps in the
+            backward pass.
+    """
+    measure = loss or _own_loss
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained or not model.training:
+        raise CannotVerify(reason="the model is in evaluation mode: call model.train()" if trained else "nothing in the model is trained")
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+        raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
+    visiting = getattr(model, ATTRIBUTE, None) is None
+    dtype = _reference_dtype(model)
+    with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
+        try:
+            ours = _step(optimize(model) if visiting else model, batch, measure, seed)
+        finally:
+            if visiting:
+                restore(model)
+        eager = _step(_twin(model, None), batch, measure, seed)
+        exact = _in_high_precision(_twin(model, dtype), batch, measure, seed, dtype)
+    losses = {"optimized": ours[0], "eager": eager[0], "reference": exact[0]}
+    rows = compare_gradients(exact[1], eager[1], ours[1], _compute_dtype(model))
+    near = judge_loss([exact[0]], [eager[0]], [ours[0]], torch.finfo(_compute_dtype(model)).eps / MANY)
+    untrained = [name for name, gradient in exact[1].items() if gradient is None and eager[1].get(name) is None]
+    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, [near, *judge_gradients(rows)], untrained, notes)
+
+
+# ---------------------------------------------------------------- the judgement
+
+def relative_error(gradient: Tensor | None, reference: Tensor, floor: float) -> float:
+    """‖g - r‖ / max(‖r‖, floor). No gradient at all counts as zero, and something that is no number as infinite."""
+    reference = reference.double()
+    gradient = torch.zeros_like(reference) if gradient is None else gradient.double()
+    error = float((gradient - reference).norm() / max(float(reference.norm()), floor))
+    return error if error == error else float("inf")
+
+
+def compare_gradients(reference: dict[str, Tensor | None], eager: dict[str, Tensor | None], system: dict[str, Tensor | None], dtype: torch.dtype) -> list[dict]:
+    """A row for every trainable parameter that has a gradient in the reference. dtype: what is computed in."""
+    wanted = {name: g for name, g in reference.items() if g is not None}
+    eps = torch.finfo(dtype).eps
+    floor = eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0)
+    rows = []
+    for name, exact in wanted.items():
+        gradient = system.get(name)
+        eager_error = relative_error(eager.get(name), exact, floor)
+        norm = 0.0 if gradient is None else float(gradient.double().norm())
+        rows.append({
+            "parameter": name,
+            "error": relative_error(gradient, exact, floor),
+            "eager_error": eager_error,
+            "yardstick": max(eager_error, eps, ORDER),
+            "norm_ratio": norm / max(float(exact.double().norm()), floor),
+            "has_gradient": gradient is not None and norm > 0,
+        })
+    return rows
+
+
+def judge_gradients(rows: list[dict]) -> list[Verdict]:
+    """The three promises about gradients."""
+    middle, eager_middle = (median(r[key] for r in rows) for key in ("error", "eager_error"))
+    worst = max(rows, key=lambda r: r["error"] / r["yardstick"])
+    ratio = worst["error"] / worst["yardstick"]
+    missing = [r["parameter"] for r in rows if not r["has_gradient"]]
+    return [
+        Verdict("median gradient error is at most eager's", middle <= max(eager_middle, ORDER),
+                f"{middle:.3e} against {eager_middle:.3e} over {len(rows)} parameters"),
+        Verdict(f"no gradient error above {LIMIT} times eager's", ratio <= LIMIT, f"worst {ratio:.3f} at {worst['parameter']}"),
+        Verdict("every trainable parameter got a gradient", not missing,
+                f"{len(rows) - len(missing)} of {len(rows)}" + (f", none at {missing[0]}" if missing else "")),
+    ]
+
+
+def judge_loss(reference: list[float], eager: list[float], system: list[float], eps: float = torch.finfo(torch.float32).eps) -> Verdict:
+    """Over the steps that the reference took: is the system as near to it as eager is? eps: a relative distance that is none."""
+    steps = min(len(reference), len(eager), len(system))
+    floor = max(eps, torch.finfo(torch.float32).eps) * max(map(abs, reference[:steps]))  # losses are fp32 in every precision
+    own = sum(abs(a - b) for a, b in zip(system, reference)) / steps
+    eagers = max(sum(abs(a - b) for a, b in zip(eager, reference)) / steps, floor)
+    return Verdict("loss is as near to the reference as eager's", own <= TIE * eagers,
+                   f"mean distance {own:.2e} against eager's {eagers:.2e} over {steps} steps")
+
+
+def _table(rows: list[dict]) -> list[str]:
+    """The worst parameters first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("parameter", "error", "eager's", "of eager's", "norm ratio"):
+        table.add_column(column, justify="left" if column == "parameter" else "right", no_wrap=True)
+    for row in sorted(rows, key=lambda r: -r["error"] / r["yardstick"])[:SHOWN]:
+        table.add_row(row["parameter"], f"{row['error']:.2e}", f"{row['eager_error']:.2e}", f"{row['error'] / row['yardstick']:.2f}",
+                      f"{row['norm_ratio']:.4f}" if row["has_gradient"] else "no gradient")
+    console = Console(file=io.StringIO(), width=160)
+    console.print(table)
+    left = [f"  and {len(rows) - SHOWN} parameters that are nearer to the reference"] if len(rows) > SHOWN else []
+    return [f"  {line.rstrip()}" for line in console.file.getvalue().splitlines()] + left
+
+
+SHOWN = 12  #: rows of a printed table
+
+
+# ---------------------------------------------------------------- the three steps
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    found = getattr(model(**batch), "loss", None)
+    if not isinstance(found, Tensor):
+        raise CannotVerify(reason="model(**batch) has no loss. Put labels into the batch, or say how to compute it: verify(model, batch, loss=...)")
+    return found
+
+
+def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss, and gradients in host memory."""
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    loss = measure(model, batch)
+    loss.backward()
+    gradients = {name: None if p.grad is None else p.grad.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach().double()), gradients
+
+
+def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype) -> tuple[float, dict[str, Tensor | None]]:
+    kind = next(twin.parameters()).device.type
+    batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, dict(batch))
+    with torch.autocast(kind, enabled=False), _mode(dtype):
+        return _step(twin, batch, measure, seed)
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    """What matrix products run in: autocast's dtype, or that of most floating point weights."""
+    kind = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    found: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            found[parameter.dtype] = found.get(parameter.dtype, 0) + parameter.numel()
+    return max(found, key=found.get)
+
+
+def _reference_dtype(model: nn.Module) -> torch.dtype:
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return torch.float64 if _compute_dtype(model) in (torch.float32, torch.float64) and not half else torch.float32
+
+
+class Float64(TorchFunctionMode):
+    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def wider(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+def _mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    return Float64() if dtype is torch.float64 else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------- twins
+
+def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, and hold their weights in `dtype` as long as
+    they run; what is outside of them does for good. dtype None: as they are."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    try:
+        twin = copy.deepcopy(model, memo).train(model.training)
+    except Exception as error:
+        raise CannotVerify(reason=f"the model cannot be copied: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+    if getattr(getattr(twin, "config", None), "use_cache", None):
+        twin.config.use_cache = False  # a layer that is computed again would fill it twice
+    layers = [layer for stack in find_layers(twin) for layer in stack.members]
+    if dtype is not None:
+        _dequantize(twin, dtype)
+        _widen(twin, {id(p) for layer in layers for p in layer.parameters()}, dtype)
+    for layer in layers:
+        layer.forward = functools.partial(_checkpointed, layer, layer.forward, dtype)
+    return twin
+
+
+def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wide = {name: p.to(dtype) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
+        ours, layer.forward = layer.forward, forward
+        try:
+            with _mode(dtype):  # here, since a layer is computed again by another thread
+                return functional_call(layer, wide, args, kwargs) if wide else forward(*args, **kwargs)
+        finally:
+            layer.forward = ours
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Frozen, and made of the numbers it stands for."""
+    return not parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_floating_point()
+
+
+@torch.no_grad()
+def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
+    """What is trained, and all that is frozen outside of the layers. (A parameter that two modules share stays shared.)"""
+    made: dict[int, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+            elif id(parameter) not in inside and _is_plain(parameter):
+                wide = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+                module._parameters[name] = wide
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
+    """4-bit linears compute with the values they stand for."""
+    with contextlib.suppress(ImportError):
+        import bitsandbytes as bnb
+
+        for path, module in list(twin.named_modules()):
+            if isinstance(module, bnb.nn.Linear4bit) and not list(module.children()):
+                parent, _, name = path.rpartition(".")
+                setattr(twin.get_submodule(parent), name, _Dequantized(module, dtype))
+
+
+class _Dequantized(nn.Module):
+    """A frozen 4-bit linear whose product is one of the values in `dtype`."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.bias, self.dtype = module.weight, module.bias, dtype
+        self.in_features, self.out_features = module.in_features, module.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        import bitsandbytes as bnb
+
+        weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
+        return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+
+
+# ---------------------------------------------------------------- what is put back
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
+    """The model as it is verified, and as it was, afterwards. Yields what to say of it."""
+    notes: list[str] = []
+    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with contextlib.ExitStack() as stack:
+        device = next(model.parameters()).device
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        for put_back in (_fill_zeros(model, seed, notes), _without_dropout(model, notes)):
+            stack.callback(put_back)
+        try:
+            yield notes
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers and not torch.equal(buffer, buffers[name]):
+                        buffer.copy_(buffers[name])
+            for parameter in model.parameters():
+                parameter.grad = gradients.get(parameter)
+
+
+@torch.no_grad()
+def _fill_zeros(model: nn.Module, seed: int, notes: list[str]) -> Callable[[], None]:
+    """Trained matrices that are zero, such as a fresh LoRA's B, get small random values."""
+    zero = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and not p.any()]
+    for number, parameter in enumerate(zero):
+        generator = torch.Generator().manual_seed(seed + number)
+        parameter.copy_(torch.empty(parameter.shape).normal_(0, SMALL, generator=generator))
+    if zero:
+        notes.append(f"{len(zero)} trained matrices are zero: they were small and random for this step")
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for parameter in zero:
+            parameter.zero_()
+
+    return put_back
+
+
+def _without_dropout(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+    """Masks differ by design: probabilities are zero, in modules and in what transformers' attention reads."""
+    found = [(module, name, value) for module in model.modules() for name, value in vars(module).items()
+             if isinstance(value, float) and value > 0 and ("dropout" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))]
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    if found:
+        notes.append(f"dropout was off, in {len(found)} places")
+
+    def put_back() -> None:
+        for module, name, value in found:
+            setattr(module, name, value)
+
+    return put_back
