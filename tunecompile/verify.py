@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Callable, Iterator, Mapping
@@ -174,19 +173,13 @@ def judge_loss(reference: list[float], eager: list[float], system: list[float], 
 
 def _table(rows: list[dict]) -> list[str]:
     """The worst parameters first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("parameter", "error", "eager's", "of eager's", "norm ratio"):
-        table.add_column(column, justify="left" if column == "parameter" else "right", no_wrap=True)
-    for row in sorted(rows, key=lambda r: -r["error"] / r["yardstick"])[:SHOWN]:
-        table.add_row(row["parameter"], f"{row['error']:.2e}", f"{row['eager_error']:.2e}", f"{row['error'] / row['yardstick']:.2f}",
-                      f"{row['norm_ratio']:.4f}" if row["has_gradient"] else "no gradient")
-    console = Console(file=io.StringIO(), width=160)
-    console.print(table)
-    left = [f"  and {len(rows) - SHOWN} parameters that are nearer to the reference"] if len(rows) > SHOWN else []
-    return [f"  {line.rstrip()}" for line in console.file.getvalue().splitlines()] + left
+    worst = sorted(rows, key=lambda row: -row["error"] / row["yardstick"])[:SHOWN]
+    width = max((len(row["parameter"]) for row in worst), default=0)
+    lines = [f"  {'parameter':{width}}     error   eager's  of eager's  norm ratio"]
+    for row in worst:
+        ratio = f"{row['norm_ratio']:12.4f}" if row["has_gradient"] else " no gradient"
+        lines.append(f"  {row['parameter']:{width}}  {row['error']:8.2e}  {row['eager_error']:8.2e}  {row['error'] / row['yardstick']:10.2f}{ratio}")
+    return lines + ([f"  and {len(rows) - SHOWN} parameters that are nearer to the reference"] if len(rows) > SHOWN else [])
 
 
 SHOWN = 12  #: rows of a printed table
