@@ -146,3 +146,37 @@ def test_generated_code_on_a_gpu():
     with torch.autocast("cuda", torch.bfloat16):
         result = tunecompile.verify(tunecompile.optimize(model), zoo.batch(8192, 4, 512, "cuda"))
     assert result.passed, str(result)
+
+
+def planted(factor):
+    """A family of two rewrites, of which the second loses `factor`."""
+    from tunecompile.pipeline import recognize
+    from tunecompile.rewrite import rewrite
+
+    @rewrite("harmless", to=lambda x: torch.rsqrt(x))
+    def harmless(x):
+        return torch.rsqrt(x)
+
+    @rewrite("wrong", to=lambda x: torch.nn.functional.silu(x) * factor)
+    def wrong(x):
+        return torch.nn.functional.silu(x)
+
+    return recognize("planted", [harmless, wrong], lambda graph: [])
+
+
+def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    model = tunecompile.optimize(build(), executor="eager")
+    result = tunecompile.verify(model, zoo.batch())
+    assert not result.passed and result.fault["rewrite"] == "planted: wrong" and "switched off" in str(result)
+    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.fault["places"]), result.fault
+    assert any("the rewrite at fault is planted: wrong" in note for note in tunecompile.report(model).notes)
+    again = tunecompile.verify(model, zoo.batch())
+    assert again.passed and again.fault is None
+    assert {m.family for m in tunecompile.report(model).matches} >= {"rms_norm", "swiglu", "lora"}
+
+
+def test_a_fault_that_no_rewrite_makes(monkeypatch):
+    plant(monkeypatch, scaled)
+    result = verified(build())
+    assert result.fault["rewrite"] is None and "without any rewrite" in str(result)

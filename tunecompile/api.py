@@ -273,6 +273,15 @@ class State(NotCopied):
         """What head and loss need beside what the layers hold."""
         return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
+    def again_with(self, passes: tuple, note: str | None = None) -> None:
+        """Everything anew, with other passes."""
+        self.detach()
+        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostTables() if self.tables else None)
+        self.__dict__.update(made.__dict__)
+        self.__post_init__()
+        self.notes += [note] if note is not None else []
+        self.attach()
+
     def detach(self) -> None:
         self.kept.release()
         if self.tables is not None:

@@ -18,12 +18,13 @@ STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")
 
 @dataclass
 class Tally:
-    """What became of one family in one graph: anchors seen, anchors rewritten, and why others were not."""
+    """What became of one family in one graph: anchors seen, anchors rewritten, why others were not, and where each rewrite held."""
 
     family: str
     found: int = 0
     rewritten: int = 0
     refused: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Pass:
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
+    rewrites: tuple[Rewrite, ...] = ()  #: what it tries, if that is all it does
+    anchors: Callable[[Graph], list[Node]] | None = None  #: of these rewrites
 
 
 def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
@@ -69,7 +72,8 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
     def run(graph: Graph, context: Context) -> None:
         tally = Tally(family, found=len(anchors(graph)))
         for rewrite in rewrites:
-            done, refused = apply(rewrite, graph)
+            places, refused = apply(rewrite, graph)
+            tally.places += places
             tally.refused += refused
         left = anchors(graph)
         tally.rewritten = tally.found - len(left)
@@ -77,7 +81,7 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
             tally.refused += [f"{node.name} is part of no known pattern{where_from(node)}" for node in left]
         context.tallies.append(tally)
 
-    return Pass(family, "recognize", run, requires, frozenset({family}))
+    return Pass(family, "recognize", run, requires, frozenset({family}), rewrites=tuple(rewrites), anchors=anchors)
 
 
 def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -102,6 +102,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
             total.found += tally.found
             total.rewritten += tally.rewritten
             total.refused += tally.refused
+            total.places += tally.places
     for tally in tails:  # the head's loss is joined outside the regions
         total = matches.setdefault(tally.family, Tally(tally.family))
         total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused

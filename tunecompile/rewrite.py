@@ -47,12 +47,12 @@ def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | No
     return make
 
 
-def apply(rewrite: Rewrite, graph: Graph) -> tuple[int, list[str]]:
-    """Rewrite every match in place. Returns how many, and the reasons of those that were refused.
+def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
+    """Rewrite every match in place. Returns where that was, and the reasons of those that were refused.
 
     What a replacement is made of is not matched again: one call applies a rewrite once to each place.
     """
-    matcher, made, reasons, done = Matcher(graph), set(), {}, 0
+    matcher, made, reasons, places = Matcher(graph), set(), {}, []
     nodes = set(graph.nodes)
     for anchor in matcher.anchors(rewrite.pattern):
         if anchor not in nodes:  # an earlier match took it
@@ -60,16 +60,17 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[int, list[str]]:
         for match in matcher.at(rewrite.pattern, anchor):
             if made & set(match.nodes.values()):
                 continue
+            place = f"{rewrite.name}{where_from(anchor)}"
             reason = _judge(rewrite, match) or replace(graph, match.outputs, rewrite.to, _bound(rewrite, match))
             if reason is None:
                 erase_dead(graph, match.nodes.values())
                 before, nodes, matcher = nodes, set(graph.nodes), Matcher(graph)
                 made |= nodes - before
                 reasons.pop(anchor, None)
-                done += 1
+                places.append(place)
                 break
             reasons.setdefault(anchor, f"{rewrite.name}: {reason}{where_from(anchor)}")
-    return done, list(reasons.values())
+    return places, list(reasons.values())
 
 
 def _judge(rewrite: Rewrite, match: Match) -> str | None:

@@ -8,23 +8,20 @@ A fresh LoRA has B = 0 and so exact zeros for every gradient of A: what is train
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
-from tunecompile.api import ATTRIBUTE, optimize, restore
+from tunecompile.api import ATTRIBUTE, State, optimize, restore
 from tunecompile.errors import CannotVerify
-from tunecompile.regions import find_layers
+from tunecompile.fault import find, without
+from tunecompile.twin import mode, twin_of
 
+Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
 TIE = 1.05  #: losses this near each other are alike: both distances are mostly the rounding of the same weights
 ORDER = 16 * torch.finfo(torch.float32).eps  #: relative error that fp32 sums have by the order they are taken in
@@ -48,7 +45,8 @@ class Verification:
     losses: by the three names.   gradients: a row for each trained parameter: `error` and `eager_error` are relative distances to the reference's
     gradient, ‖g - r‖ / max(‖r‖, floor), with the dtype's eps times the largest gradient as floor; `yardstick` is eager's error, and at least what rounding makes of it;
     `norm_ratio` is ‖g‖ / ‖r‖; `has_gradient` whether there is one that is not zero.   untrained: parameters that are to be trained and get no
-    gradient from this batch, in eager neither: a mistake in the model, perhaps.   notes: what was done to the model meanwhile.
+    gradient from this batch, in eager neither: a mistake in the model, perhaps.   fault: where the step is wrong, the rewrite that makes it so
+    and the lines of the model that it stood for; it is switched off for this model.   notes: what was done to the model meanwhile.
     """
 
     model: str
@@ -57,6 +55,7 @@ class Verification:
     gradients: list[dict[str, Any]]
     verdicts: list[Verdict]
     untrained: list[str] = field(default_factory=list)
+    fault: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -70,6 +69,8 @@ class Verification:
         lines = [f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
                  "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()), *_table(self.gradients)]
         lines += [f"  {'passed' if v.passed else 'FAILED'}: {v.name} ({v.detail})" for v in self.verdicts]
+        if self.fault is not None:
+            lines.append(f"  {self.fault['said']}")
         if self.untrained:
             more = f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else ""
             lines.append(f"  without a gradient, in eager too: {', '.join(self.untrained[:3])}{more}")
@@ -80,7 +81,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     """Take one step three ways on the same numbers, and compare loss and every gradient.
 
     The model is left as it was: weights, gradients that have accumulated, buffers, random state. Dropout is off meanwhile. A model that is not
-    optimized is, for this step. Call it under `torch.autocast` if the training loop does; fp32 judges half precision, fp64 judges fp32.
+    optimized is, for this step. Where an optimized model's step is wrong, the rewrite at fault is found by bisection (a compilation of one layer
+    for each of five or six trials) and switched off for this model; training goes on with what is left. Call it under `torch.autocast` if the training loop does; fp32 judges half precision, fp64 judges fp32.
 
     Args:
         model: in training mode, on the device it is trained on.
@@ -99,20 +101,48 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
         raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
     visiting = getattr(model, ATTRIBUTE, None) is None
-    dtype = _reference_dtype(model)
+    dtype, fault = _reference_dtype(model), None
     with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
             ours = _step(optimize(model) if visiting else model, batch, measure, seed)
         finally:
             if visiting:
                 restore(model)
-        eager = _step(_twin(model, None), batch, measure, seed)
-        exact = _in_high_precision(_twin(model, dtype), batch, measure, seed, dtype)
+        eager = _step(twin_of(model, None), batch, measure, seed)
+        exact = _in_high_precision(twin_of(model, dtype), batch, measure, seed, dtype)
+
+        def judge(step: Step) -> tuple[list[dict], list[Verdict]]:
+            rows = compare_gradients(exact[1], eager[1], step[1], _compute_dtype(model))
+            near = judge_loss([exact[0]], [eager[0]], [step[0]], torch.finfo(_compute_dtype(model)).eps / MANY)
+            return rows, [near, *judge_gradients(rows)]
+
+        rows, verdicts = judge(ours)
+        if not visiting and not all(verdict.passed for verdict in verdicts):
+            fault = _switch_off(model, lambda: all(verdict.passed for verdict in judge(_step(model, batch, measure, seed))[1]))
     losses = {"optimized": ours[0], "eager": eager[0], "reference": exact[0]}
-    rows = compare_gradients(exact[1], eager[1], ours[1], _compute_dtype(model))
-    near = judge_loss([exact[0]], [eager[0]], [ours[0]], torch.finfo(_compute_dtype(model)).eps / MANY)
     untrained = [name for name, gradient in exact[1].items() if gradient is None and eager[1].get(name) is None]
-    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, [near, *judge_gradients(rows)], untrained, notes)
+    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, verdicts, untrained, fault, notes)
+
+
+def _switch_off(model: nn.Module, right: Callable[[], bool]) -> dict[str, Any]:
+    """Find the rewrite at fault, and optimize the model without it. right: whether a step now is."""
+    state: State = getattr(model, ATTRIBUTE)
+    passes = state.passes
+    places = {place for tally in state.report().matches for place in tally.places}
+
+    def wrong(pipeline: tuple) -> bool:
+        state.again_with(pipeline)
+        return not right()
+
+    unit = find(passes, wrong)
+    if unit is None:
+        state.again_with(passes)
+        said = "it is wrong without any rewrite, too: the fault is in generated code, or in head and loss. tunecompile.restore(model) leaves both out"
+        return {"rewrite": None, "places": [], "said": said}
+    lines = sorted(place for place in places if unit.rewrite is not None and place.partition(" at ")[0] == unit.rewrite.name)
+    said = f"the rewrite at fault is {unit.name}" + (f" ({'; '.join(lines)})" if lines else "") + ": it is switched off for this model"
+    state.again_with(without(passes, unit), said)
+    return {"rewrite": unit.name, "places": lines, "said": said}
 
 
 # ---------------------------------------------------------------- the judgement
@@ -194,7 +224,7 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return found
 
 
-def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int) -> tuple[float, dict[str, Tensor | None]]:
+def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int) -> Step:
     """Loss, and gradients in host memory."""
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
@@ -205,10 +235,10 @@ def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: i
     return float(loss.detach().double()), gradients
 
 
-def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype) -> tuple[float, dict[str, Tensor | None]]:
+def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype) -> Step:
     kind = next(twin.parameters()).device.type
     batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, dict(batch))
-    with torch.autocast(kind, enabled=False), _mode(dtype):
+    with torch.autocast(kind, enabled=False), mode(dtype):
         return _step(twin, batch, measure, seed)
 
 
@@ -227,103 +257,6 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
 def _reference_dtype(model: nn.Module) -> torch.dtype:
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return torch.float64 if _compute_dtype(model) in (torch.float32, torch.float64) and not half else torch.float32
-
-
-class Float64(TorchFunctionMode):
-    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        def wider(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
-
-
-def _mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    return Float64() if dtype is torch.float64 else contextlib.nullcontext()
-
-
-# ---------------------------------------------------------------- twins
-
-def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, and hold their weights in `dtype` as long as
-    they run; what is outside of them does for good. dtype None: as they are."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    try:
-        twin = copy.deepcopy(model, memo).train(model.training)
-    except Exception as error:
-        raise CannotVerify(reason=f"the model cannot be copied: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
-    if getattr(getattr(twin, "config", None), "use_cache", None):
-        twin.config.use_cache = False  # a layer that is computed again would fill it twice
-    layers = [layer for stack in find_layers(twin) for layer in stack.members]
-    if dtype is not None:
-        _dequantize(twin, dtype)
-        _widen(twin, {id(p) for layer in layers for p in layer.parameters()}, dtype)
-    for layer in layers:
-        layer.forward = functools.partial(_checkpointed, layer, layer.forward, dtype)
-    return twin
-
-
-def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        wide = {name: p.to(dtype) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
-        ours, layer.forward = layer.forward, forward
-        try:
-            with _mode(dtype):  # here, since a layer is computed again by another thread
-                return functional_call(layer, wide, args, kwargs) if wide else forward(*args, **kwargs)
-        finally:
-            layer.forward = ours
-
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """Frozen, and made of the numbers it stands for."""
-    return not parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_floating_point()
-
-
-@torch.no_grad()
-def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
-    """What is trained, and all that is frozen outside of the layers. (A parameter that two modules share stays shared.)"""
-    made: dict[int, nn.Parameter] = {}
-    for module in twin.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-            elif id(parameter) not in inside and _is_plain(parameter):
-                wide = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
-                module._parameters[name] = wide
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-
-
-def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
-    """4-bit linears compute with the values they stand for."""
-    with contextlib.suppress(ImportError):
-        import bitsandbytes as bnb
-
-        for path, module in list(twin.named_modules()):
-            if isinstance(module, bnb.nn.Linear4bit) and not list(module.children()):
-                parent, _, name = path.rpartition(".")
-                setattr(twin.get_submodule(parent), name, _Dequantized(module, dtype))
-
-
-class _Dequantized(nn.Module):
-    """A frozen 4-bit linear whose product is one of the values in `dtype`."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.weight, self.bias, self.dtype = module.weight, module.bias, dtype
-        self.in_features, self.out_features = module.in_features, module.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        import bitsandbytes as bnb
-
-        weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
-        return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
 
 
 # ---------------------------------------------------------------- what is put back

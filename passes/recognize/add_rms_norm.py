@@ -31,8 +31,8 @@ def residual_norm(x, residual, weight, eps, offset, round_first):
 
 def run(graph, context: Context) -> None:
     anchors = [n for n in graph.nodes if n.target is rms_norm.overload and n.args[0].target is residual_norm.pattern.outputs[1].target]
-    done, refused = apply(residual_norm, graph)
-    context.tallies.append(Tally("add_rms_norm", len(anchors), done, refused))
+    places, refused = apply(residual_norm, graph)
+    context.tallies.append(Tally("add_rms_norm", len(anchors), len(places), refused, places))
 
 
 PASS = Pass("add_rms_norm", "recognize", run, requires=frozenset({"rms_norm"}), provides=frozenset({"add_rms_norm"}))

@@ -40,7 +40,7 @@ def test_adapter_added_after_optimize():
     equal_steps(model, reference)
     found = {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
     assert found["lora"] == (3, 3) and found["linear_cross_entropy"] == (1, 1)
-    assert tunecompile.optimize(model) is model and len(compiled_slots(model)) == 4
+    assert tunecompile.optimize(model) is model and len(compiled_slots(model)) == 5
     assert tunecompile.restore(model) is model and not compiled_slots(model)
     with pytest.raises(NotOptimized):
         tunecompile.report(base)

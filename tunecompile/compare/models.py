@@ -14,7 +14,7 @@ from tunecompile.compare.data import prepare_tokenizer
 from tunecompile.compare.errors import ModelNotFound
 from tunecompile.compare.shapes import SHAPES, build_shape_model
 from tunecompile.compare.spec import REFERENCE, TARGETS, Job
-from tunecompile.verify import Float64
+from tunecompile.twin import Float64
 
 
 def check_model(model: str) -> None:

@@ -1,0 +1,119 @@
+"""The same model once more, for a step beside its own: eager, or in high precision, in little more memory than one layer takes.
+
+A twin has new modules around the same frozen weights, and trained weights of its own. Its layers are checkpointed, and hold their weights
+in another precision only while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from tunecompile.errors import CannotVerify
+from tunecompile.regions import find_layers
+
+
+class Float64(TorchFunctionMode):
+    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def wider(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+def mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    return Float64() if dtype is torch.float64 else contextlib.nullcontext()
+
+
+def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, and hold their weights in `dtype` as long as
+    they run; what is outside of them does for good. dtype None: as they are."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    replaced = next((name or "the model" for name, module in model.named_modules() if "forward" in vars(module)), None)
+    if replaced is not None:  # a copy would call the original's
+        raise CannotVerify(reason=f"the forward of {replaced} was replaced on the object, by accelerate perhaps. Verify before trainers or dispatch hooks do")
+    try:
+        twin = copy.deepcopy(model, memo).train(model.training)
+    except Exception as error:
+        raise CannotVerify(reason=f"the model cannot be copied: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+    if getattr(getattr(twin, "config", None), "use_cache", None):
+        twin.config.use_cache = False  # a layer that is computed again would fill it twice
+    layers = [layer for stack in find_layers(twin) for layer in stack.members]
+    if dtype is not None:
+        _dequantize(twin, dtype)
+        _widen(twin, {id(p) for layer in layers for p in layer.parameters()}, dtype)
+    for layer in layers:
+        layer.forward = functools.partial(_checkpointed, layer, layer.forward, dtype)
+    return twin
+
+
+def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wide = {name: p.to(dtype) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
+        ours, layer.forward = layer.forward, forward
+        try:
+            with mode(dtype):  # here, since a layer is computed again by another thread
+                return functional_call(layer, wide, args, kwargs) if wide else forward(*args, **kwargs)
+        finally:
+            layer.forward = ours
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Frozen, and made of the numbers it stands for."""
+    return not parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_floating_point()
+
+
+@torch.no_grad()
+def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
+    """What is trained, and all that is frozen outside of the layers. (A parameter that two modules share stays shared.)"""
+    made: dict[int, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+            elif id(parameter) not in inside and _is_plain(parameter):
+                wide = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+                module._parameters[name] = wide
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
+    """4-bit linears compute with the values they stand for."""
+    with contextlib.suppress(ImportError):
+        import bitsandbytes as bnb
+
+        for path, module in list(twin.named_modules()):
+            if isinstance(module, bnb.nn.Linear4bit) and not list(module.children()):
+                parent, _, name = path.rpartition(".")
+                setattr(twin.get_submodule(parent), name, _Dequantized(module, dtype))
+
+
+class _Dequantized(nn.Module):
+    """A frozen 4-bit linear whose product is one of the values in `dtype`."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.bias, self.dtype = module.weight, module.bias, dtype
+        self.in_features, self.out_features = module.in_features, module.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        import bitsandbytes as bnb
+
+        weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
+        return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
