@@ -180,3 +180,45 @@ def test_a_fault_that_no_rewrite_makes(monkeypatch):
     plant(monkeypatch, scaled)
     result = verified(build())
     assert result.fault["rewrite"] is None and "without any rewrite" in str(result)
+
+
+def test_the_first_training_step_is_verified(monkeypatch, caplog):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    model, plain = build(), None
+    plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    monkeypatch.undo()
+    expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    tunecompile.optimize(model, executor="eager", verify=True)
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert max(zoo.errors(gradients, expected[1]).values()) < 1e-5 < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
+    (note,) = [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
+    assert "the rewrite at fault is planted: wrong" in note and "FAILED" in caplog.text
+    zoo.step(model, zoo.batch())
+    assert len([note for note in tunecompile.report(model).notes if note.startswith("verified:")]) == 1
+
+
+def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    with torch.no_grad():
+        model(**zoo.batch())  # no training step
+    reference = zoo.step(tunecompile.optimize(build(), executor="eager"), zoo.batch())
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert loss == reference[0] and all(torch.equal(gradients[name], g) for name, g in reference[1].items())
+    assert [note for note in tunecompile.report(model).notes if "gradients are as near to float64 as eager's" in note]
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    batch = zoo.batch()
+    del batch["labels"]
+    model(**batch).logits.sum().backward()
+    assert [note for note in tunecompile.report(model).notes if "not verified" in note and "no loss" in note]
+
+
+def test_under_accelerates_mixed_precision():
+    accelerate = pytest.importorskip("accelerate")
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    batch = zoo.batch(rows=4, length=64)
+    model(**batch).loss.backward()
+    result = tunecompile.verify(model, batch)
+    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
+    assert [note for note in tunecompile.report(model).notes if note.startswith("verified: ")]

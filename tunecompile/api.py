@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,9 @@ from torch import nn
 
 from tunecompile._torch import grow_segments, start_compile_workers
 from tunecompile.backend import Executor
-from tunecompile.errors import NotAModule, NotOptimized, UnknownPrecision
+from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision
 from tunecompile.graphs import Replays
-from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag
+from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.embedding import HostTables
 from tunecompile.memory.kept import Kept
@@ -29,12 +30,14 @@ from tunecompile.regions import Layers, NormSlot, Region, Slot, batch_tokens, fi
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 
+log = logging.getLogger("tunecompile")
 ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
 Precision = Literal["fp8"]
 
 
 def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None, offload_dir: str | os.PathLike | None = None,
-             host_embedding: bool = False, precision: Precision | None = None, executor: Executor = "inductor") -> nn.Module:
+             host_embedding: bool = False, precision: Precision | None = None, verify: bool = False,
+             executor: Executor = "inductor") -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
     Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
@@ -61,6 +64,8 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
             matrix products' time, for results that are off by a few per cent each. Adapters keep their precision; attention,
             norms, other linears, head and loss stay as they are. `tunecompile.report(model)` says what could not run in it,
             and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` shows the loss curves beside each other.
+        verify: whether the first training step is taken three ways before it is taken for good, as `tunecompile.verify` does: a rewrite that makes
+            gradients wrong is switched off for this model, with a warning, and the report tells the outcome. The loss has to be the model's own.
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
             of code generation.
 
@@ -82,7 +87,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     from tunecompile.passes import PIPELINE
 
     state = State(model, validate(PIPELINE), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
-                  HostTables() if host_embedding else None)
+                  HostTables() if host_embedding else None, check=verify)
     state.attach()
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()
@@ -130,6 +135,7 @@ class State(NotCopied):
     host_bytes: int | None = None
     offload_dir: Path | None = None
     tables: HostTables | None = None
+    check: bool = False  #: whether the first training step is to be verified
     step: StepFlag = field(default_factory=StepFlag)
     regions: list[Region] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -152,6 +158,8 @@ class State(NotCopied):
     def attach(self) -> None:
         self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
         self.follow_tables()
+        if self.check:
+            self.handles.append(self.model.register_forward_pre_hook(VerifyHook(self, self.model), with_kwargs=True))
         stacks = find_layers(self.model)
         longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
         for stack in stacks:
@@ -272,6 +280,24 @@ class State(NotCopied):
     def _tail_bytes(self, tokens: int) -> int:
         """What head and loss need beside what the layers hold."""
         return sum(workspace(head.module.weight, tokens) for head in self.heads)
+
+    def verify_once(self, batch: dict[str, Any]) -> None:
+        """The first training step, before it is taken."""
+        if not self.check:
+            return
+        self.check = False
+        from tunecompile.verify import verify
+
+        try:
+            if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                raise CannotVerify(reason="several processes take it together")
+            result = verify(self.model, batch)
+        except (CannotVerify, torch.OutOfMemoryError) as error:  # training goes on as it would have
+            self.notes.append(f"not verified: {str(error).strip().splitlines()[0][:300]}")
+            return
+        self.notes.append(f"verified: {result.summary()}")
+        if not result.passed:
+            log.warning("%s", result)
 
     def again_with(self, passes: tuple, note: str | None = None) -> None:
         """Everything anew, with other passes."""

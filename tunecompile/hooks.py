@@ -75,14 +75,25 @@ class LabelsHook(NotCopied):
     def __init__(self, state: Any, model: nn.Module):
         self.state, self.step, self.names = state, state.step, tuple(inspect.signature(model.forward).parameters)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None, *output: Any) -> None:  # none where it was taken out meanwhile
         if getattr(module, "_is_replica", False):
             self.state.replicated = True
             for part in module.modules():  # replicas are shallow copies: the original keeps its slots
                 part.__dict__["_compiled_call_impl"] = None
             return
-        labels = None if output else {**dict(zip(self.names, args)), **kwargs}.get("labels")
+        labels = None if output else {**dict(zip(self.names, args)), **(kwargs or {})}.get("labels")
         self.step.labels = labels if isinstance(labels, torch.Tensor) else None
+
+
+class VerifyHook(NotCopied):
+    """Forward pre-hook of the optimized model: before its first training step, that step is verified on the same batch."""
+
+    def __init__(self, state: Any, model: nn.Module):
+        self.state, self.names = state, tuple(inspect.signature(model.forward).parameters)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module is self.state.model and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.state.verify_once({**dict(zip(self.names, args)), **kwargs})
 
 
 class PassThrough:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from typing import Any, Callable
 
 import torch
@@ -41,13 +42,15 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, and hold their weights in `dtype` as long as
     they run; what is outside of them does for good. dtype None: as they are."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    replaced = next((name or "the model" for name, module in model.named_modules() if "forward" in vars(module)), None)
-    if replaced is not None:  # a copy would call the original's
-        raise CannotVerify(reason=f"the forward of {replaced} was replaced on the object, by accelerate perhaps. Verify before trainers or dispatch hooks do")
+    bound = (type(None), types.MethodType, functools.partial)  # which a copy binds to itself
+    if (replaced := next((name or "the model" for name, module in model.named_modules() if not isinstance(vars(module).get("forward"), bound)), None)) is not None:
+        raise CannotVerify(reason=f"the forward of {replaced} was replaced by a function that knows this object. Verify before that")
     try:
         twin = copy.deepcopy(model, memo).train(model.training)
     except Exception as error:
         raise CannotVerify(reason=f"the model cannot be copied: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+    if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
+        twin.forward = twin._original_forward
     if getattr(getattr(twin, "config", None), "use_cache", None):
         twin.config.use_cache = False  # a layer that is computed again would fill it twice
     layers = [layer for stack in find_layers(twin) for layer in stack.members]

@@ -8,6 +8,7 @@ A fresh LoRA has B = 0 and so exact zeros for every gradient of A: what is train
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from tunecompile.api import ATTRIBUTE, State, optimize, restore
 from tunecompile.errors import CannotVerify
 from tunecompile.fault import find, without
+from tunecompile.regions import find_layers
 from tunecompile.twin import mode, twin_of
 
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
@@ -65,6 +67,12 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"passed": self.passed}
 
+    def summary(self) -> str:
+        """In a line."""
+        broken = "; ".join(f"{verdict.name} does not hold ({verdict.detail})" for verdict in self.verdicts if not verdict.passed)
+        fault = f"; {self.fault['said']}" if self.fault is not None else ""
+        return f"{broken}{fault}" if broken else f"{len(self.gradients)} gradients are as near to {self.reference} as eager's"
+
     def __str__(self) -> str:
         lines = [f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
                  "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()), *_table(self.gradients)]
@@ -101,19 +109,23 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
         raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
     visiting = getattr(model, ATTRIBUTE, None) is None
-    dtype, fault = _reference_dtype(model), None
+    fault = None
     with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
-            ours = _step(optimize(model) if visiting else model, batch, measure, seed)
+            with _watching_autocast(model) as autocast:
+                ours = _step(optimize(model) if visiting else model, batch, measure, seed)
         finally:
             if visiting:
                 restore(model)
-        eager = _step(twin_of(model, None), batch, measure, seed)
+        kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
+        dtype = torch.float64 if computed in (torch.float32, torch.float64) and not _is_half(model) else torch.float32
+        with torch.autocast(kind, autocast.get("dtype"), enabled="dtype" in autocast):
+            eager = _step(twin_of(model, None), batch, measure, seed)
         exact = _in_high_precision(twin_of(model, dtype), batch, measure, seed, dtype)
 
         def judge(step: Step) -> tuple[list[dict], list[Verdict]]:
-            rows = compare_gradients(exact[1], eager[1], step[1], _compute_dtype(model))
-            near = judge_loss([exact[0]], [eager[0]], [step[0]], torch.finfo(_compute_dtype(model)).eps / MANY)
+            rows = compare_gradients(exact[1], eager[1], step[1], computed)
+            near = judge_loss([exact[0]], [eager[0]], [step[0]], torch.finfo(computed).eps / MANY)
             return rows, [near, *judge_gradients(rows)]
 
         rows, verdicts = judge(ours)
@@ -242,21 +254,35 @@ def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Calla
         return _step(twin, batch, measure, seed)
 
 
-def _compute_dtype(model: nn.Module) -> torch.dtype:
-    """What matrix products run in: autocast's dtype, or that of most floating point weights."""
+@contextlib.contextmanager
+def _watching_autocast(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
+    """Under which dtype layers run, where a trainer's wrapper enters autocast around the model's forward, or anybody does."""
+    seen: dict[str, torch.dtype] = {}
     kind = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    found: dict[torch.dtype, int] = {}
+
+    def look(*_: Any) -> None:
+        if torch.is_autocast_enabled(kind):
+            seen["dtype"] = torch.get_autocast_dtype(kind)
+
+    inner = next((stack.owner for stack in find_layers(model)), model)
+    handle = inner.register_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _weights_dtype(model: nn.Module) -> torch.dtype:
+    """Of most floating point weights."""
+    found: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            found[parameter.dtype] = found.get(parameter.dtype, 0) + parameter.numel()
-    return max(found, key=found.get)
+            found[parameter.dtype] += parameter.numel()
+    return found.most_common(1)[0][0]
 
 
-def _reference_dtype(model: nn.Module) -> torch.dtype:
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    return torch.float64 if _compute_dtype(model) in (torch.float32, torch.float64) and not half else torch.float32
+def _is_half(model: nn.Module) -> bool:
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
 
 
 # ---------------------------------------------------------------- what is put back
