@@ -1,6 +1,7 @@
 """`tunecompile.verify`: right gradients pass, planted faults are caught and named, and the model is left as it was."""
 
 import copy
+import importlib
 import json
 
 import pytest
@@ -12,11 +13,13 @@ import tunecompile.passes
 from tests.models import zoo
 from tunecompile.errors import CannotVerify
 from tunecompile.pipeline import Pass
+from tunecompile.verify import compare_gradients
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
+verification = importlib.import_module("tunecompile.verify")  # the package has the function by that name
 
 
 def build(family="llama", mode="lora", **adapter):
@@ -222,3 +225,19 @@ def test_under_accelerates_mixed_precision():
     result = tunecompile.verify(model, batch)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
     assert [note for note in tunecompile.report(model).notes if note.startswith("verified: ")]
+
+
+def test_zeros_that_the_reference_has_too_are_gradients():
+    zeros, ones = torch.zeros(4, 4), torch.ones(4, 4)
+    rows = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32)
+    assert all(row["has_gradient"] and row["error"] == 0 for row in rows)
+    (idle, _) = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"busy": ones}, torch.float32)
+    assert not idle["has_gradient"]
+
+
+def test_bad_luck_switches_nothing_off(monkeypatch):
+    """An error that is larger than eager's by less than a factor of two fails, and is no reason to look for a rewrite."""
+    monkeypatch.setattr(verification, "LIMIT", 1e-9)
+    model = tunecompile.optimize(build(), executor="eager")
+    result = tunecompile.verify(model, zoo.batch())
+    assert not result.passed and result.fault is None and not [note for note in tunecompile.report(model).notes if "switched off" in note]

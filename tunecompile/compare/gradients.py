@@ -1,4 +1,4 @@
-"""Are the gradients right? Every trainable parameter's, against a high-precision reference, with eager's own error beside it.
+"""The check step of a comparison: loss and gradients on one batch, written to a file by each system's process (`verify.py` judges them).
 
 A fresh LoRA has B = 0 and so exact zeros for every gradient of A: the check sets B to small random values, takes one
 forward and backward, and puts the trained values back.
