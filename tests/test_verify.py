@@ -1,6 +1,7 @@
 """`tunecompile.verify`: right gradients pass, planted faults are caught and named, and the model is left as it was."""
 
 import copy
+import functools
 import importlib
 import json
 
@@ -82,7 +83,8 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
     assert not result.passed and any("no gradient error above" in verdict.name for verdict in failed) and "FAILED" in str(result)
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(verification, "optimize", functools.partial(tunecompile.optimize, executor="eager"))
     torch.manual_seed(5)
     model = build(lora_dropout=0.1)
     zoo.step(model, zoo.batch())
@@ -164,34 +166,35 @@ def planted(factor):
     def wrong(x):
         return torch.nn.functional.silu(x)
 
-    return recognize("planted", [harmless, wrong], lambda graph: [])
+    short = [p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")]  # few trials
+    return [recognize("planted", [harmless, wrong], lambda graph: []), *short]
 
 
 def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
-    assert not result.passed and result.fault["rewrite"] == "planted: wrong" and "switched off" in str(result)
-    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.fault["places"]), result.fault
+    assert not result.passed and result.faults[0]["rewrite"] == "planted: wrong" and len(result.faults) == 1 and "switched off" in str(result)
+    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.faults[0]["places"]), result.faults
     assert any("the rewrite at fault is planted: wrong" in note for note in tunecompile.report(model).notes)
     again = tunecompile.verify(model, zoo.batch())
-    assert again.passed and again.fault is None
-    assert {m.family for m in tunecompile.report(model).matches} >= {"rms_norm", "swiglu", "lora"}
+    assert again.passed and not again.faults
+    assert {m.family for m in tunecompile.report(model).matches} >= {"rms_norm", "swiglu"}
 
 
 def test_a_fault_that_no_rewrite_makes(monkeypatch):
     plant(monkeypatch, scaled)
     result = verified(build())
-    assert result.fault["rewrite"] is None and "without any rewrite" in str(result)
+    assert result.faults[0]["rewrite"] is None and "without any rewrite" in str(result)
 
 
 def test_the_first_training_step_is_verified(monkeypatch, caplog):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     model, plain = build(), None
     plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
     monkeypatch.undo()
     expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [planted(1.01), *tunecompile.passes.PIPELINE])
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     tunecompile.optimize(model, executor="eager", verify=True)
     loss, gradients = zoo.step(model, zoo.batch())
     assert max(zoo.errors(gradients, expected[1]).values()) < 1e-5 < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
@@ -231,8 +234,8 @@ def test_zeros_that_the_reference_has_too_are_gradients():
     zeros, ones = torch.zeros(4, 4), torch.ones(4, 4)
     rows = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32)
     assert all(row["has_gradient"] and row["error"] == 0 for row in rows)
-    (idle, _) = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"busy": ones}, torch.float32)
-    assert not idle["has_gradient"]
+    _, busy = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros}, torch.float32)
+    assert not busy["has_gradient"]
 
 
 def test_bad_luck_switches_nothing_off(monkeypatch):
@@ -240,4 +243,56 @@ def test_bad_luck_switches_nothing_off(monkeypatch):
     monkeypatch.setattr(verification, "LIMIT", 1e-9)
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
-    assert not result.passed and result.fault is None and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+    assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_with_gradient_checkpointing(reentrant):
+    model = build().to(torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    tunecompile.optimize(model, executor="eager", verify=True)
+    zoo.step(model, zoo.batch(rows=4, length=64))
+    (note,) = [note for note in tunecompile.report(model).notes if "verified" in note]
+    assert note.startswith("verified:") and model.model.is_gradient_checkpointing
+
+
+def test_a_batch_that_somebody_else_made():
+    model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
+    inputs = projector(torch.randn(2, 16, 8))
+    model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
+    assert projector.weight.grad is not None and [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
+
+
+class Whole(nn.Module):
+    """Without repeated layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
+
+
+def test_a_model_that_is_one_region():
+    torch.manual_seed(0)
+    model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
+    model(torch.randn(4, 8)).loss.backward()
+    assert [note for note in tunecompile.report(model).notes if "verified" in note]
+
+
+def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    before = model._tunecompile.passes
+    monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
+    zoo.step(model, zoo.batch())
+    assert model._tunecompile.passes == before and [note for note in tunecompile.report(model).notes if note.startswith("not verified: ZeroDivisionError")]
+
+
+def test_a_budget_learns_nothing_from_it():
+    model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
+    zoo.step(model, zoo.batch())
+    budget = model._tunecompile.step.budget
+    assert budget.steps == 1 and budget.surplus == 0

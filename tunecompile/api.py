@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from dataclasses import dataclass, field
@@ -158,8 +159,6 @@ class State(NotCopied):
     def attach(self) -> None:
         self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
         self.follow_tables()
-        if self.check:
-            self.handles.append(self.model.register_forward_pre_hook(VerifyHook(self, self.model), with_kwargs=True))
         stacks = find_layers(self.model)
         longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
         for stack in stacks:
@@ -168,6 +167,8 @@ class State(NotCopied):
             self.notes.append("no repeated layers were found: the model is compiled as one region")
             self._attach_whole()
             return
+        if self.check:
+            self.handles.append(self.model.register_forward_pre_hook(VerifyHook(self), with_kwargs=True))
         hook = LabelsHook(self, self.model)
         self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
         self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
@@ -281,7 +282,7 @@ class State(NotCopied):
         """What head and loss need beside what the layers hold."""
         return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
-    def verify_once(self, batch: dict[str, Any]) -> None:
+    def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
         if not self.check:
             return
@@ -289,23 +290,27 @@ class State(NotCopied):
         from tunecompile.verify import verify
 
         try:
+            names = [name for name, p in inspect.signature(self.model.forward).parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            if len(args) > len(names):
+                raise CannotVerify(reason="the model's arguments have no names")
             if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
                 raise CannotVerify(reason="several processes take it together")
-            result = verify(self.model, batch)
-        except (CannotVerify, torch.OutOfMemoryError) as error:  # training goes on as it would have
-            self.notes.append(f"not verified: {str(error).strip().splitlines()[0][:300]}")
+            result = verify(self.model, {**dict(zip(names, args)), **kwargs})
+        except Exception as error:  # training goes on as it would have
+            log.debug("the first step could not be verified", exc_info=True)
+            self.notes.append(f"not verified: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return
         self.notes.append(f"verified: {result.summary()}")
         if not result.passed:
             log.warning("%s", result)
 
-    def again_with(self, passes: tuple, note: str | None = None) -> None:
+    def again_with(self, passes: tuple, *notes: str) -> None:
         """Everything anew, with other passes."""
         self.detach()
         made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostTables() if self.tables else None)
         self.__dict__.update(made.__dict__)
         self.__post_init__()
-        self.notes += [note] if note is not None else []
+        self.notes += notes
         self.attach()
 
     def detach(self) -> None:
@@ -372,6 +377,10 @@ class WholeSlot(Slot):
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.check and self.layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.state.verify_once(args, kwargs)
+            if self.layer._compiled_call_impl is not self:  # a rewrite was switched off
+                return self.layer._compiled_call_impl(*args, **kwargs)
         self.step.entered = True
         self.step.active = self.layer.training and torch.is_grad_enabled()
         if not self.step.active or self.step.recovery is None:

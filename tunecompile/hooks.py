@@ -48,7 +48,7 @@ class EntryHook(NotCopied):
         self.state, self.counts = state, counts
         self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:  # none where it was taken out meanwhile
         step = self.state.step
         step.entered = True
         step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -59,8 +59,8 @@ class EntryHook(NotCopied):
         self.state.follow_tables()
         self.state.follow_budget()
         if self.counts:
-            self.state.pulse.beat(batch_tokens(args, kwargs))
-        if self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
+            self.state.pulse.beat(batch_tokens(args, kwargs or {}))
+        if kwargs is not None and self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
@@ -88,12 +88,12 @@ class LabelsHook(NotCopied):
 class VerifyHook(NotCopied):
     """Forward pre-hook of the optimized model: before its first training step, that step is verified on the same batch."""
 
-    def __init__(self, state: Any, model: nn.Module):
-        self.state, self.names = state, tuple(inspect.signature(model.forward).parameters)
+    def __init__(self, state: Any):
+        self.state = state
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if module is self.state.model and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.state.verify_once({**dict(zip(self.names, args)), **kwargs})
+            self.state.verify_once(args, kwargs)
 
 
 class PassThrough:

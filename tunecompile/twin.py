@@ -14,10 +14,10 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tunecompile._torch import reparametrized
 from tunecompile.errors import CannotVerify
 from tunecompile.regions import find_layers
 
@@ -53,6 +53,9 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         twin.forward = twin._original_forward
     if getattr(getattr(twin, "config", None), "use_cache", None):
         twin.config.use_cache = False  # a layer that is computed again would fill it twice
+    for module in twin.modules():
+        if getattr(module, "gradient_checkpointing", None) is True:
+            module.gradient_checkpointing = False  # layers are checkpointed here
     layers = [layer for stack in find_layers(twin) for layer in stack.members]
     if dtype is not None:
         _dequantize(twin, dtype)
@@ -65,12 +68,8 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         wide = {name: p.to(dtype) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
-        ours, layer.forward = layer.forward, forward
-        try:
-            with mode(dtype):  # here, since a layer is computed again by another thread
-                return functional_call(layer, wide, args, kwargs) if wide else forward(*args, **kwargs)
-        finally:
-            layer.forward = ours
+        with mode(dtype), reparametrized(layer, wide):  # the mode here, since a layer is computed again by another thread
+            return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

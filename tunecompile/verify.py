@@ -8,6 +8,7 @@ A fresh LoRA has B = 0 and so exact zeros for every gradient of A: what is train
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -47,9 +48,9 @@ class Verification:
 
     losses: by the three names.   gradients: a row for each trained parameter: `error` and `eager_error` are relative distances to the reference's
     gradient, ‖g - r‖ / max(‖r‖, floor), with the dtype's eps times the largest gradient as floor; `yardstick` is eager's error, and at least what rounding makes of it;
-    `norm_ratio` is ‖g‖ / ‖r‖; `has_gradient` whether there is one, and not zero where the reference's is not.   untrained: parameters that are to be trained and get no
-    gradient from this batch, in eager neither: a mistake in the model, perhaps.   fault: where the step is wrong, the rewrite that makes it so
-    and the lines of the model that it stood for; it is switched off for this model.   notes: what was done to the model meanwhile.
+    `norm_ratio` is ‖g‖ / ‖r‖; `has_gradient` whether there is one that is not zero, or eager has none either.   untrained: parameters that are to be trained and get no
+    gradient from this batch, in eager neither: a mistake in the model, perhaps.   faults: where the step is wrong, the rewrites that make it so
+    and the lines of the model that they stood for; they are switched off for this model.   notes: what was done to the model meanwhile.
     """
 
     model: str
@@ -58,7 +59,7 @@ class Verification:
     gradients: list[dict[str, Any]]
     verdicts: list[Verdict]
     untrained: list[str] = field(default_factory=list)
-    fault: dict[str, Any] | None = None
+    faults: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -71,15 +72,13 @@ class Verification:
     def summary(self) -> str:
         """In a line."""
         broken = "; ".join(f"{verdict.name} does not hold ({verdict.detail})" for verdict in self.verdicts if not verdict.passed)
-        fault = f"; {self.fault['said']}" if self.fault is not None else ""
-        return f"{broken}{fault}" if broken else f"{len(self.gradients)} gradients are as near to {self.reference} as eager's"
+        return "; ".join([broken, *(fault["said"] for fault in self.faults)]) if broken else f"{len(self.gradients)} gradients are as near to {self.reference} as eager's"
 
     def __str__(self) -> str:
         lines = [f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
                  "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()), *_table(self.gradients)]
         lines += [f"  {'passed' if v.passed else 'FAILED'}: {v.name} ({v.detail})" for v in self.verdicts]
-        if self.fault is not None:
-            lines.append(f"  {self.fault['said']}")
+        lines += [f"  {fault['said']}" for fault in self.faults]
         if self.untrained:
             more = f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else ""
             lines.append(f"  without a gradient, in eager too: {', '.join(self.untrained[:3])}{more}")
@@ -108,16 +107,17 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or not model.training:
         raise CannotVerify(reason="the model is in evaluation mode: call model.train()" if trained else "nothing in the model is trained")
-    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in trained):
         raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
+    batch = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), dict(batch))  # its makers see no gradient of this
     visiting = getattr(model, ATTRIBUTE, None) is None
-    fault = None
+    faults: list[dict[str, Any]] = []
     with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
             with _watching_autocast(model) as autocast:
                 ours = _step(optimize(model) if visiting else model, batch, measure, seed)
         finally:
-            if visiting:
+            if visiting and getattr(model, ATTRIBUTE, None) is not None:  # TUNECOMPILE=0
                 restore(model)
         kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
         dtype = torch.float64 if computed in (torch.float32, torch.float64) and not _is_half(model) else torch.float32
@@ -131,35 +131,53 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
             return rows, [near, *judge_gradients(rows)]
 
         rows, verdicts = judge(ours)
+
+        def right() -> bool:
+            return not _is_wrong(judge(_step(model, batch, measure, seed))[0])
+
         if not visiting and _is_wrong(rows):
-            fault = _switch_off(model, lambda: not _is_wrong(judge(_step(model, batch, measure, seed))[0]))
+            faults = _switch_off(model, right, notes)
     losses = {"optimized": ours[0], "eager": eager[0], "reference": exact[0]}
     untrained = [name for name, gradient in exact[1].items() if gradient is None and eager[1].get(name) is None]
-    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, verdicts, untrained, fault, notes)
+    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, verdicts, untrained, faults, notes)
 
 
 def _is_wrong(rows: list[dict]) -> bool:
     return any(not row["has_gradient"] or row["error"] > WRONG * row["yardstick"] for row in rows)
 
 
-def _switch_off(model: nn.Module, right: Callable[[], bool]) -> dict[str, Any]:
-    """Find the rewrite at fault, and optimize the model without it. right: whether a step now is."""
+def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[str]) -> list[dict[str, Any]]:
+    """Find the rewrites at fault, one after the other, and optimize the model without them. right: whether a step now is."""
     state: State = getattr(model, ATTRIBUTE)
-    passes = state.passes
+    if state.precision is not None:
+        notes.append(f"in {state.precision} gradients are off by some per cent: nothing is switched off for it")
+        return []
+    faults = [_switch_one_off(state, right)]
+    while faults[-1]["rewrite"] is not None and len(faults) < 3 and not right():
+        faults.append(_switch_one_off(state, right))
+    return faults
+
+
+def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
+    passes, before = state.passes, [note for note in state.notes if "switched off" in note]
     places = {place for tally in state.report().matches for place in tally.places}
 
     def wrong(pipeline: tuple) -> bool:
         state.again_with(pipeline)
         return not right()
 
-    unit = find(passes, wrong)
+    try:
+        unit = find(passes, wrong)
+    except BaseException:
+        state.again_with(passes, *before)
+        raise
     if unit is None:
-        state.again_with(passes)
+        state.again_with(passes, *before)
         said = "it is wrong without any rewrite, too: the fault is in generated code, or in head and loss. tunecompile.restore(model) leaves both out"
         return {"rewrite": None, "places": [], "said": said}
     lines = sorted(place for place in places if unit.rewrite is not None and place.partition(" at ")[0] == unit.rewrite.name)
     said = f"the rewrite at fault is {unit.name}" + (f" ({'; '.join(lines)})" if lines else "") + ": it is switched off for this model"
-    state.again_with(without(passes, unit), said)
+    state.again_with(without(passes, unit), *before, said)
     return {"rewrite": unit.name, "places": lines, "said": said}
 
 
@@ -189,9 +207,13 @@ def compare_gradients(reference: dict[str, Tensor | None], eager: dict[str, Tens
             "eager_error": eager_error,
             "yardstick": max(eager_error, eps, ORDER),
             "norm_ratio": norm / max(float(exact.double().norm()), floor),
-            "has_gradient": gradient is not None and (norm > 0 or not exact.any()),  # experts that no token reached have zeros
+            "has_gradient": (gradient is not None and norm > 0) or not _is_any(eager.get(name)),  # of experts that no token reached, say
         })
     return rows
+
+
+def _is_any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
 
 
 def judge_gradients(rows: list[dict]) -> list[Verdict]:
@@ -300,6 +322,7 @@ def _unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
     gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
+        stack.callback(_forget, model)
         device = next(model.parameters()).device
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         for put_back in (_fill_zeros(model, seed, notes), _without_dropout(model, notes)):
@@ -313,6 +336,14 @@ def _unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
                         buffer.copy_(buffers[name])
             for parameter in model.parameters():
                 parameter.grad = gradients.get(parameter)
+
+
+def _forget(model: nn.Module) -> None:
+    """Twins, which know themselves, and what a memory budget would learn from them."""
+    gc.collect()
+    state: State | None = getattr(model, ATTRIBUTE, None)
+    if state is not None and state.step.budget is not None:
+        state.step.budget.forget_step()
 
 
 @torch.no_grad()

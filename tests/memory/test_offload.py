@@ -58,7 +58,8 @@ def test_gradients_are_the_same(ahead, keep_last):
     for seed in range(3):
         assert same(run(stack, inputs(seed)), plain(inputs(seed)))
         report = offload.report()
-        assert report["bytes_out"] > report["bytes_back"] > 0 and not report["refusals"]
+        stayed = report["bytes_out"] - report["bytes_back"]  # of the last call, unless even that is waited for
+        assert (stayed > 0 if ahead else stayed >= 0) and report["bytes_back"] > 0 and not report["refusals"]
         assert empty(offload)
 
 

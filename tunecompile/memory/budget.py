@@ -95,6 +95,12 @@ class Budget:
         self.trace = Trace(self.gauge)
         self.speed = Rates(float("inf"), float("inf"))  #: not known, as long as no plan had to choose
 
+    def forget_step(self) -> None:
+        """What the device held since the last step was not the training's."""
+        self.gauge.release()
+        self.gauge.forget_peak()
+        self.highest, self.steps = self.gauge.peak()[0], 0
+
     def begin(self) -> None:
         """At the model's entry: look at what the last step needed."""
         self.asked = False
@@ -130,7 +136,11 @@ class Budget:
         if self.offload is None or not (self.offloading or id(slot) not in self.options):
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, lambda tensor: (option := self.options.get(id(slot))) is not None
-                                  and option.leaves(tensor.untyped_storage().nbytes()))
+                                  and option.leaves(self._as_planned(tensor.untyped_storage().nbytes())))
+
+    def _as_planned(self, nbytes: int) -> int:
+        """Of a tensor, were the batch no larger than the one that the plan was made for."""
+        return nbytes * self.admitted.tokens // max(self.tokens, self.admitted.tokens)
 
     def ran(self, slot: Any, output: Any) -> None:
         """After a layer's forward."""

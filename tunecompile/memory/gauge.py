@@ -31,6 +31,9 @@ class Gauge(Protocol):
     def failures(self) -> int:
         """Allocations that failed since the process began."""
 
+    def forget_peak(self) -> None:
+        """Begin to count anew."""
+
     def outside(self) -> int:
         """Held by this process beside torch's allocator: context and libraries."""
 
@@ -56,6 +59,9 @@ class CudaGauge:
 
     def failures(self) -> int:
         return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def outside(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -90,6 +96,8 @@ class HostGauge:
 
     def release(self) -> None:
         pass
+
+    forget_peak = release
 
     def available(self) -> int:
         return self.total()

@@ -144,7 +144,7 @@ class Offload:
             yield
             return
         self._sweep()
-        self._free(all_but=1)
+        self._free(all_but=min(1, self.ahead))
         self.number += 1
         call = self.calls[self.number] = Call(self.number, index, module, offloads)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, call), self._unpack):
