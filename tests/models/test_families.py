@@ -19,8 +19,8 @@ def matches(model) -> dict[str, tuple[int, int]]:
     return {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family, mode", [(family, mode) for family in zoo.FAMILIES for mode in ("full", "lora", "qlora")
+                                          if family != "mistral" or mode == "lora"])  # its layers are llama's
 def test_gradients_are_those_of_eager(family, mode):
     model = zoo.make(family)
     if mode == "qlora":
