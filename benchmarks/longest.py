@@ -3,7 +3,7 @@
     python benchmarks/longest.py --model llama-3.1-8b --within 24GiB --out benchmarks/results/longest-24.json
 
 The first row is as long as `tunecompile.estimate` says, or `--begin`; rows grow until one does not fit. Random weights and tokens. Every row is
-one step, compilation included. Time against memory is what `end_to_end.py` measures: `--systems tunecompile@8GiB,tunecompile@12GiB,...`.
+one step, compilation included. Time against memory is what `budgets.py` measures.
 """
 
 from __future__ import annotations

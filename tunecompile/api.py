@@ -284,7 +284,7 @@ class State(NotCopied):
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
-        if not self.check:
+        if not self.check or not self.model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.check = False
         from tunecompile.verify import verify
@@ -377,10 +377,9 @@ class WholeSlot(Slot):
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.check and self.layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.state.verify_once(args, kwargs)
-            if self.layer._compiled_call_impl is not self:  # a rewrite was switched off
-                return self.layer._compiled_call_impl(*args, **kwargs)
+        self.state.verify_once(args, kwargs)
+        if self.layer._compiled_call_impl is not self:  # a rewrite was switched off
+            return self.layer._compiled_call_impl(*args, **kwargs)
         self.step.entered = True
         self.step.active = self.layer.training and torch.is_grad_enabled()
         if not self.step.active or self.step.recovery is None:

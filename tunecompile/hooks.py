@@ -92,7 +92,7 @@ class VerifyHook(NotCopied):
         self.state = state
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if module is self.state.model and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if module is self.state.model:
             self.state.verify_once(args, kwargs)
 
 

@@ -60,14 +60,13 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
         for match in matcher.at(rewrite.pattern, anchor):
             if made & set(match.nodes.values()):
                 continue
-            place = f"{rewrite.name}{where_from(anchor)}"
             reason = _judge(rewrite, match) or replace(graph, match.outputs, rewrite.to, _bound(rewrite, match))
             if reason is None:
                 erase_dead(graph, match.nodes.values())
                 before, nodes, matcher = nodes, set(graph.nodes), Matcher(graph)
                 made |= nodes - before
                 reasons.pop(anchor, None)
-                places.append(place)
+                places.append(f"{rewrite.name}{where_from(anchor)}")
                 break
             reasons.setdefault(anchor, f"{rewrite.name}: {reason}{where_from(anchor)}")
     return places, list(reasons.values())

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tunecompile.api import ATTRIBUTE, State, optimize, restore
 from tunecompile.errors import CannotVerify
 from tunecompile.fault import find, without
+from tunecompile.op import HALF
 from tunecompile.regions import find_layers
 from tunecompile.twin import mode, twin_of
 
@@ -310,7 +311,7 @@ def _weights_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _is_half(model: nn.Module) -> bool:
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    return any(p.dtype in HALF for p in model.parameters())
 
 
 # ---------------------------------------------------------------- what is put back

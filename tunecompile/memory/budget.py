@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -135,12 +136,13 @@ class Budget:
         """A layer's call: what it saves goes to the host, where its plan says so. (The plan of the very first is made inside.)"""
         if self.offload is None or not (self.offloading or id(slot) not in self.options):
             return nullcontext()
-        return self.offload.layer(self.places[id(slot)], slot.layer, lambda tensor: (option := self.options.get(id(slot))) is not None
-                                  and option.leaves(self._as_planned(tensor.untyped_storage().nbytes())))
+        return self.offload.layer(self.places[id(slot)], slot.layer, partial(self._leaves, slot))
 
-    def _as_planned(self, nbytes: int) -> int:
-        """Of a tensor, were the batch no larger than the one that the plan was made for."""
-        return nbytes * self.admitted.tokens // max(self.tokens, self.admitted.tokens)
+    def _leaves(self, slot: Any, saved: torch.Tensor) -> bool:
+        """Whether it goes to the host. The batch may be larger than the one that the plan was made for: bytes are taken as they were then."""
+        if (option := self.options.get(id(slot))) is None:
+            return False
+        return option.leaves(saved.untyped_storage().nbytes() * self.admitted.tokens // max(self.tokens, self.admitted.tokens))
 
     def ran(self, slot: Any, output: Any) -> None:
         """After a layer's forward."""
