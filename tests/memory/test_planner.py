@@ -120,3 +120,28 @@ def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
     mixed, plain = (choose([Stack(32, given)], 1300, tail=50) for given in (options, without))
     assert mixed.fits and plain.fits and mixed.ms < 0.5 * plain.ms and any(o.held and o.offloaded for o in mixed.options[0])
     assert options[1].leaves(22) and not options[1].leaves(33) and options[2].leaves(72) and not options[0].leaves(1)
+
+
+def test_a_host_that_cannot_hold_all_is_shared():
+    """A few layers that leave all they save on the host would fill it, and the others have nowhere to go: everything is computed again by most."""
+    most, again = Plan(None), Plan(None, attention=True)
+    options = (Option(KEEP, 300, 20, 60, 0.0), Option(KEEP, 0, 20, 60, 0.2, offloaded=300), Option(most, 60, 30, 90, 10.0),
+               Option(most, 0, 30, 90, 10.1, offloaded=60), Option(again, 30, 30, 90, 90.0), Option(again, 0, 30, 90, 90.1, offloaded=30))
+    made = choose([Stack(30, options)], 300, host=1000)
+    assert made.fits and sum(o.offloaded for o in made.options[0]) <= 1000
+    assert made.ms < 30 * 90.1 - 2 * 80 and Option(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]  # what was left of the host is used
+    assert choose([Stack(30, options)], 300, host=10**6).ms < 30 * 10.2
+
+
+waiting = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)), offloaded=bytes_)
+
+
+@settings(max_examples=150, deadline=None)
+@given(option, st.lists(waiting, min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 500), bytes_, st.integers(0, 300))
+def test_the_host_holds_what_is_sent_to_it(plain, others, layers, room, tail, host):
+    stack = Stack(layers, (plain, *others))
+    choice = choose([stack], room, tail, host)
+    assert sum(o.offloaded for o in choice.options[0]) <= host
+    assert choice.peak == peak(choice.options, tail, choice.ahead) and choice.fits == (choice.peak <= room)
+    assert not choice.fits or choice.ms <= sum(o.ms for o in choice.options[0]) + 1e-9
+    assert choose([stack], room, tail, None).fits or not choice.fits

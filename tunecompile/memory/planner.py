@@ -111,6 +111,18 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
 
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
+    free = _fastest(stacks, room, tail, None)
+    if host is None or _waiting(free.options) <= host:
+        return free
+    share = host // sum(stack.layers for stack in stacks)
+    fair = [Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= share)) for stack in stacks]
+    found = [_fastest(each, room, tail, host) for each in (stacks, fair)]  # a few layers could fill the host, and leave no way for the rest
+    best = min((choice for choice in found if _waiting(choice.options) <= host), key=_rank)
+    return _use_up(best, stacks, room, tail, host) if best.fits else best
+
+
+def _fastest(stacks: Sequence[Stack], room: int, tail: int, host: int | None) -> Choice:
+    """By the number of layers that copies go ahead."""
     best = _choose(stacks, room, tail, host, AHEAD)
     for ahead in (1, 0):  # with none, every layer waits for its copies
         if not best.fits or (ahead and best.ms):
@@ -118,6 +130,31 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
             better = found.fits and found.ms < WORTH * best.ms if best.fits else _rank(found) < _rank(best)
             best = found if better else best
     return _keep_last(best, stacks, room, tail)
+
+
+def _waiting(options: Sequence[Sequence[Option]]) -> int:
+    """Bytes on the host."""
+    return sum(option.offloaded for stack in options for option in stack)
+
+
+def _use_up(choice: Choice, stacks: Sequence[Stack], room: int, tail: int, host: int) -> Choice:
+    """What fits, made faster one layer at a time while there is room on the device and the host: what saves most time for a byte of either."""
+    while True:
+        left, best = host - _waiting(choice.options), None
+        for s, stack in enumerate(stacks):
+            taken = choice.options[s]
+            for now, layer in {option: layer for layer, option in enumerate(taken)}.items():  # of layers that do alike, the last
+                for option in stack.options:
+                    if option.ms >= now.ms or (more := option.offloaded - now.offloaded) > left:
+                        continue
+                    options = (*choice.options[:s], (*taken[:layer], option, *taken[layer + 1:]), *choice.options[s + 1:])
+                    needed = peak(options, tail, choice.ahead)
+                    gain = (now.ms - option.ms) / max(1, more + needed - choice.peak)
+                    if needed <= room and (best is None or gain > best[0]):
+                        best = gain, Choice(options, needed, True, choice.ahead)
+        if best is None:
+            return choice
+        choice = best[1]
 
 
 def _choose(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
@@ -167,7 +204,7 @@ def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ah
 
     best = Choice(options(), needed := peak(options(), tail, ahead), needed <= room, ahead)
     while not best.fits:
-        left = None if host is None else host - sum(option.offloaded for stack in options() for option in stack)
+        left = None if host is None else host - _waiting(options())
         if not (moves := list(_moves(hulls, at, left))):
             break
         _, stack, layer, level = min(moves)
