@@ -27,6 +27,7 @@ import torch
 
 from tunecompile._torch import no_autocast
 from tunecompile.errors import InvalidOp, NoSecondDerivative
+from tunecompile.signature import remembered
 
 NAMESPACE = "tunecompile"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -154,7 +155,7 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
         kernel = _without_autocast(fn)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", kernel, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(kernel), lib=_library)
         made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque)
         functools.update_wrapper(made, fn, updated=())
         OPS[made.overload] = made

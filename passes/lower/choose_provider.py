@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tunecompile._torch import fake_mode_of, trace
 from tunecompile.op import OPS, Op, returns_view
 from tunecompile.pipeline import Context, Pass
+from tunecompile.signature import signature
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -95,12 +96,11 @@ def _distinct(nodes: list[Node]) -> list:
 
 
 def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> Any:
-    """What a traced graph depends on; of its own where sizes are symbolic."""
-    if not all(isinstance(v, torch.Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride(), v.storage_offset())) for v in values):
-        return object()
+    """What a traced graph depends on."""
     run, told = (fn.func, tuple(fn.keywords.items())) if isinstance(fn, functools.partial) else (fn, ())
     constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
-    return run, told, spec, tuple(inputs), constants, id(fake_mode_of(values)), tuple((v.dtype, v.device, v.shape, v.stride(), v.storage_offset()) for v in values)
+    like = signature(values)
+    return object() if like is None else (run, told, spec, tuple(inputs), constants, id(fake_mode_of(values)), like)
 
 
 def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:
