@@ -1,5 +1,5 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
-# make test    all tests that need no GPU
+# make test    what needs no GPU, without the slow cases (make test-all has them)
 # make test-gpu, make wheel, make clean
 #
 # Both make their own .venv on the first call. On a machine that has torch and the rest already (a GPU image without
@@ -26,7 +26,7 @@ READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo test test-gpu wheel clean links
+.PHONY: all demo test test-all test-gpu wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
@@ -45,6 +45,9 @@ demo: $(READY)
 	$(PY) -m tunecompile.cli demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
 
 test: $(READY)
+	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu and not slow" $(SPREAD) $(ARGS)
+
+test-all: $(READY)
 	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu" $(SPREAD) $(ARGS)
 
 test-gpu: $(READY)

@@ -39,6 +39,7 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
     assert all(v["passed"] for v in result["verdicts"] if "time" not in v["name"]), result["verdicts"]
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNECOMPILE", "0")  # what is cached does not matter here
     seen = []

@@ -53,7 +53,7 @@ def plain(dropout=0.0):
     return step(build(None, dropout))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_any_budget_gives_the_same_bits(dropout):
     reference, whole = plain(dropout), needed(dropout)
     recomputing = set()
@@ -262,6 +262,7 @@ def test_batches_of_many_sizes_are_not_planned_each():
     assert budget.plans == made
 
 
+@pytest.mark.slow
 def test_layers_without_anything_trained_survive_a_new_plan(monkeypatch):
     """Their graphs have no backward to plan with; a bigger batch has all graphs seen again."""
     monkeypatch.setattr(menu, "plans", lambda graph: [KEEP, RECOMPUTE])  # enough to plan with, and sooner surveyed

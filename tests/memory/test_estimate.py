@@ -35,7 +35,7 @@ def resident(estimate: tunecompile.Estimate) -> int:
     return estimate.weights + estimate.gradients + estimate.optimizer
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised):
     """On a CPU a step's budget bounds what layers, head and loss hold. An estimate counts the rest as well."""
     if quantised:

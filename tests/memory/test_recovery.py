@@ -206,6 +206,7 @@ def few_plans(monkeypatch):
     monkeypatch.setattr(menu, "plans", lambda graph: [KEEP, RECOMPUTE])
 
 
+@pytest.mark.slow
 def test_adapters_and_batches_without_their_padding(few_plans):
     def run(model):
         torch.manual_seed(3)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("device, steps, rows, length", [
-    pytest.param("cpu", 8, 6, 40, id="cpu"), pytest.param("cuda", 200, 8, 512, marks=pytest.mark.gpu, id="gpu")])
+    pytest.param("cpu", 8, 6, 40, marks=pytest.mark.slow, id="cpu"), pytest.param("cuda", 200, 8, 512, marks=pytest.mark.gpu, id="gpu")])
 def test_random_shapes_under_a_tight_budget(device, steps, rows, length, monkeypatch):
     monkeypatch.setattr(CudaGauge, "outside", lambda _: 0)  # other processes' memory looks like this one's context
     cuda, shapes = device == "cuda", random.Random(0)

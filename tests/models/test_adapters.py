@@ -100,7 +100,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
     assert any(f"the head became a {kind}" in note for note in tunecompile.report(model).notes)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options, refused", [({"modules_to_save": ["lm_head"]}, None), ({"target_modules": ["q_proj", "lm_head"]}, None),
                                               ({"target_modules": ["lm_head"], "use_rslora": True}, None),
                                               ({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout"),

@@ -54,7 +54,7 @@ def flattened(model: nn.Module) -> int:
 # -- the same numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", {}), ("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
                                              ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})])
 def test_families(family, changes, side):
@@ -78,7 +78,7 @@ def test_in_double_precision():
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize("wrapped", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_adapters(quantized, wrapped):
     pytest.importorskip("peft")
     if quantized:
@@ -142,7 +142,7 @@ def test_gradient_checkpointing(reentrant):
     assert flattened(model) == 2
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpoints_of_the_users_own(reentrant):
     """Around a layer: recomputed in the backward pass, when no flattened call is under way."""
     def around(module, forward):

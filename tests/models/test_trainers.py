@@ -49,7 +49,7 @@ def curve(trainer) -> list[float]:
 
 @pytest.mark.parametrize("options", [{"bf16": True, "gradient_checkpointing": False},
                                      {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-                                     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}],
+                                     pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, marks=pytest.mark.slow)],
                          ids=["bf16", "re-entrant", "not re-entrant"])
 def test_trainer(options, tmp_path):
     from transformers import Trainer, TrainingArguments
@@ -100,6 +100,7 @@ def test_trl_sft(options, tmp_path):
     assert {m.family: m.rewritten for m in report.matches}["lora"] == 2 and not fell_back(model)
 
 
+@pytest.mark.slow
 def test_trl_resumes_from_a_checkpoint(tmp_path):
     options = dict(packing=False, save_strategy="steps", save_steps=2, save_total_limit=4)
     build = lambda: tunecompile.optimize(zoo.adapt(small(), target_modules=["up_proj"], lora_dropout=0.1), executor="eager")  # noqa: E731
