@@ -1,9 +1,10 @@
 """How long a batch can be: one row, a whole training step, while the device is held to so many bytes.
 
     python benchmarks/longest.py --model llama-3.1-8b --within 24GiB --out benchmarks/results/longest-24.json
+    python benchmarks/longest.py --model llama-3.3-70b --within 120GiB --memory 1GiB --lengths 16384,32768,65536 --out benchmarks/results/peaks-70b.json
 
-The first row is as long as `tunecompile.estimate` says, or `--begin`; rows grow until one does not fit. Random weights and tokens. Every row is
-one step, compilation included. Time against memory is what `budgets.py` measures.
+The first row is as long as `tunecompile.estimate` says, or `--begin`; rows grow until one does not fit. With `--lengths` these are the rows. A `--memory`
+below the smallest plan runs that plan: what a row takes at least. Random weights and tokens. Every row is one step, compilation included. Time against memory is what `budgets.py` measures.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from rich.console import Console
@@ -39,7 +40,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
     parser.add_argument("--layers", type=int, help="so many layers only")
     parser.add_argument("--within", default="24GiB", help="what the process may take of the device")
+    parser.add_argument("--memory", help="the budget that is planned for; what the process may take, if not given")
     parser.add_argument("--host-memory", help="what may wait on the host, such as 100GiB; half of what is available, if not given")
+    parser.add_argument("--lengths", type=lambda text: [int(length) for length in text.split(",")], help="tokens of all rows, such as 16384,32768")
     parser.add_argument("--begin", type=int, help="tokens of the first row; what is estimated to fit, if not given")
     parser.add_argument("--end", type=int, default=1 << 20, help="tokens of the longest row that is tried")
     parser.add_argument("--out", type=Path, required=True)
@@ -64,7 +67,7 @@ class Bench:
     def train(self, length: int) -> dict[str, Any]:
         """A step, and what it took."""
         batch = to_device(random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0], self.device)
-        tunecompile.optimize(self.model, memory=self.given.within, host_memory=self.given.host_memory,
+        tunecompile.optimize(self.model, memory=self.given.memory or self.given.within, host_memory=self.given.host_memory,
                              executor="inductor" if self.device == "cuda" else "eager")
         optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=self.job.lr, weight_decay=0.0, fused=True)
         reset_memory(self.device)
@@ -87,22 +90,35 @@ class Bench:
                 torch.cuda.empty_cache()
 
 
-def longest(given: argparse.Namespace, result: dict[str, Any], console: Console) -> None:
-    """Longer rows until one does not fit, then half way between the last two, until they are a tenth apart."""
+def run(given: argparse.Namespace, result: dict[str, Any], console: Console) -> None:
+    """The rows that were asked for, or those that find the longest."""
     within = budget_bytes(given.within, HostGauge())
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(min(1.0, within / torch.cuda.get_device_properties(0).total_memory))
-    bench, rows, fitted, failed = Bench(given), result["runs"], 0, given.end + 1
-    length = given.begin or bench.guess()
-    while fitted < length < failed:
+    bench = Bench(given)
+
+    def fits(length: int) -> bool:
         row = {"system": "tunecompile", "model": given.model, "mode": given.mode, "shape": f"1x{length}", "budget_gib": within / GIB, **bench.train(length)}
-        rows.append(row)
-        show(rows, console)
+        result["runs"].append(row)
+        show(result["runs"], console)
         given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")  # what is measured is kept, whatever comes
-        fitted, failed = (length, failed) if row["status"] == "ok" else (fitted, length)
-        if failed <= given.end and failed - fitted <= 0.1 * failed:
+        return row["status"] == "ok"
+
+    if given.lengths:
+        for length in given.lengths:
+            fits(length)
+    else:
+        longest(given.begin or bench.guess(), given.end, fits)
+
+
+def longest(length: int, end: int, fits: Callable[[int], bool]) -> None:
+    """Longer rows until one does not fit, then half way between the last two, until they are a tenth apart."""
+    fitted, failed = 0, end + 1
+    while fitted < length < failed:
+        fitted, failed = (length, failed) if fits(length) else (fitted, length)
+        if failed <= end and failed - fitted <= 0.1 * failed:
             break
-        length = int(min(GROWTH * fitted, given.end) if failed > given.end else (fitted + failed) / 2) // STEP * STEP
+        length = int(min(GROWTH * fitted, end) if failed > end else (fitted + failed) / 2) // STEP * STEP
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
@@ -122,7 +138,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def main() -> None:
     given = parse_arguments()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    longest(given, {**header(), "runs": []}, Console())
+    run(given, {**header(), "runs": []}, Console())
     print(f"written to {given.out}")
 
 

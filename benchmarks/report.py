@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import linear_regression, median
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,7 +27,8 @@ PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every result of training steps, in the order of its first run's model, mode and shape."""
-    results = [json.loads(path.read_text()) for path in folder.glob("*.json") if path.name not in (KERNELS, BUDGETS) and not path.name.startswith("longest")]
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json")
+               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified"))]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -89,6 +91,36 @@ def render_longest(folder: Path = RESULTS) -> str:
         return ""
     return "\n".join(["", "The longest rows that were tried and went through a whole step, with the process held to so much of the GPU; the first step, compilation and the",
                       "pinning of host memory included.", "", "| model | within, GiB | tokens | peak, GiB | reserved | step, s |", "|---|---|---|---|---|---|", *lines]) + "\n"
+
+
+def render_peaks(folder: Path = RESULTS) -> str:
+    """What rows of other lengths take at least, of each file of `longest.py --lengths`, and the line through them."""
+    lines = []
+    for result in (json.loads(path.read_text()) for path in sorted(folder.glob("peaks-*.json"))):
+        runs = [run for run in result["runs"] if run["status"] == "ok"]
+        if len(runs) < 2:
+            continue
+        slope, offset = linear_regression([int(run["shape"][2:]) for run in runs], [run["peak_gib"] for run in runs])
+        points = ", ".join(f"{run['peak_gib']:.1f} GiB at {int(run['shape'][2:]):,} tokens" for run in runs)
+        lines += ["", f"{runs[0]['model']}, {runs[0]['mode']}, one row, the plan that needs least: {points}. Prediction beyond, by the line through these: "
+                  f"{offset:.1f} GiB and {1000 * slope:.3f} GiB for every 1,000 tokens, so that {(80 - offset) / slope:,.0f} tokens would take 80 GiB."]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def render_verified(folder: Path = RESULTS) -> str:
+    """Gradients of whole models, and what it took to verify them."""
+    runs = [run for path in sorted(folder.glob("verified-*.json")) for run in json.loads(path.read_text())["runs"]]
+    if not runs:
+        return ""
+    lines = ["", "Gradients of one step with small random adapters, against fp32 (`tunecompile.verify`, by `benchmarks/verification.py`): the relative error of the median parameter, and of",
+             "the parameter that stands worst beside eager's.", "",
+             "| case | parameters | median error | eager's | worst, of eager's | verified in, s | peak, GiB | training's peak |", "|---|---|---|---|---|---|---|---|"]
+    for run in runs:
+        own, eagers = (median(row[key] for row in run["gradients"]) for key in ("error", "eager_error"))
+        worst = max(row["error"] / row["yardstick"] for row in run["gradients"])
+        lines.append(f"| {run['model']}, {run['mode']}, {run['shape']} | {len(run['gradients'])} | {own:.4f} | {eagers:.4f} | {worst:.2f} | {run['verify_s']:.1f} | "
+                     f"{run['peak_gib']:.1f} | {run['training_peak_gib']:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def load_one(name: str, folder: Path = RESULTS) -> dict | None:
@@ -190,7 +222,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     results = load_results()
-    text = render(results) + render_longest() + render_kernels(load_one(KERNELS))
+    text = render(results) + render_longest() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
     if not given.write:
         print(text)
         return

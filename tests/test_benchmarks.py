@@ -69,7 +69,7 @@ def longest(monkeypatch, tmp_path):
     def run(*arguments):
         out = tmp_path / "longest.json"
         monkeypatch.setattr(sys, "argv", ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", str(out), *arguments])
-        module.longest(module.parse_arguments(), {"runs": []}, Console(quiet=True))
+        module.run(module.parse_arguments(), {"runs": []}, Console(quiet=True))
         return json.loads(out.read_text())["runs"]
 
     return module, run
@@ -91,6 +91,13 @@ def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
     assert rows[0]["first_step_s"] > 0 and rows[0]["memory"]["predicted_peak"] > 0
     fitted, failed = (max(int(row["shape"][2:]) * (row["status"] == status) for row in rows[i:]) for status, i in (("ok", 0), ("oom", len(rows) - 1)))
     assert fitted <= 40_000 and len(rows) < 12 and (rows[-1]["status"] == "ok" or failed - fitted <= 0.1 * failed)
+
+
+def test_rows_of_given_lengths_under_a_budget_of_their_own(longest):
+    _, run = longest
+    rows = run("--lengths", "64,128", "--memory", "1KiB")
+    assert [(row["shape"], row["status"]) for row in rows] == [("1x64", "ok"), ("1x128", "ok")]
+    assert all(plan["recompute"] for row in rows for plan in row["memory"]["plans"])
 
 
 def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
