@@ -14,6 +14,7 @@ import tunecompile.passes
 from tests.models import zoo
 from tunecompile.errors import CannotVerify
 from tunecompile.pipeline import Pass
+from tunecompile.twin import mode, twin_of
 from tunecompile.verify import compare_gradients
 
 pytest.importorskip("transformers")
@@ -49,6 +50,16 @@ def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
     result = verified(build(mode="qlora"), torch.bfloat16, rows=4, length=64)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
     assert all(verdict.passed for verdict in result.verdicts[2:]), str(result)  # medians of so small a model are those of chance
+
+
+def test_4_bit_weights_in_double_precision():
+    """bitsandbytes has no fp64: what it is asked for must stay fp32 where the model's own code computes in fp64."""
+    pytest.importorskip("bitsandbytes")
+    model = zoo.adapt(zoo.quantize(zoo.make("llama"))).train()
+    batch, twin = zoo.batch(), twin_of(model, torch.float64)
+    with mode(torch.float64):
+        losses = [twin(**batch).loss.item() for _ in range(3)]
+    assert losses == pytest.approx([model(**batch).loss.item()] * 3, rel=1e-5)
 
 
 def plant(monkeypatch, change):
