@@ -82,4 +82,4 @@ def anchors(graph):
     return [node for node in graph.nodes if node.op == "call_function" and node.target in (torch.rsqrt, F.rms_norm)]
 
 
-PASS = recognize("rms_norm", [then_rounded, after_rounding, offset_cast, offset, torch_norm], anchors)
+PASS = recognize("rms_norm", [offset_cast, offset, then_rounded, after_rounding, torch_norm], anchors)  # 1 + w could be taken for a weight
