@@ -111,7 +111,7 @@ def run(graph: Graph, context: Context) -> None:
             loss = made[0]
             if arguments["reduction"] == "mean":
                 loss = loss / (target != arguments["ignore_index"]).sum()
-            return loss.to(value(node).dtype)
+            return loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
 
         if (reason := replace(graph, (node,), build, bound)) is not None:
             tally.refused.append(reason + where_from(node))
