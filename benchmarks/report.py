@@ -161,6 +161,11 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
     return f"| {name} | {ours['case']} | {ms(ours['ms'])} | {ms(inductor)} | {rival} | {ours['percent']:.0f} % |"
 
 
+def section() -> str:
+    """All that the README shows of the results."""
+    return render(load_results()) + render_longest() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Tokens a second, one panel a case."""
     import matplotlib
@@ -221,8 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    results = load_results()
-    text = render(results) + render_longest() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
+    results, text = load_results(), section()
     if not given.write:
         print(text)
         return

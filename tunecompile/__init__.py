@@ -5,6 +5,7 @@
 """
 
 from tunecompile.api import optimize, report, restore
+from tunecompile.check import Example, Finding, check
 from tunecompile.memory.estimate import Estimate, estimate
 from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
@@ -13,4 +14,4 @@ from tunecompile.rewrite import rewrite
 from tunecompile.verify import Verification, verify
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Pass", "Verification", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]
+__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]

@@ -1,4 +1,4 @@
-"""The command line: `tunecompile compare`, `tunecompile demo` and `tunecompile monitor`."""
+"""The command line: `tunecompile compare`, `demo`, `monitor`, `new-pass` and `check-pass`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,47 @@ def monitor(
         except KeyboardInterrupt:  # how one leaves it
             pass
         return 0
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
+def new_pass(
+    name: Annotated[str, typer.Argument(help="Of the package: lower case letters, digits and underscores.")],
+    out: Annotated[Optional[Path], typer.Option(help="A new folder; ./NAME, if not given.")] = None,
+) -> None:
+    """Write a package with a pass that holds, its test and its benchmark, to put your own pattern into."""
+    def work() -> int:
+        from rich.console import Console
+
+        from tunecompile.skeleton import write
+
+        folder = out or Path(name)
+        for path in write(name, folder):
+            Console().print(f"  {escape(str(path))}", highlight=False)
+        Console().print(f"Check it:  tunecompile check-pass {escape(str(folder))}", highlight=False)
+        return 0
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
+def check_pass(
+    module: Annotated[str, typer.Argument(help="Its name, its file or its folder. It has PASSES, and EXAMPLES to check them with.")],
+) -> None:
+    """Put a module's passes through four nets: the op alone, graphs, graphs that are nearly those, and a model's training step."""
+    def work() -> int:
+        from rich.console import Console
+
+        from tunecompile.check import check
+        from tunecompile.skeleton import load
+
+        console, failed = Console(), 0
+        for finding in check(*load(module)):
+            failed += not finding.passed
+            console.print(f"[{'green' if finding.passed else 'bold red'}]{'passed' if finding.passed else 'FAILED'}[/]  {escape(finding.said)}", highlight=False)
+        console.print(f"{failed} questions failed" if failed else "all passed")
+        return 1 if failed else 0
 
     raise typer.Exit(guard(work))
 

@@ -50,6 +50,10 @@ class InvalidRewrite(TunecompileError):
     template = "Rewrite {name!r} is not valid: {reason}."
 
 
+class NoSuchPass(TunecompileError, ValueError):
+    template = "{given}: {reason}."
+
+
 class InvalidPipeline(TunecompileError):
     template = "The pipeline is not valid: {reason}."
 
