@@ -121,9 +121,12 @@ def _rms_norm(node: Node) -> Spelling | None:
     return "call_function", F.rms_norm, tuple(found), {}
 
 
-def _silu(node: Node) -> Spelling | None:
-    found = _arguments(node, input=..., inplace=False)
-    return None if not found or found[1] else ("call_function", F.silu, (found[0],), {})
+def _activation(target: Callable) -> Callable[[Node], Spelling | None]:
+    def spell(node: Node) -> Spelling | None:
+        found = _arguments(node, input=..., inplace=False)
+        return None if not found or found[1] else ("call_function", target, (found[0],), {})
+
+    return spell
 
 
 def _gelu(node: Node) -> Spelling | None:
@@ -153,8 +156,8 @@ for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
 TABLE.update({name: _cast(dtype) for name, dtype in _CASTS.items()})
 TABLE.update({
     "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
-    torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _silu, F.gelu: _gelu, F.dropout: _dropout,
-    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
+    torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
+    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, F.relu: _activation(F.relu), torch.relu: _activation(F.relu), "relu": _activation(F.relu),
     "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
 })
 

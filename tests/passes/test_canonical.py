@@ -36,6 +36,7 @@ SAME = {
     "chunk": [lambda x: torch.chunk(x, 2, -1)[1], lambda x: x.chunk(2, dim=-1)[1]],
     "linear": [lambda x: F.linear(x, x), lambda x: F.linear(x, weight=x), lambda x: F.linear(x, x, None), lambda x: F.linear(input=x, weight=x, bias=None)],
     "silu": [lambda x: F.silu(x), lambda x: F.silu(x, inplace=False), torch.nn.SiLU()],
+    "relu": [lambda x: F.relu(x), lambda x: F.relu(x, inplace=False), lambda x: torch.relu(x), lambda x: x.relu(), torch.nn.ReLU()],
     "gelu": [lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="none"), torch.nn.GELU()],
     "dropout": [lambda x: F.dropout(x, 0.0) + 1, lambda x: F.dropout(x, 0.5, training=False) + 1, lambda x: x + 1],
     "unsqueeze": [lambda x: x.unsqueeze(0), lambda x: torch.unsqueeze(x, 0), lambda x: x.unsqueeze(dim=0)],
