@@ -26,7 +26,8 @@ from tunecompile.memory.recovery import Recovery, sharded
 from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
-from tunecompile.pipeline import Tally, validate
+from tunecompile.pipeline import Tally
+from tunecompile.plugins import pipeline, said
 from tunecompile.regions import Layers, NormSlot, Region, Slot, batch_tokens, find_layers, find_norms, structure
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
@@ -70,12 +71,15 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
             of code generation.
 
-    The environment variable TUNECOMPILE=0 turns this function into a no-op.
+    The environment variable TUNECOMPILE=0 turns this function into a no-op. Installed packages may bring passes of their own (the entry-point
+    group `tunecompile.passes`): TUNECOMPILE_PASSES names those to use, separated by commas, or none; all are used where it is not set.
 
     Raises:
         NotAModule: `model` is not an `nn.Module`.
         UnknownPrecision: `precision` is neither None nor "fp8".
         UnknownBudget: `memory` is none of the forms above.
+        InvalidPackage: passes of an installed package cannot be used; the message says why, and how to leave them out.
+        UnknownEntryPoint: TUNECOMPILE_PASSES names what is not installed.
     """
     if not isinstance(model, nn.Module):
         raise NotAModule(type=type(model).__name__)
@@ -85,9 +89,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
     if os.environ.get("TUNECOMPILE") == "0" or getattr(model, ATTRIBUTE, None) is not None:
         return model
-    from tunecompile.passes import PIPELINE
-
-    state = State(model, validate(PIPELINE), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
+    state = State(model, pipeline(), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
                   HostTables() if host_embedding else None, check=verify)
     state.attach()
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
@@ -359,7 +361,7 @@ class State(NotCopied):
     def report(self) -> Report:
         norms = [slot.region for slot in self.norms if slot.region.variants]
         return summarize(self.model, self.regions + norms, [head.tally for head in self.heads],
-                         self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
+                         said(self.passes) + self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
 
 

@@ -14,10 +14,11 @@ from torch.fx import GraphModule
 from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
 from tunecompile.graphs import Replays
+from tunecompile.guard import summary
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.partition import Decide, Lowering, Partitioner, copied
-from tunecompile.pipeline import Context, Pass, run_stage
+from tunecompile.pipeline import Context, Pass, live, run_stage
 
 log = logging.getLogger("tunecompile")
 Executor = Literal["inductor", "eager"]
@@ -38,33 +39,54 @@ class Backend:
         self.failures: list[str] = []
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, self.plan or KEEP, self.precision)
         _torch.specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
-            compiled = self._compile(gm, inputs, context)
+            return self._attempt(gm, inputs)
         except _torch.TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
             raise
         except Exception as error:  # the user's training goes on, without us
+            if (compiled := self._without_packages(gm, inputs, error)) is not None:
+                return compiled
             self._note("is compiled without rewrites", error)
             try:
                 return self._compile_plain(gm, inputs)
             except Exception as second:
                 self._note("runs eagerly", second)
                 return gm.forward
+
+    def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
+        context = Context(self.region, self.plan or KEEP, self.precision)
+        compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:
             self.plan, self.decide = context.plan, None  # Dynamo keeps backends for good, and `decide` knows the model
         return compiled
 
+    def _without_packages(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
+        """What another package's pass left may fail long after it. The first without which the region compiles is switched off, else all of them."""
+        guests = [p for p in live(self.passes) if p.package is not None]
+        for suspects in [*([p] for p in guests), *([guests] if len(guests) > 1 else [])]:
+            for p in suspects:
+                p.package.failed[p.name] = f"{self.region} does not compile with it: {summary(error)}"
+            try:
+                compiled = self._attempt(gm, inputs)
+            except Exception:
+                for p in suspects:
+                    p.package.failed.pop(p.name)
+                continue
+            for p in suspects:
+                log.warning("tunecompile: %s", p.package.said(p.name))
+            return compiled
+        return None
+
     def _note(self, what: str, error: Exception) -> None:
         log.debug("compiling %s failed", self.region, exc_info=True)
-        lines = str(error).strip().splitlines() or [""]
-        self.failures.append(f"{self.region} {what}: {type(error).__name__}: {lines[0][:300]}")
+        self.failures.append(f"{self.region} {what}: {summary(error)}")
         log.warning("tunecompile: %s", self.failures[-1])
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
         """As torch.compile would; with checkpointing, the plan still recomputes."""
-        plan = [p for p in self.passes if p.stage == "plan"] if self.plan not in (None, KEEP) else []
+        plan = [p for p in self.passes if p.stage == "plan" and p.package is None] if self.plan not in (None, KEEP) else []
         context = Context(self.region, self.plan or KEEP)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))

@@ -58,6 +58,16 @@ class InvalidPipeline(TunecompileError):
     template = "The pipeline is not valid: {reason}."
 
 
+class InvalidPackage(TunecompileError):
+    template = ("{package} brings passes that cannot be used: {reason}. Update the package or remove it, or leave it out: set the environment "
+                "variable TUNECOMPILE_PASSES={others}.")
+
+
+class UnknownEntryPoint(TunecompileError, ValueError):
+    template = ("TUNECOMPILE_PASSES names {unknown}, which no installed package brings. Give names of entry points of the group tunecompile.passes, "
+                "separated by commas, or none. Installed: {known}.")
+
+
 class LeftoverOp(TunecompileError):
     template = "{ops} reached code generation without a provider. This is a fault of the pass that made them; please report it."
 

@@ -1,12 +1,12 @@
 """Which rewrite gives wrong gradients: bisection over all that the passes may rewrite, in the order in which they do.
 
-A unit of it is one rewrite, or a pass that is more than a list of rewrites. Later units build on earlier ones, so prefixes are tried, and
-what is switched off takes along what requires it.
+A unit of it is one rewrite, or a pass that is more than a list of rewrites, or any pass of another package. Later units build on earlier
+ones, so prefixes are tried, and what is switched off takes along what requires it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Sequence
 
 from tunecompile.pipeline import Pass, recognize, validate
@@ -29,23 +29,32 @@ def units(passes: Sequence[Pass]) -> list[Unit]:
     """All that may be switched off, in order."""
     found = []
     for p in passes:
-        if p.stage == "recognize":
+        if _optional(p):
             found += [Unit(p.name, rewrite) for rewrite in p.rewrites] or [Unit(p.name)]
     return found
 
 
 def only(passes: Sequence[Pass], chosen: Sequence[Unit]) -> tuple[Pass, ...]:
-    """The pipeline with these units of its recognition, and without passes whose requirements are gone."""
+    """The pipeline with these of its units, and without passes whose requirements are gone."""
     made: list[Pass] = []
     provided: set[str] = set()
     for p in passes:
         kept = [unit for unit in chosen if unit.family == p.name]
-        if (p.stage == "recognize" and not kept) or not p.requires <= provided:
+        if (_optional(p) and not kept) or not p.requires <= provided:
             continue
         partial = p.rewrites and len(kept) < len(p.rewrites)
-        made.append(recognize(p.name, [unit.rewrite for unit in kept], p.anchors, p.requires) if partial else p)
+        made.append(_narrowed(p, [unit.rewrite for unit in kept]) if partial else p)
         provided |= p.provides | {p.name}
     return validate(made)
+
+
+def _optional(p: Pass) -> bool:
+    return p.stage == "recognize" or p.package is not None
+
+
+def _narrowed(p: Pass, rewrites: Sequence[Rewrite]) -> Pass:
+    """The same pass with some of its rewrites."""
+    return replace(p, run=recognize(p.name, rewrites, p.anchors).run, rewrites=tuple(rewrites))
 
 
 def without(passes: Sequence[Pass], unit: Unit) -> tuple[Pass, ...]:

@@ -151,7 +151,8 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
         name = fn.__name__
         schema = torch.library.infer_schema(fn, mutates_args=())
         if hasattr(getattr(torch.ops, NAMESPACE), name):
-            raise InvalidOp(name=name, reason="the name is taken")
+            owner = next((known.reference.__module__ for known in OPS.values() if known.name == name), "torch")
+            raise InvalidOp(name=name, reason=f"the name is taken, by {owner}")
         kernel = _without_autocast(fn)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")

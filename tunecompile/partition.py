@@ -20,7 +20,7 @@ from tunecompile.memory.attention import compute_again
 from tunecompile.memory.kept import replaceable
 from tunecompile.memory.menu import Cut
 from tunecompile.memory.planner import Plan
-from tunecompile.pipeline import Context, Pass, run_stage
+from tunecompile.pipeline import Context, Pass, live, run_stage
 
 
 @functools.cache
@@ -43,7 +43,7 @@ class _Hook:
         self.passes, self.context = tuple(passes), context
 
     def uuid(self) -> str:
-        passes, context = ",".join(p.name for p in self.passes), self.context
+        passes, context = ",".join(p.name if p.package is None else f"{p.name} of {p.package.key}" for p in live(self.passes)), self.context
         return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}"
 
     def __reduce__(self) -> tuple:

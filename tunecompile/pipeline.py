@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Literal, Sequence
 
 from torch.fx import Graph, Node
 
 from tunecompile.errors import InvalidPipeline
+from tunecompile.guard import Package, guarded
 from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.rewrite import Rewrite, apply, where_from
 
@@ -62,6 +63,7 @@ class Pass:
     conflicts: frozenset[str] = frozenset()
     rewrites: tuple[Rewrite, ...] = ()  #: what it tries, if that is all it does
     anchors: Callable[[Graph], list[Node]] | None = None  #: of these rewrites
+    package: Package | None = None  #: whose it is, if it does not come with tunecompile
 
 
 def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
@@ -102,7 +104,29 @@ def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
+def live(passes: Sequence[Pass]) -> list[Pass]:
+    """Without those of packages that are switched off, and without what requires them."""
+    made: list[Pass] = []
+    provided: set[str] = set()
+    lost: set[str] = set()
     for p in passes:
-        if p.stage == stage:
+        if (p.package is not None and p.name in p.package.failed) or p.requires & (lost - provided):
+            lost |= p.provides | {p.name}
+        else:
+            made.append(p)
+            provided |= p.provides | {p.name}
+    return made
+
+
+def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
+    """A package's pass reports into a context of its own, which counts if the pass succeeds."""
+    for p in passes:
+        if p.stage != stage or p not in live(passes):
+            continue
+        if p.package is None:
             p.run(graph, context)
+            continue
+        own = replace(context, tallies=[], notes=[])
+        if guarded(p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"):
+            context.tallies += own.tallies
+            context.notes += own.notes

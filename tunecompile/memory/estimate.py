@@ -29,7 +29,7 @@ from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
 from tunecompile.memory.rates import ALLOWANCE, rates
 from tunecompile.partition import Decide
-from tunecompile.pipeline import validate
+from tunecompile.plugins import pipeline
 from tunecompile.regions import Region, Sizes, Slot, Variant, tensors_in
 from tunecompile.report import plan_lines
 from tunecompile.tail import Head
@@ -250,13 +250,11 @@ class GlimpseSlot:
 
 def _stage(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     """What `optimize` would attach to a skeleton of the model, with the options it was optimized with, if it was."""
-    from tunecompile.passes import PIPELINE
-
     done: State | None = getattr(model, ATTRIBUTE, None)
     memory = done.memory if memory is None and done is not None else memory
     budget_bytes(memory, HostGauge())
     host = done.host_bytes if host_memory is None and done is not None else 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
-    passes = done.passes if done is not None else validate(PIPELINE)
+    passes = done.passes if done is not None else pipeline()
     return State(model, passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
 
 
