@@ -1,8 +1,10 @@
 """From skeleton to a verified pass on the command line, and that each net fails for what it is there for."""
 
 import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,14 @@ def test_a_result_that_is_rounded(tmp_path):
     """Its gradients are right, and in bf16 so is it."""
     found = failed(*skeleton(tmp_path, "rounds", ("    return torch.tanh(x / cap) * cap\n\n\n@rounds", "    return (torch.tanh(x / cap) * cap).bfloat16().to(x.dtype)\n\n\n@rounds")))
     assert "pass: right in float32" in found and "pass: right in bfloat16" not in found
+
+
+def test_a_package_that_is_installed_elsewhere():
+    """Its module is known by its folder; a plan pass of it takes no part in what is asked of graphs."""
+    package = Path(__file__).parent / "packages" / "squared_relu"
+    done = subprocess.run([sys.executable, "-m", "tunecompile.cli", "check-pass", str(package)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(package.parent.parent.parent)})
+    assert done.returncode == 0 and "all passed" in done.stdout and "not run here: not on a GPU" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def test_an_example_that_does_not_run():

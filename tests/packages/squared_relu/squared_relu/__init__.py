@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tunecompile import Cost, Pass, op, rewrite
+from tunecompile import Cost, Example, Pass, op, rewrite
 from tunecompile.memory.liveness import tensor_bytes
 from tunecompile.op import refuse_gpu
 from tunecompile.pipeline import recognize
@@ -59,4 +59,9 @@ def count(graph, context):
 PASSES = [
     recognize("squared_relu", [power, product], squares),
     Pass("squared_relu_bytes", "plan", count, requires=frozenset({"squared_relu", "remat"})),
+]
+
+EXAMPLES = [
+    Example(lambda x: F.relu(x).square(), lambda dtype: [torch.randn(3, 5, dtype=dtype, requires_grad=True)], "power"),
+    Example(lambda x: F.relu(x) * F.relu(x), lambda dtype: [torch.randn(5, 3, dtype=dtype).t().requires_grad_()], "product, transposed"),
 ]
