@@ -26,6 +26,11 @@ def _is(node: Node, *methods: str) -> bool:
     return node.op == "call_method" and node.target in methods
 
 
+def _operands(node: Node) -> tuple:
+    """A constant comes last."""
+    return node.args[::-1] if node.target is operator.mul and not isinstance(node.args[0], Node) else node.args
+
+
 def _climb(logits: Node) -> tuple[Node, list[Node], float, float] | str:
     """(linear, nodes that move rows, scale, soft-cap), from the loss upwards; or why the chain is not understood."""
     rows, scale, softcap, outer = [], 1.0, 0.0, None
@@ -33,15 +38,16 @@ def _climb(logits: Node) -> tuple[Node, list[Node], float, float] | str:
     while node.target is not F.linear:
         if len(node.users) > 1:
             return "the logits are used elsewhere too"
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        args = _operands(node)
+        source = args[0] if args and isinstance(args[0], Node) else None
         if source is None:
             return f"{node.name} is no step from a head to its loss"
         if _is(node, "view", "reshape", "contiguous", "flatten") or node.target is torch.flatten:
             rows.append(node)
         elif node.target is operator.getitem and _cuts_rows(node):
             rows.append(node)
-        elif node.target in (operator.mul, operator.truediv) and isinstance(node.args[1], (int, float)):
-            factor = float(node.args[1]) if node.target is operator.mul else 1.0 / node.args[1]
+        elif node.target in (operator.mul, operator.truediv) and isinstance(args[1], (int, float)):
+            factor = float(args[1]) if node.target is operator.mul else 1.0 / args[1]
             if outer is None and softcap == 0.0 and source.target is torch.tanh:
                 outer = factor
             else:
@@ -129,7 +135,7 @@ def _without_vocabulary(step: Node) -> tuple:
 def _between(last: Node, first: Node) -> set[Node]:
     nodes = {last}
     while last is not first:
-        last = last.args[0]
+        last = _operands(last)[0]
         nodes.add(last)
     return nodes
 
