@@ -41,7 +41,7 @@ def test_the_skeleton_holds_and_its_own_test_passes(tmp_path):
     assert done.exit_code == 0 and (folder / "pyproject.toml").exists(), done.output
     done = typer.CliRunner().invoke(app, ["check-pass", str(folder)])
     assert done.exit_code == 0 and "all passed" in done.output and "FAILED" not in done.output, done.output
-    for net in ("pass", "near miss", "op", "model"):
+    for net in ("pass", "spelling", "near miss", "op", "model"):
         assert f"passed  {net}, plain" in done.output
     for file in ("test_capped_one.py", "benchmark.py"):
         compile((folder / file).read_text(), file, "exec")
@@ -72,7 +72,7 @@ def test_a_pattern_that_holds_too_much_is_found_by_near_misses(tmp_path):
 def test_a_pattern_that_finds_nothing_is_told(tmp_path):
     passes, examples = skeleton(tmp_path, "too_narrow", ("    return torch.tanh(x / cap) * cap\n\n\nPASSES", "    return torch.tanh(x / cap) + cap\n\n\nPASSES"))
     findings = [finding for finding in check(passes, examples) if not finding.passed]
-    assert {finding.net for finding in findings} == {"pass", "op", "model"}
+    assert {finding.net for finding in findings} == {"pass", "spelling", "op", "model"}
     assert any(finding.asked == "found in float32" and "__init__.py" in finding.detail for finding in findings), [str(f) for f in findings]
 
 
@@ -92,7 +92,7 @@ def test_a_package_that_is_installed_elsewhere():
 
 def test_an_example_that_does_not_run():
     findings = list(check([], [Example(lambda x: x.no_such_method(), lambda dtype: [torch.randn(3, dtype=dtype)], "broken")]))
-    assert len(findings) == 4 and not any(finding.passed for finding in findings) and "no_such_method" in findings[0].detail
+    assert len(findings) == 5 and not any(finding.passed for finding in findings) and "no_such_method" in findings[0].detail
 
 
 @pytest.mark.parametrize("target, reason", [("no_such_module_anywhere", "cannot be imported"), ("json", "has no PASSES"), ("tunecompile.passes.recognize.swiglu", "has no EXAMPLES")])

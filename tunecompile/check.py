@@ -1,4 +1,4 @@
-"""Is a pass right? Four nets for its author: its ops alone, the graphs it makes, graphs that are nearly those, and a model's training step.
+"""Is a pass right? Five nets for its author: the graphs it makes, other spellings of these, near misses, its ops alone, and a model's training step.
 
     EXAMPLES = [Example(lambda x: torch.relu(x).square(), lambda dtype: [torch.randn(3, 8, dtype=dtype, requires_grad=True)])]
     for finding in check([PASS], EXAMPLES):
@@ -69,7 +69,7 @@ class Finding:
 def check(passes: Sequence[Pass], examples: Sequence[Example], seed: int = 0) -> Iterator[Finding]:
     """Put each example through the nets. passes: under test, in order; those that come with tunecompile take no part."""
     for example in examples:
-        for net, run in (("pass", _graphs), ("near miss", _near_misses), ("op", _ops), ("model", _model)):
+        for net, run in (("pass", _graphs), ("spelling", _spellings), ("near miss", _near_misses), ("op", _ops), ("model", _model)):
             torch.manual_seed(seed)
             torch._dynamo.reset()
             try:
@@ -94,7 +94,7 @@ def rewritten(passes: Sequence[Pass], gm: GraphModule) -> tuple[GraphModule, Con
     return work, context
 
 
-def through(function: Callable, change: Callable[[GraphModule], GraphModule]) -> Callable:
+def through(function: Callable, change: Callable[[GraphModule], Callable]) -> Callable:
     """The function with its graph, which Dynamo makes, put through `change`."""
     torch._dynamo.reset()
     return torch.compile(function, backend=lambda gm, _: change(gm), fullgraph=True, dynamic=False)
@@ -108,9 +108,23 @@ def compiled(function: Callable, passes: Sequence[Pass], executor: Executor = "i
     return torch.compile(function, backend=Backend("example", [*passes, *PIPELINE], executor), fullgraph=True, dynamic=False)
 
 
+def captured(function: Callable, args: Sequence[Any]) -> tuple[GraphModule, list[Any]]:
+    """The graph that Dynamo makes of a call, and what that is called with."""
+    seen: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule) -> Callable:
+        def run(*inputs: Any) -> Any:
+            seen.append((gm, list(inputs)))
+            return gm(*inputs)
+        return run
+
+    through(function, keep)(*args)
+    return seen[0]
+
+
 def gradients(function: Callable, args: Sequence[Any]) -> list[Tensor | None]:
     """Results, and gradients of all arguments that require one, of a loss in which every element has a weight of its own."""
-    leaves = [arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args]
+    leaves = [arg.detach().clone().requires_grad_() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
     made = [value for value in tree_leaves(function(*leaves)) if isinstance(value, Tensor)]
     loss = sum((value.double() * torch.cos(torch.arange(value.numel(), dtype=torch.float64, device=value.device)).view(value.shape)).sum()
                for value in made if value.is_floating_point())
@@ -161,26 +175,46 @@ def _own_ops(gm: GraphModule) -> Counter[str]:
     return Counter(OPS[node.target].name for node in gm.graph.nodes if node.target in OPS)
 
 
-# ---------------------------------------------------------------- near misses
+# ---------------------------------------------------------------- graphs beside the example's
+
+def _spellings(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
+    """What says the same in other words is found as well."""
+    count, found, wrong = _varied(passes, example, respelled)
+    lost = [what for what, ops in found.items() if not ops]
+    yield f"{count} other spellings are found", not lost, "; ".join(lost[:3])
+    yield f"{count} other spellings are right", not wrong, "; ".join(wrong[:3])
+
 
 def _near_misses(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """Whatever becomes of a graph that is nearly an example's, its results stay."""
-    args, count, found, wrong = example.args(torch.float32), 0, 0, []
-    graphs: list[GraphModule] = []
-    gradients(through(example.function, lambda gm: graphs.append(gm) or gm), args)
-    for number, (what, _) in enumerate(list(spoilt(graphs[-1]))):
-        seen: list[GraphModule] = []
+    count, found, wrong = _varied(passes, example, spoilt)
+    yield f"{count} graphs that are nearly this one stay right", not wrong, "; ".join(wrong[:3]) or f"{sum(map(bool, found.values()))} of them still have the op, and may"
 
-        def change(gm: GraphModule, apply: bool) -> GraphModule:
-            other = list(spoilt(gm))[number][1]
-            seen.append(rewritten(passes, other)[0] if apply else other)
-            return seen[-1]
 
-        plain, made = (gradients(through(example.function, lambda gm: change(gm, apply)), args) for apply in (False, True))
-        count, found = count + 1, found + bool(_own_ops(seen[-1]))
-        right, detail = as_exact(made, plain, plain, torch.float32)
+Variants = Callable[[GraphModule], Iterator[tuple[str, GraphModule]]]
+
+
+def _varied(passes: Sequence[Pass], example: Example, variants: Variants) -> tuple[int, dict[str, int], list[str]]:
+    """How many variants there are of an example's graph, the ops that each has behind the passes, and whose results are other ones then."""
+    (gm, inputs), found, wrong = captured(example.function, example.args(torch.float32)), {}, []
+    for what, variant in variants(gm):
+        made = rewritten(passes, variant)[0]
+        found[what] = _own_ops(made).total()
+        plain = gradients(variant, inputs)
+        right, detail = as_exact(gradients(made, inputs), plain, plain, torch.float32)
         wrong += [] if right else [f"{what}: {detail}"]
-    yield f"{count} graphs that are nearly this one stay right", not wrong, "; ".join(wrong[:3]) or f"{found} of them still have the op, and may"
+    return len(found), found, wrong
+
+
+def respelled(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
+    """Copies that compute the same: operands of sums and products swapped, and a cast to the dtype that a value has already."""
+    for i, node in enumerate(gm.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if node.target in (operator.add, operator.mul, torch.add, torch.mul) and len(node.args) == 2:
+            yield f"operands of {node.name} swapped", _changed(gm, i, lambda n: _swap(n, 0, 1))
+        if isinstance(value := node.meta.get("example_value"), Tensor) and value.is_floating_point():
+            yield f"{node.name} cast to its own dtype", _changed(gm, i, lambda n: _through(n, "to", n.meta["example_value"].dtype))
 
 
 def spoilt(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
@@ -220,9 +254,9 @@ def _swap(node: Node, i: int, j: int) -> None:
     node.update_arg(j, a)
 
 
-def _through(node: Node, function: Callable, *rest: Any) -> None:
+def _through(node: Node, call: Callable | str, *rest: Any) -> None:
     with node.graph.inserting_after(node):
-        made = node.graph.call_function(function, (node, *rest))
+        made = node.graph.create_node("call_method" if isinstance(call, str) else "call_function", call, (node, *rest))
     annotate(made, node)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 

@@ -137,7 +137,7 @@ def new_pass(
 def check_pass(
     module: Annotated[str, typer.Argument(help="Its name, its file or its folder. It has PASSES, and EXAMPLES to check them with.")],
 ) -> None:
-    """Put a module's passes through four nets: the op alone, graphs, graphs that are nearly those, and a model's training step."""
+    """Put a module's passes through five nets: its examples, other spellings, near misses, its ops alone, and a model's training step."""
     def work() -> int:
         from rich.console import Console
 
