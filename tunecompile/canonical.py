@@ -38,6 +38,13 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return getattr(value(node), "dtype", None)
 
 
+def name_of(target: Any) -> str:
+    """What a node calls, in few words: `mul`, `silu`, `to`; an op with its namespace, as `aten.mul`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.replace("::", ".")
+    return target if isinstance(target, str) else _BINARY[target][0] if target in _BINARY else getattr(target, "__name__", str(target))
+
+
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}  #: numpy's names, which torch takes as well
 
 

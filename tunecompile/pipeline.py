@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 from tunecompile.errors import InvalidPipeline
 from tunecompile.guard import Package, guarded
 from tunecompile.memory.planner import KEEP, Plan
-from tunecompile.rewrite import Rewrite, apply, where_from
+from tunecompile.misses import near_misses
+from tunecompile.rewrite import Rewrite, apply
 
 Stage = Literal["recognize", "plan", "lower"]
 STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")
@@ -69,7 +70,7 @@ class Pass:
 def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
               requires: frozenset[str] = frozenset()) -> Pass:
     """A pass that tries rewrites in order, widest first. `anchors` lists the nodes which only this family's subgraphs hold:
-    those that are left over are reported, each with the user's own source line."""
+    those that are left over are reported, each with what was expected and found, and the user's own source line."""
 
     def run(graph: Graph, context: Context) -> None:
         tally = Tally(family, found=len(anchors(graph)))
@@ -79,8 +80,8 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
             tally.refused += refused
         left = anchors(graph)
         tally.rewritten = tally.found - len(left)
-        if left and not tally.refused:
-            tally.refused += [f"{node.name} is part of no known pattern{where_from(node)}" for node in left]
+        if left:
+            tally.refused += near_misses([rewrite.pattern for rewrite in rewrites], left)
         context.tallies.append(tally)
 
     return Pass(family, "recognize", run, requires, frozenset({family}), rewrites=tuple(rewrites), anchors=anchors)

@@ -55,12 +55,12 @@ def halves_apart(x, cos, sin, two):
 
 
 def anchors(graph):
-    """Concatenations that begin with a negation, or that join a difference and a sum."""
+    """Concatenations of two, one of them negated, or of a difference and a sum."""
     found = []
     for node in graph.nodes:
         if node.target is torch.cat and len(node.args[0]) == 2:
             targets = [getattr(part, "target", None) for part in node.args[0]]
-            if targets[0] is operator.neg or targets == [operator.sub, operator.add]:
+            if operator.neg in targets or targets == [operator.sub, operator.add]:
                 found.append(node)
     return found
 

@@ -1,5 +1,7 @@
 """Gated activations: SwiGLU and GeGLU, whatever projections feed them."""
 
+import operator
+
 import torch
 import torch.nn.functional as F
 
@@ -37,8 +39,19 @@ def gelu(gate, up):
     return F.gelu(gate) * up
 
 
+#: that no rewrite knows; where one is a gate, the report says so
+_OTHERS = (F.relu, torch.relu, F.leaky_relu, F.elu, F.mish, F.hardswish)
+
+
+def _is_gate(node):
+    """Whether another tensor of the same shape is multiplied by it."""
+    sides = [side for user in node.users if user.target is operator.mul for side in user.args if side is not node]
+    return any(getattr(value(side), "shape", None) == value(node).shape for side in sides)
+
+
 def anchors(graph):
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in (F.silu, F.gelu)]
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return [node for node in calls if node.target in (F.silu, F.gelu) or (node.target in _OTHERS and _is_gate(node))]
 
 
 PASS = recognize("swiglu", [silu, sigmoid, gelu_tanh, gelu], anchors)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.conftest import Recorder
+from tests.passes.conftest import Recorder, family
 from tunecompile.canonical import canonicalize_graph
 from tunecompile.errors import InvalidRewrite
 from tunecompile.match import Matcher, Pattern, cast
@@ -198,6 +198,100 @@ def test_recognise_counts_anchors_and_names_what_is_left():
     torch._dynamo.reset()
     torch.compile(lambda x: torch.sin(torch.abs(x)) + torch.cos(torch.abs(x)), backend=recorder)(torch.rand(3))
     (tally,) = recorder.seen.contexts[0].tallies
-    assert (tally.found, tally.rewritten) == (2, 1) and "part of no known pattern at test_matcher.py" in tally.refused[0]
+    assert (tally.found, tally.rewritten) == (2, 1)
+    (reason,) = tally.refused
+    line = "test_matcher.py:" + str(test_recognise_counts_anchors_and_names_what_is_left.__code__.co_firstlineno + 4)
+    assert reason == f"`abs` at {line}: expected sin(abs(...)), found cos(abs(...)) at {line}"
 
 
+def norm_divided(x, w):
+    root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * (x / root)
+
+
+def norm_of_cubes(x, w):
+    cubes = x.pow(3)
+    return w * (x * torch.rsqrt(cubes.mean(-1, keepdim=True) + 1e-6))
+
+
+def norm_of_another(x, w):
+    root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * (w * root)
+
+
+def norm_unweighted(x, w):
+    root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    normed = x * root
+    return torch.tanh(normed)
+
+
+def gated_by_mish(x, u):
+    gate = F.mish(x)
+    return torch.sin(u) * gate
+
+
+def gate_added(x, u):
+    gate = F.silu(x)
+    return gate + u
+
+
+def gate_read_twice(x, u):
+    gate = F.silu(x)
+    out = gate * u
+    return out, torch.sin(gate)
+
+
+def gate_interrupted(x, u):
+    gate, up = F.silu(x), u * 1.0
+    up.add_(1.0)
+    return gate * up
+
+
+def gate_alone(x, u):
+    return F.silu(x)
+
+
+def turned_back(x, cos):
+    half = torch.cat((-x[..., 4:], x[..., :4]), -1)
+    return x * cos - half * (cos + 1)
+
+
+def turned_wrongly(x, cos):
+    half = torch.cat((x[..., 4:], -x[..., :4]), -1)
+    return x * cos + half * (cos + 1)
+
+
+NEAR_MISSES = [
+    (norm_divided, "rms_norm", "`rsqrt` at {1}: expected mul(x, rsqrt(...)), found div(L_x_, rsqrt(...)) at {2}"),
+    (norm_of_cubes, "rms_norm", "`rsqrt` at {2}: expected pow(x, 2), found pow(L_x_, 3) at {1}"),
+    (norm_of_another, "rms_norm", "`rsqrt` at {1}: expected L_x_ once more, found L_w_ at {2}"),
+    (norm_unweighted, "rms_norm", "`rsqrt` at {1}: expected mul(weight, mul(...)), found tanh(mul(...)) at {3}"),
+    (gated_by_mish, "swiglu", "`mish` at {1}: expected silu(gate), found mish(L_x_) at {1}"),
+    (gate_added, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found add(silu(...), L_u_) at {2}"),
+    (gate_read_twice, "swiglu", "`silu` at {1}: `sin` uses an inner value too at {3}"),
+    (gate_interrupted, "swiglu", "`silu` at {1}: `add_` comes in between at {2}"),
+    (gate_alone, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found the region's result"),
+    (turned_back, "rope", "`cat` at {1}: expected add(mul(...), mul(...)), found sub(mul(...), mul(...)) at {2}"),
+    (turned_wrongly, "rope", "`cat` at {1}: expected neg(getitem(...)), found getitem(L_x_, (..., slice(4, None, None))) at {1}"),
+]
+
+
+@pytest.mark.parametrize("fn, name, expected", NEAR_MISSES, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_near_miss_says_what_was_expected_and_found_and_where(fn, name, expected):
+    recorder = Recorder(family(name))
+    torch._dynamo.reset()
+    torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(8) if name == "rms_norm" else torch.rand(2, 8))
+    lines = [f"test_matcher.py:{fn.__code__.co_firstlineno + i}" for i in range(5)]
+    (tally,) = recorder.seen.contexts[0].tallies
+    assert (tally.found, tally.rewritten) == (1, 0) and tally.refused == [expected.format(*lines)]
+
+
+def test_a_near_miss_is_listed_beside_what_a_guard_refused():
+    def both(x, u):
+        return (F.silu(x) * u[0]) + (F.silu(x * 2) + u)
+
+    recorder = Recorder(family("swiglu"))
+    torch._dynamo.reset()
+    torch.compile(both, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))
+    guarded, missed = recorder.seen.refused
+    assert "gate and up differ in shape" in guarded and "expected mul(silu(...), up), found add(" in missed
