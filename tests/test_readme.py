@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tunecompile
+from tests.models import zoo
 from tunecompile import passes
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -49,6 +50,15 @@ def test_the_pass_in_the_readme_runs(monkeypatch):
         torch.testing.assert_close(ours.grad, eager.grad)
     found = {m["family"]: (m["found"], m["rewritten"]) for m in tunecompile.report(model).to_dict()["matches"]}
     assert found["soft_cap"] == (1, 1)
+
+
+def test_the_files_in_the_readme_are_written(monkeypatch, tmp_path):
+    shown = re.findall(r"^\d{4}\.\S+\.py$", README, re.M)
+    (did,) = re.findall(r"`(after pass .*?)`", README)
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
+    zoo.step(tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager"), zoo.batch())
+    assert len(shown) > 3 and all((tmp_path / name).exists() for name in shown), sorted(file.name for file in tmp_path.iterdir())
+    assert f"# {did}\n" in (tmp_path / next(name for name in shown if name.endswith("rms_norm.py"))).read_text(encoding="utf-8")
 
 
 def test_the_table_is_that_of_the_measured_results():

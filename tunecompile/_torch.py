@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -28,9 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols", "grow_segments", "hooked",
-    "in_checkpoint", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "reparametrized", "saving_is_taken",
-    "size_hint", "specialize_floats", "start_compile_workers", "trace",
+    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols",
+    "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation",
+    "recompile_reason", "reparametrized", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers", "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -205,6 +206,16 @@ def outside_compilation():
 def occupy_gpu(cycles: int = 2_000_000) -> None:
     """The current stream waits for about a millisecond, while the host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def is_tracing() -> bool:
+    """Inside a compilation: whether the user wants torch's structured trace (TORCH_TRACE=folder). Without a folder its handler goes at the first record."""
+    return any(isinstance(handler, LazyTraceHandler) for handler in trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """One more file beside those of torch's own compiler, in what tlparse shows."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def cache_folder() -> Path:

@@ -71,8 +71,9 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
             of code generation.
 
-    The environment variable TUNECOMPILE=0 turns this function into a no-op. Installed packages may bring passes of their own (the entry-point
-    group `tunecompile.passes`): TUNECOMPILE_PASSES names those to use, separated by commas, or none; all are used where it is not set.
+    The environment variable TUNECOMPILE=0 turns this function into a no-op; TUNECOMPILE_DUMP=folder writes there what each pass makes of each graph.
+    Installed packages may bring passes of their own (the entry-point group `tunecompile.passes`): TUNECOMPILE_PASSES names those to use,
+    separated by commas, or none; all are used where it is not set.
 
     Raises:
         NotAModule: `model` is not an `nn.Module`.

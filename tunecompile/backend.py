@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
+from tunecompile.dump import Dump
 from tunecompile.graphs import Replays
 from tunecompile.guard import summary
 from tunecompile.memory.kept import Kept
@@ -55,7 +56,7 @@ class Backend:
                 return gm.forward
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, self.plan or KEEP, self.precision)
+        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region))
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:
@@ -93,7 +94,9 @@ class Backend:
 
     def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
         work = copied(gm)  # the original stays whole, to fall back on
+        before = context.look("recognize", work.graph)
         canonicalize(work)
+        context.look("recognize", work.graph, "canonicalize", before)
         run_stage(self.passes, "recognize", work.graph, context)
         work.graph.lint()
         work.recompile()
@@ -101,7 +104,7 @@ class Backend:
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         with self._attention(gm, inputs, context):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
-                            cached=self.plan is not None and not self.plan.weights)
+                            cached=self.plan is not None and not self.plan.weights and context.cached)
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
         """Under which attention's kernel is chosen, while the graph is traced."""

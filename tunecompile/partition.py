@@ -42,7 +42,10 @@ class _Hook:
     def __init__(self, passes: Sequence[Pass], context: Context):
         self.passes, self.context = tuple(passes), context
 
-    def uuid(self) -> str:
+    def uuid(self) -> str | None:
+        """None keeps the graph out of all caches."""
+        if not self.context.cached:
+            return None
         passes, context = ",".join(p.name if p.package is None else f"{p.name} of {p.package.key}" for p in live(self.passes)), self.context
         return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}"
 

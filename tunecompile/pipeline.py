@@ -8,6 +8,8 @@ from typing import Any, Callable, Literal, Sequence
 
 from torch.fx import Graph, Node
 
+from tunecompile.canonical import name_of
+from tunecompile.dump import Dump
 from tunecompile.errors import InvalidPipeline
 from tunecompile.guard import Package, guarded
 from tunecompile.memory.planner import KEEP, Plan
@@ -29,6 +31,16 @@ class Tally:
     places: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Change:
+    """What one pass did to the operations of one graph (dynamo, joint, forward or backward): how many more there are of each, or fewer."""
+
+    stage: Stage
+    graph: str
+    name: str
+    operations: dict[str, int]
+
+
 @dataclass
 class Context:
     """What a pass may read and what it reports into, for one graph of one region."""
@@ -46,6 +58,34 @@ class Context:
     kept: tuple[str, ...] = ()  #: inputs in whose place the plan gives matrices (tunecompile/memory/kept.py)
     traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
+    changes: list[Change] = field(default_factory=list)
+    dump: Dump | None = None  #: where each graph is shown
+
+    @property
+    def cached(self) -> bool:
+        """Whether code may come from a cache, for which no pass runs: not where all graphs are wanted."""
+        return self.dump is None or self.dump.folder is None
+
+    def look(self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None) -> Counter[Any]:
+        """Record what the pass `name` made of the operations it found, `before`; without them, what a graph is before its first pass.
+        Returns the operations that are there now."""
+        now = Counter(node.target for node in graph.nodes if node.op.startswith("call"))
+        known = now if before is None else before
+        difference: Counter[str] = Counter()
+        for target in (now - known) | (known - now):
+            difference[name_of(target)] += now[target] - known[target]
+        operations = {operation: count for operation, count in difference.items() if count}
+        if operations:
+            self.changes.append(Change(stage, _which(stage, graph), name, operations))
+        if self.dump is not None:
+            self.dump.show(stage, _which(stage, graph), name, graph, operations)
+        return now
+
+
+def _which(stage: Stage, graph: Graph) -> str:
+    if stage != "lower":
+        return {"recognize": "dynamo", "plan": "joint"}[stage]
+    return "backward" if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes) else "forward"
 
 
 @dataclass(frozen=True)
@@ -121,13 +161,16 @@ def live(passes: Sequence[Pass]) -> list[Pass]:
 
 def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
     """A package's pass reports into a context of its own, which counts if the pass succeeds."""
+    before = context.look(stage, graph)
     for p in passes:
         if p.stage != stage or p not in live(passes):
             continue
         if p.package is None:
             p.run(graph, context)
-            continue
-        own = replace(context, tallies=[], notes=[])
-        if guarded(p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"):
+        else:
+            own = replace(context, tallies=[], notes=[])
+            if not guarded(p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"):
+                continue
             context.tallies += own.tallies
             context.notes += own.notes
+        before = context.look(stage, graph, p.name, before)

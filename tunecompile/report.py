@@ -11,7 +11,7 @@ from torch import nn
 from tunecompile._torch import size_hint
 from tunecompile.memory.budget import in_words
 from tunecompile.memory.gauge import shown
-from tunecompile.pipeline import Tally
+from tunecompile.pipeline import Change, Tally
 from tunecompile.regions import Region
 
 
@@ -26,6 +26,7 @@ class RegionReport:
     saved_bytes: list[int]
     providers: dict[str, int]
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
+    changes: list[Change]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         reasons = {name: [reason for reason in said if reason] for name, said in training[-1].reasons.items()} if training else {}
         recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
         made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [_bytes(c.saved) for c in training],
-                                 dict(providers), reasons))
+                                 dict(providers), reasons, list(training[-1].changes) if training else []))
         for tally in training[-1].tallies if training else []:
             total = matches.setdefault(tally.family, Tally(tally.family))
             total.found += tally.found
