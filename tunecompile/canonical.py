@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from tunecompile.op import HALF
+
 Spelling = tuple[str, Any, tuple, dict]
 
 #: binary operations: method, function and operator all become the operator
@@ -63,7 +65,7 @@ def _binary(target: Callable) -> Callable[[Node], Spelling | None]:
         if node.kwargs or len(node.args) != 2:  # alpha=, rounding_mode=, out=: another operation
             return None
         left, right = node.args
-        if target is operator.mul and left is right and isinstance(left, Node):
+        if target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF:  # CUDA's autocast takes powers, alone, in fp32
             return "call_function", operator.pow, (left, 2), {}
         return "call_function", target, (left, right), {}
 

@@ -44,6 +44,12 @@ SAME = {
 }
 
 
+def test_a_product_in_half_precision_is_no_power():
+    """CUDA's autocast computes powers in fp32, and leaves products as they are: respelled, the result would have another dtype."""
+    power = graph(lambda x: x**2, torch.rand(4, 4).bfloat16())
+    assert graph(lambda x: x * x, torch.rand(4, 4).bfloat16()) != power == graph(lambda x: x.square(), torch.rand(4, 4).bfloat16())
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_spellings_of_one_operation(name):
     x = torch.rand(4, 4) + 0.5
