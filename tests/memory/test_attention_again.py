@@ -42,6 +42,7 @@ def test_the_same_bits_for_fewer_bytes(monkeypatch):
     assert saved_bytes(model) < 0.85 * saved_bytes(without)
 
 
+@pytest.mark.slow
 def test_other_lengths():
     model, reference = deep("1KiB"), deep(None)
     for length in (24, 17, 24):

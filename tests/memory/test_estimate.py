@@ -92,6 +92,7 @@ def test_an_optimized_model_is_estimated_with_its_own_options_and_stays_as_it_is
     assert tunecompile.report(model).compiles == tunecompile.report(reference).compiles
 
 
+@pytest.mark.slow
 def test_bytes_follow_tokens():
     model = make()
     found = [tunecompile.estimate(model, shape) for shape in ((1, 16), (2, 16), (2, 64), (1, 4096))]

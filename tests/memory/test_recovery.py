@@ -224,6 +224,7 @@ def test_adapters_and_batches_without_their_padding(few_plans):
     assert any(note.startswith("padding is left out of the layers (") for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path, few_plans):
     from transformers import Trainer, TrainingArguments
 

@@ -12,17 +12,28 @@ SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_att
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
+#: family -> how transformers calls it, and what its config needs beside `SMALL`
+NAMES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}), "mistral": ("Mistral", {}), "qwen2": ("Qwen2", {}), "qwen3": ("Qwen3", {"head_dim": 16}), "gemma2": ("Gemma2", {"head_dim": 16}),
+    "gemma3": ("Gemma3", {"head_dim": 16}), "gemma": ("Gemma", {"head_dim": 16}), "phi3": ("Phi3", {"pad_token_id": 0}),
+    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.25}),
+    "olmo2": ("Olmo2", {}), "olmo3": ("Olmo3", {}), "cohere": ("Cohere", {"pad_token_id": 0}), "cohere2": ("Cohere2", {"pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0}), "starcoder2": ("Starcoder2", {}), "helium": ("Helium", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}), "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}), "stablelm": ("StableLm", {}),
+    "nemotron": ("Nemotron", {"head_dim": 16}), "exaone4": ("Exaone4", {}), "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "ministral": ("Ministral", {"head_dim": 16}), "apertus": ("Apertus", {}), "arcee": ("Arcee", {}), "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}), "lfm2": ("Lfm2", {}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}), "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
+}
+
+
 def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "gemma3": "Gemma3Text"}
-    settings = dict(SMALL)
-    if family in ("qwen3", "gemma2", "gemma3"):
-        settings["head_dim"] = 16
-    config = getattr(tf, names[family] + "Config")(**{**settings, **changes})
+    name, settings = NAMES[family]
+    config = getattr(tf, name + ("TextConfig" if family == "gemma3" else "Config"))(**{**SMALL, **settings, **changes})
     torch.manual_seed(0)
-    return getattr(tf, names[family].removesuffix("Text") + "ForCausalLM")(config) if family == "gemma3" else \
-        getattr(tf, names[family] + "ForCausalLM")(config)
+    return getattr(tf, name + "ForCausalLM")(config)
 
 
 def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True) -> nn.Module:

@@ -1,0 +1,59 @@
+"""What is found in one layer of each family under LoRA: a table for each major version of transformers.
+
+    python -m tests.models.golden    # prints the table of the installed versions
+
+A model whose code changes upstream, or a torch that traces it otherwise, shows as a difference from its row, with the report's reasons.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tunecompile
+from tests.models import zoo
+from tunecompile.report import Report
+
+ADAPTED = {"linear_cross_entropy": (1, 1), "lora": (7, 7), "grouped_linear": (5, 5)}
+NARROW = {"linear_cross_entropy": (1, 1), "lora": (6, 6), "grouped_linear": (3, 3)}  #: an MLP of two linears, or whose first are one
+LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
+
+#: transformers major -> family -> pass -> (found, rewritten)
+GOLDEN: dict[int, dict[str, dict[str, tuple[int, int]]]] = {5: {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma"), LLAMA),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}),
+    **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
+    **dict.fromkeys(("helium", "ernie4_5"), {name: count for name, count in LLAMA.items() if name != "rope"}),  # pairs lie beside each other
+    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "swiglu": (1, 1), "lora_mlp": (1, 0)}),  # a mean is taken off
+    "gemma2": LLAMA | {"rms_norm": (4, 4)},
+    "gemma3": LLAMA | {"rms_norm": (6, 6)},
+    "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
+    "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"} | {"lora": (4, 4), "lora_mlp": (1, 0)},  # its siblings are one linear
+    "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+    "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+    "starcoder2": NARROW | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
+    "stablelm": ADAPTED | {"rope": (2, 2), "swiglu": (1, 1)},
+    "nemotron": NARROW | {"rope": (2, 2)},
+    "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
+    "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
+    "opt": NARROW,
+    "qwen3_moe": {"linear_cross_entropy": (1, 1), "swiglu": (1, 1)},
+}}
+
+
+def table(family: str) -> tuple[dict[str, tuple[int, int]], float, Report]:
+    """(what is found in it, the worst gradient's distance to eager's, the report)."""
+    torch._dynamo.reset()
+    model, inputs = zoo.adapt(zoo.make(family)), zoo.batch()
+    _, expected = zoo.step(model, inputs)
+    _, got = zoo.step(tunecompile.optimize(model, executor="eager"), inputs)
+    report = tunecompile.report(model)
+    return {m.family: (m.found, m.rewritten) for m in report.matches if m.found}, max(zoo.errors(got, expected).values()), report
+
+
+if __name__ == "__main__":
+    import transformers
+
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    for name in zoo.NAMES:
+        found, error, _ = table(name)
+        print(f"{name:12s} {error:.1e}  " + "  ".join(f"{family} {rewritten}/{of}" for family, (of, rewritten) in found.items()), flush=True)
