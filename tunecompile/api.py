@@ -14,7 +14,7 @@ from torch import nn
 
 from tunecompile._torch import grow_segments, start_compile_workers
 from tunecompile.backend import Executor
-from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision
+from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision, summary
 from tunecompile.graphs import Replays
 from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook
 from tunecompile.memory.budget import Budget
@@ -301,7 +301,7 @@ class State(NotCopied):
             result = verify(self.model, {**dict(zip(names, args)), **kwargs})
         except Exception as error:  # training goes on as it would have
             log.debug("the first step could not be verified", exc_info=True)
-            self.notes.append(f"not verified: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+            self.notes.append(f"not verified: {summary(error)}")
             return
         self.notes.append(f"verified: {result.summary()}")
         if not result.passed:

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
 from tunecompile.dump import Dump
+from tunecompile.errors import summary
 from tunecompile.graphs import Replays
-from tunecompile.guard import summary
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.partition import Decide, Lowering, Partitioner, copied

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tunecompile.api import ATTRIBUTE, optimize
 from tunecompile.backend import Backend, Executor
 from tunecompile.canonical import canonicalize
+from tunecompile.errors import summary
 from tunecompile.op import OPS, Op
 from tunecompile.partition import copied
 from tunecompile.pipeline import Context, Pass, run_stage
@@ -76,7 +77,7 @@ def check(passes: Sequence[Pass], examples: Sequence[Example], seed: int = 0) ->
                 for asked, passed, detail in run(passes, example):
                     yield Finding(net, str(example), asked, passed, detail)
             except Exception as error:
-                yield Finding(net, str(example), "runs", False, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+                yield Finding(net, str(example), "runs", False, summary(error))
 
 
 Answer = tuple[str, bool, str]  #: asked, passed, detail

@@ -3,6 +3,12 @@
 import torch
 
 
+def summary(error: BaseException) -> str:
+    """What kind of error it is, and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
 class TunecompileError(Exception):
     """Base class. Subclasses fill `template` from keyword arguments."""
 

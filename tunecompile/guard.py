@@ -13,6 +13,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from tunecompile.errors import summary
+
 log = logging.getLogger("tunecompile")
 
 
@@ -52,11 +54,6 @@ def guarded(package: Package, name: str, run: Callable[[], Any], graph: Graph, k
         snapshot.restore()
         return False
     return True
-
-
-def summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 class Snapshot:

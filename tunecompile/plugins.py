@@ -17,8 +17,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Sequence
 
-from tunecompile.errors import InvalidPackage, UnknownEntryPoint
-from tunecompile.guard import Package, summary
+from tunecompile.errors import InvalidPackage, UnknownEntryPoint, summary
+from tunecompile.guard import Package
 from tunecompile.pipeline import STAGES, Pass, Stage, validate
 
 GROUP = "tunecompile.passes"

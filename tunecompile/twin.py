@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch import reparametrized
-from tunecompile.errors import CannotVerify
+from tunecompile.errors import CannotVerify, summary
 from tunecompile.regions import find_layers
 
 
@@ -48,7 +48,7 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     try:
         twin = copy.deepcopy(model, memo).train(model.training)
     except Exception as error:
-        raise CannotVerify(reason=f"the model cannot be copied: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+        raise CannotVerify(reason=f"the model cannot be copied: {summary(error)}") from error
     if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
         twin.forward = twin._original_forward
     if getattr(getattr(twin, "config", None), "use_cache", None):

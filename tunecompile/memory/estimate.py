@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from tunecompile._torch import FakeTensorMode
 from tunecompile.api import ATTRIBUTE, State
 from tunecompile.backend import Backend
-from tunecompile.errors import BadBatchShape, CannotEstimate
+from tunecompile.errors import BadBatchShape, CannotEstimate, summary
 from tunecompile.memory import menu
 from tunecompile.memory.budget import Budget, Menu, gradient_bytes, moment_bytes
 from tunecompile.memory.embedding import tables
@@ -271,7 +271,7 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     try:
         return copy.deepcopy(model, memo).train()
     except Exception as error:
-        raise CannotEstimate(model=type(model).__name__, reason=f"its modules cannot be copied: {_first_line(error)}") from error
+        raise CannotEstimate(model=type(model).__name__, reason=f"its modules cannot be copied: {summary(error)}") from error
 
 
 def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, shape: Sequence[int]) -> tuple[Rehearsal, list[str]]:
@@ -300,7 +300,7 @@ def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, sh
     said = [*rehearsal.notes, *(said for glimpse, _ in seen.values() for said in glimpse.failures)]
     left = list({id(slot.region): slot.region.name for slot in stage.slots if id(slot.region) not in rehearsal.menus}.values())
     if rehearsal.admitted is None or (left and failure is not None):
-        reasons = said or [_first_line(failure) if failure else "the model calls no layer that is trained"]
+        reasons = said or [summary(failure) if failure else "the model calls no layer that is trained"]
         raise CannotEstimate(model=name, reason=reasons[0]) from failure
     unfused = any(glimpse.attends for glimpse, _ in seen.values()) and not rehearsal.attends
     return rehearsal, [*said, *(f"{region} was not called on such a batch: its layers are taken for others" for region in left),
@@ -342,8 +342,3 @@ def _host_bytes(model: nn.Module, asked: bool | None) -> int:
     done: State | None = getattr(model, ATTRIBUTE, None)
     asked = done is not None and done.tables is not None if asked is None else asked
     return sum(table.nbytes for _, table in tables(model)[0]) if asked else 0
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
