@@ -149,3 +149,25 @@ def test_rows_without_a_label_are_skipped():
         compare(model, reference, inputs, torch.bfloat16, limit=2.0)  # few rows: an error has little to be averaged with
         torch.cuda.synchronize()
         assert head.labelled.share < 0.3 if seed else head.labelled.pending
+
+
+class SquaredReLU(torch.nn.Module):
+    """A layer that ends in a product with itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        h = torch.relu(self.linear(x))
+        return h * h
+
+
+def test_a_product_keeps_its_dtype_under_autocast():
+    """CUDA's autocast computes powers in fp32, and products in the dtype they come in."""
+    model = torch.nn.Sequential(*[SquaredReLU() for _ in range(3)]).to("cuda")
+    x = torch.rand(8, 64, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = model(x)
+        ours = tunecompile.optimize(model.train(), executor="eager")(x)
+    assert ours.dtype == expected.dtype == torch.bfloat16 and torch.equal(ours, expected)
