@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
 from tunecompile.memory.gauge import HostGauge, budget_bytes
-from tunecompile.memory.planner import KEEP, Option, Plan, Stack, choose, hull, peak
+from tunecompile.memory.planner import KEEP, Option, Plan, Stack, choose, onward, peak
 
 bytes_ = st.integers(0, 100)
 option = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)))
@@ -67,9 +67,9 @@ def test_all_is_kept_where_it_fits_even_if_another_plan_costs_as_little():
     assert all(o.offloaded == 0 for o in choose([Stack(4, options)], 405).options[0])
 
 
-def test_the_hull_leaves_out_what_another_plan_does_better():
+def test_the_cheapest_byte_comes_first():
     keep, bad, good = Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 90, 0, 0, 5.0), Option(KEEP, 20, 0, 0, 6.0)
-    assert hull([bad, good, keep]) == [keep, good]
+    assert onward([bad, good, keep], keep) == [good, bad] and onward([bad, good, keep], good) == []
 
 
 def test_room_to_compute_again_counts():
@@ -131,6 +131,16 @@ def test_a_host_that_cannot_hold_all_is_shared():
     assert made.fits and sum(o.offloaded for o in made.options[0]) <= 1000
     assert made.ms < 30 * 90.1 - 2 * 80 and Option(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]  # what was left of the host is used
     assert choose([Stack(30, options)], 300, host=10**6).ms < 30 * 10.2
+
+
+def test_a_host_smaller_than_an_equal_share_takes_as_many_layers_as_it_can():
+    """70B at 120k tokens: each layer's input alone is more than its share of the host."""
+    keep, again = Option(KEEP, 200, 0, 90, 0.0), Option(Plan(None), 20, 0, 90, 10.0)
+    options = (keep, again, Option(KEEP, 0, 0, 90, 1.0, offloaded=200), Option(Plan(None), 0, 0, 90, 10.1, offloaded=20))
+    made = choose([Stack(10, options)], 195, host=100)
+    assert made.fits and sum(o.offloaded for o in made.options[0]) == 100 and set(made.options[0]) <= {again, options[3]}
+    assert choose([Stack(10, options)], 1000, host=100).ms < made.ms  # what stays on the device beside them is not as small as can be
+
 
 
 waiting = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)), offloaded=bytes_)

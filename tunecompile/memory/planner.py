@@ -2,10 +2,10 @@
 
 A layer has a few plans to choose from, each with the bytes it holds until the layer's backward and the time it costs. Only those on
 the lower convex hull of time over bytes can be part of the best choice (up to one layer), so layers are moved along it, the cheapest byte
-first, until the step fits. Early layers move before late ones: the last layer's backward runs while all others still hold
+first, until the step fits. Where the host is full, the hull is that of what goes there no more. Early layers move before late ones: the last layer's backward runs while all others still hold
 what they saved, and should not need room to compute its own again.
 
-What a layer needs only while it runs is not on that hull, and one layer's is as bad as all layers'. So the search is made under a
+What a layer needs only while it runs is not in these bytes, and one layer's is as bad as all layers'. So the search is made under a
 few ceilings on it, from none to the lowest there is, and the fastest choice that fits is taken.
 """
 
@@ -83,21 +83,26 @@ class Choice:
         return sum(option.ms for stack in self.options for option in stack)
 
 
-def hull(options: Sequence[Option]) -> list[Option]:
-    """The options that can be part of a best choice: from the fastest on, each one fewer bytes for the least time a byte."""
-    best = [min(options, key=lambda o: (o.ms, o.held))]
-    while smaller := [o for o in options if o.held < best[-1].held]:
-        best.append(min(smaller, key=lambda o: ((o.ms - best[-1].ms) / (best[-1].held - o.held), o.held)))
-    return best
+def onward(options: Sequence[Option], now: Option) -> list[Option]:
+    """What holds less than this one does, the cheapest byte first."""
+    smaller = [option for option in options if option.held < now.held]
+    return sorted(smaller, key=lambda o: (_price(now, o), o.held))
+
+
+def _price(now: Option, then: Option) -> float:
+    """Milliseconds a byte."""
+    return (then.ms - now.ms) / (now.held - then.held)
 
 
 def peak(stacks: Sequence[Sequence[Option]], tail: int, ahead: int = AHEAD) -> int:
     """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward."""
     order = [option for stack in stacks for option in stack]
-    held, highest = 0, tail
+    held, moving, highest = 0, 0, tail
     for place, option in enumerate(order):
-        highest = max(highest, held + option.held + copies(order, place, ahead) + max(option.forward, option.backward))
+        moving += option.offloaded - (order[place - ahead - 1].offloaded if place > ahead else 0)  # `copies`, as a running sum
         held += option.held
+        needed = held + moving + (option.forward if option.forward > option.backward else option.backward)
+        highest = needed if needed > highest else highest
     return max(highest, held + tail)
 
 
@@ -114,9 +119,8 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
     free = _fastest(stacks, room, tail, None)
     if host is None or _waiting(free.options) <= host:
         return free
-    share = host // sum(stack.layers for stack in stacks)
-    fair = [Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= share)) for stack in stacks]
-    found = [_fastest(each, room, tail, host) for each in (stacks, fair)]  # a few layers could fill the host, and leave no way for the rest
+    shared = ([Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
+    found = [_fastest(each, room, tail, host) for each in shared]  # a few layers could fill the host, and leave no way for the rest
     best = min((choice for choice in found if _waiting(choice.options) <= host), key=_rank)
     return _use_up(best, stacks, room, tail, host) if best.fits else best
 
@@ -135,6 +139,15 @@ def _fastest(stacks: Sequence[Stack], room: int, tail: int, host: int | None) ->
 def _waiting(options: Sequence[Sequence[Option]]) -> int:
     """Bytes on the host."""
     return sum(option.offloaded for stack in options for option in stack)
+
+
+def _shares(stacks: Sequence[Stack], host: int) -> list[int]:
+    """Bytes that one layer may send to the host: from as many as every layer could to as many as any would, each half as much again at least."""
+    found = [host // sum(stack.layers for stack in stacks)]
+    for nbytes in sorted({option.offloaded for stack in stacks for option in stack.options}):
+        if nbytes >= 1.5 * found[-1] or (len(found) == 1 and nbytes > found[0]):
+            found.append(nbytes)
+    return found
 
 
 def _use_up(choice: Choice, stacks: Sequence[Stack], room: int, tail: int, host: int) -> Choice:
@@ -195,31 +208,31 @@ def _ceilings(stacks: Sequence[Stack], ahead: int) -> list[int]:
 
 
 def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
-    """Layer after layer along the hull of its options, until the step fits."""
-    hulls = [hull(stack.options) for stack in stacks]
-    at = [[0] * stack.layers for stack in stacks]
+    """Layer after layer from its fastest option to those that hold less, until the step fits."""
+    at = [[min(stack.options, key=lambda o: (o.ms, o.held))] * stack.layers for stack in stacks]
+    ways: list[dict[Option, list[Option]]] = [{} for _ in stacks]
 
     def options() -> tuple[tuple[Option, ...], ...]:
-        return tuple(tuple(hulls[s][level] for level in levels) for s, levels in enumerate(at))
+        return tuple(map(tuple, at))
 
-    best = Choice(options(), needed := peak(options(), tail, ahead), needed <= room, ahead)
+    best = Choice(options(), needed := peak(at, tail, ahead), needed <= room, ahead)
     while not best.fits:
-        left = None if host is None else host - _waiting(options())
-        if not (moves := list(_moves(hulls, at, left))):
+        left = None if host is None else host - _waiting(at)
+        if not (moves := list(_moves(stacks, at, ways, left))):
             break
-        _, stack, layer, level = min(moves)
-        at[stack][layer] = level
-        needed = peak(options(), tail, ahead)
+        _, stack, layer, then = min(moves, key=lambda move: move[:3])
+        at[stack][layer] = then
+        needed = peak(at, tail, ahead)
         if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
             best = Choice(options(), needed, needed <= room, ahead)
     return best
 
 
-def _moves(hulls: Sequence[Sequence[Option]], at: Sequence[Sequence[int]], left: int | None):
-    """(milliseconds a byte, stack, layer, level) of the next step along each hull that the host has room for: of layers at one level, the first's."""
-    for s, levels in enumerate(at):
-        for level in sorted(set(levels)):
-            now = hulls[s][level]
-            onward = (i for i in range(level + 1, len(hulls[s])) if left is None or hulls[s][i].offloaded - now.offloaded <= left)
-            if (then := next(onward, None)) is not None:
-                yield (hulls[s][then].ms - now.ms) / (now.held - hulls[s][then].held), s, levels.index(level), then
+def _moves(stacks: Sequence[Stack], at: Sequence[Sequence[Option]], ways: Sequence[dict[Option, list[Option]]], left: int | None):
+    """(milliseconds a byte, stack, layer, option) of the cheapest move that the host has room for: of layers that do alike, the first's."""
+    for s, taken in enumerate(at):
+        for now in dict.fromkeys(taken):
+            if now not in ways[s]:
+                ways[s][now] = onward(stacks[s].options, now)
+            if (then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)) is not None:
+                yield _price(now, then), s, taken.index(now), then
