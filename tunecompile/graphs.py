@@ -76,7 +76,6 @@ class CudaRecorder:
             end.record()
         return result, lambda: begin.elapsed_time(end) if end.query() else None
 
-
     def memory(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
 
@@ -87,6 +86,7 @@ class Clock:
     def __init__(self, recorder: Recorder):
         self.recorder, self.host, self.device = recorder, [], []
         self.waiting: bool | None = None
+        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
 
     def time(self, run: Run, inputs: list) -> Sequence[Any]:
         if self.waiting is False or len(self.host) > SAMPLES:
@@ -103,6 +103,7 @@ class Clock:
             times = [elapsed() for elapsed in self.device[1:]]
             if None not in times:  # the first call also loads the kernels
                 self.waiting = min(times) < WAITING * min(self.host[1:])
+                self.launching = min(self.host[1:]) if self.waiting else 0.0
                 self.device.clear()
         return bool(self.waiting)
 
@@ -219,6 +220,15 @@ class Replays:
         self.flying.clear()
         self.buffers.clear()
         self.bytes = 0
+
+    def launching(self) -> float:
+        """Milliseconds in which the host launches the forwards of one step, of layers whose kernels wait for it; 0 as long as that is not known."""
+        found: dict[tuple, float] = {}
+        for graph in self.graphs:  # a layer has several, one for each plan it has followed, and each may have run under several shapes
+            for shape, *pointers in graph.places:
+                layer = tuple(pointers)
+                found[layer] = max(found.get(layer, 0.0), graph.clocks[shape].launching)
+        return sum(found.values())
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""

@@ -181,6 +181,28 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     assert 0 < memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
 
 
+@pytest.mark.parametrize("flops, pays", [(1e12, True), (1.0, False)])
+def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
+    """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
+    from tests.models.test_graphs import Again
+    from tunecompile import graphs
+    from tunecompile.memory import budget
+    from tunecompile.memory.rates import Rates
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Again)
+    monkeypatch.setattr(graphs, "SAMPLES", 2)
+    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops, 1e12))
+    reference, model = plain(), build(int(1.5 * needed()))
+    state = model._tunecompile
+    for number in range(7):
+        same(step(model), reference)
+        if not number:
+            assert not state.replays.allowed and all(option.plan == KEEP for option in state.step.budget.options.values())
+    again = [bool(plan["recompute"]) for plan in tunecompile.report(model).memory["plans"]]
+    assert any(again) == pays and (state.replays.recorded > 0) == pays, tunecompile.report(model)
+    assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
+
+
 def test_nothing_is_copied_where_all_fits(to_the_host):
     model = build("1TiB")
     step(model)

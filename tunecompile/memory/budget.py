@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,10 +15,10 @@ from torch.fx import Graph
 from tunecompile.graphs import Replays
 from tunecompile.memory import menu
 from tunecompile.memory.kept import Kept, matrix_bytes
-from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, shown
+from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
-from tunecompile.memory.rates import Rates, rates
+from tunecompile.memory.rates import ALLOWANCE, Rates, rates
 from tunecompile.memory.trace import Trace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -46,6 +46,7 @@ class Admission:
     choice: Choice
     weights: int = 0  #: bytes of frozen weights kept dequantised
     seen: bool = True  #: whether every layer's graph was known, or has no backward
+    launching: float = 0.0  #: milliseconds a step that launches took, as far as was known
 
     @property
     def peak(self) -> int:
@@ -85,6 +86,7 @@ class Budget:
     steps: int = 0
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
+    seeking: bool = False  #: whether a plan that leaves room for CUDA graphs would be worth a survey
     pressed: bool = False  #: whether the device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -113,7 +115,7 @@ class Budget:
             self.highest = peak  # of loading the model, say
         elif peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2:  # a step's: nobody reset the count since
             self.measured, self.highest = peak, peak
-            self.surplus += max(0, peak - self.admitted.peak)
+            self.surplus += max(0, peak - self.admitted.peak - (self.replays.bytes if self.replays is not None else 0))
             self.slack = max(self.slack, held - peak)
             self.exceeded = held > self._limit()
 
@@ -165,7 +167,7 @@ class Budget:
                 rows += menu.survey(cut, candidates)
                 self.menus[region] = Menu(tuple(rows), tokens, names, weights)
                 self._admit(tokens)
-                if self.admitted.choice.fits:
+                if self._satisfied():
                     break
             else:
                 self.menus[region] = replace(self.menus[region], whole=True)
@@ -211,13 +213,17 @@ class Budget:
         if self.admitted is None or not self.menus or (self._still_serves(tokens) and self._finished()):
             return
         self._admit(tokens)
-        if not self.admitted.choice.fits:
+        if not self._satisfied():
             self._survey_again()
+
+    def _satisfied(self) -> bool:
+        """Whether no more plans have to be surveyed."""
+        return self.admitted.choice.fits and not self.seeking
 
     def _finished(self) -> bool:
         """Whether the plan was made with all that there is to know: every kind of layer has been seen, and all their plans where none fits."""
         guessed = not self.admitted.seen and self.steps > self.began
-        return not guessed and (self.admitted.choice.fits or all(found.whole for found in self.menus.values()))
+        return not guessed and (self._satisfied() or all(found.whole for found in self.menus.values()))
 
     def _all_seen(self) -> bool:
         """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
@@ -236,6 +242,8 @@ class Budget:
         made = self.admitted
         if self.exceeded or self.others() > GROWN * made.resident:
             return False
+        if self.replays is not None and not self.replays.allowed and not made.launching and self.replays.launching():
+            return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
         return tokens >= SHRUNK * made.tokens or not any(o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options)
@@ -247,14 +255,12 @@ class Budget:
         resident = self._resident()
         room = self._room(resident)
         stacks, slots = self._stacks(tokens)
-        choice = choose(stacks, room, self.tail(tokens), self._host_bytes())
-        records = self.replays is not None and self.replays.recorder.device == self.device.type
-        recordings = records and 2 * choice.peak <= room  # they keep a step's memory for good
+        choice, recordings = self._for_recordings(choose(stacks, room, self.tail(tokens), self._host_bytes()), stacks, room, tokens)
         choice, weights = self._keep_weights(choice, slots, room - (2 if recordings else 1) * choice.peak)
-        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen())
+        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.replays.launching() if self.replays is not None else 0.0)
         self.plans += 1
         if self.tight:
-            rates(self.device, self._dtype())  # while there is memory to measure with: it may be needed when there is none
+            self._rates()  # while there is memory to measure with: it may be needed when there is none
         self.shortfall = None
         self.offloading = any(option.offloaded for options in choice.options for option in options)
         if self.offload is not None:
@@ -265,6 +271,25 @@ class Budget:
                         if id(slot.region) in self.menus}
         if not choice.fits and not self.pressed:
             self._note_shortfall(choice.peak - room)
+
+    def _for_recordings(self, choice: Choice, stacks: list[Stack], room: int, tokens: int) -> tuple[Choice, bool]:
+        """Whether there is memory for CUDA graphs, which keep a step's for good. If not: a plan of half the size, where that costs less than launches do."""
+        self.seeking = False
+        if self.replays is None or self.replays.recorder.device != self.device.type:
+            return choice, False
+        if 2 * choice.peak <= room or not choice.fits or not self.replays.launching():
+            return choice, 2 * choice.peak <= room
+        staying = [replace(stack, options=tuple(o for o in stack.options if not o.offloaded)) for stack in stacks]  # what a graph saves stays its own
+        half = choose(staying, room // 2, self.tail(tokens))
+        self.seeking = not half.fits and any(len(found.rows) == 1 for found in self.menus.values())  # the next course may have one
+        return (half, True) if half.fits and half.ms - choice.ms < self._gain(tokens) else (choice, False)
+
+    def _gain(self, tokens: int) -> float:
+        """Milliseconds a step that CUDA graphs save: what launches take beside what is computed, of forwards, and as much of backwards."""
+        known = next(iter(self.menus.values()))
+        found = [self.menus.get(id(slot.region), known) for slot in self.layers]
+        flops = sum(each.rows[0].forward_flops * tokens / each.tokens for each in found)
+        return 2 * (self.replays.launching() - ALLOWANCE * flops / self._rates().flops)
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
@@ -301,7 +326,7 @@ class Budget:
                 slots.append([])
             slots[-1].append(slot)
         if any(len(found.rows) > 1 for found in self.menus.values()):
-            self.speed = rates(self.device, self._dtype())
+            self.speed = self._rates()
         stacks = []
         for layers in slots:
             if id(layers[0].region) not in self.menus and self._all_seen():
@@ -310,6 +335,9 @@ class Budget:
             found = self.menus.get(id(layers[0].region), known)
             stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self.speed, self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
+
+    def _rates(self) -> Rates:
+        return rates(self.device, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
@@ -371,12 +399,3 @@ def in_words(plan: dict[str, Any]) -> str:
     said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
     waiting = "all but the largest tensor" if plan["largest_stays"] else "the rest"
     return f"{said}; {waiting} waits on the host" if plan["offload"] else said
-
-
-def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in trained)
-
-
-def moment_bytes(trained: Iterable[nn.Parameter]) -> int:
-    """Of AdamW's two, in fp32."""
-    return sum(8 * p.numel() for p in trained)

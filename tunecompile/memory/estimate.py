@@ -22,9 +22,9 @@ from tunecompile.api import ATTRIBUTE, State
 from tunecompile.backend import Backend
 from tunecompile.errors import BadBatchShape, CannotEstimate, summary
 from tunecompile.memory import menu
-from tunecompile.memory.budget import Budget, Menu, gradient_bytes, moment_bytes
+from tunecompile.memory.budget import Budget, Menu
 from tunecompile.memory.embedding import tables
-from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, shown
+from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
 from tunecompile.memory.rates import ALLOWANCE, rates

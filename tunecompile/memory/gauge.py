@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Iterable, Literal, Protocol
 
 import torch
+from torch import nn
 
 from tunecompile.errors import UnknownBudget
 
@@ -126,3 +127,12 @@ def budget_bytes(spec: Spec, on: Gauge) -> int | Literal["auto"] | None:
         if (amount := int(float(parts[1]) * _UNITS[parts[2].upper()])) > 0:
             return amount
     raise UnknownBudget(given=repr(spec))
+
+
+def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in trained)
+
+
+def moment_bytes(trained: Iterable[nn.Parameter]) -> int:
+    """Of AdamW's two, in fp32."""
+    return sum(8 * p.numel() for p in trained)
