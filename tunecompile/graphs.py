@@ -195,7 +195,7 @@ class Replays:
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
-        self.allowed = True  #: whether there is memory for them
+        self.most: int | None = None  #: bytes they may take by the plan of memory; None where there is none
         self.bytes = 0  #: what recordings made the process take from the device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
@@ -232,12 +232,11 @@ class Replays:
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
-        if not self.allowed:
-            return False
-        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1]:
+        limit = MAX_SHARE * self.recorder.memory(_device(inputs))[1]
+        if self.bytes < min(limit, limit if self.most is None else self.most):
             return True
         full = f"recordings hold {self.bytes / 2**30:.1f} GiB: further layers or shapes get no CUDA graph"
-        if full not in self.failures:
+        if self.bytes and full not in self.failures:
             self.failures.append(full)
         return False
 

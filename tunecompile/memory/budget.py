@@ -19,6 +19,7 @@ from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, gradient
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import ALLOWANCE, Rates, rates
+from tunecompile.memory.recordings import Recordings
 from tunecompile.memory.trace import Trace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -86,7 +87,6 @@ class Budget:
     steps: int = 0
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
-    seeking: bool = False  #: whether a plan that leaves room for CUDA graphs would be worth a survey
     pressed: bool = False  #: whether the device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -94,6 +94,7 @@ class Budget:
     def __post_init__(self) -> None:
         self.limit = budget_bytes(self.spec, self.gauge)
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
+        self.recordings = Recordings(self.replays, self.device)
         self.offloading = False
         self.trace = Trace(self.gauge)
         self.speed = Rates(float("inf"), float("inf"))  #: not known, as long as no plan had to choose
@@ -115,7 +116,7 @@ class Budget:
             self.highest = peak  # of loading the model, say
         elif peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2:  # a step's: nobody reset the count since
             self.measured, self.highest = peak, peak
-            self.surplus += max(0, peak - self.admitted.peak - (self.replays.bytes if self.replays is not None else 0))
+            self.surplus += max(0, peak - self.admitted.peak - self.recordings.bytes)
             self.slack = max(self.slack, held - peak)
             self.exceeded = held > self._limit()
 
@@ -218,7 +219,8 @@ class Budget:
 
     def _satisfied(self) -> bool:
         """Whether no more plans have to be surveyed."""
-        return self.admitted.choice.fits and not self.seeking
+        seeking = self.recordings.short and any(len(found.rows) == 1 for found in self.menus.values())  # the next course may leave them room
+        return self.admitted.choice.fits and not seeking
 
     def _finished(self) -> bool:
         """Whether the plan was made with all that there is to know: every kind of layer has been seen, and all their plans where none fits."""
@@ -242,7 +244,7 @@ class Budget:
         made = self.admitted
         if self.exceeded or self.others() > GROWN * made.resident:
             return False
-        if self.replays is not None and not self.replays.allowed and not made.launching and self.replays.launching():
+        if 2 * made.choice.peak > made.room and not made.launching and self.recordings.look():
             return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
@@ -255,46 +257,36 @@ class Budget:
         resident = self._resident()
         room = self._room(resident)
         stacks, slots = self._stacks(tokens)
-        choice, recordings = self._for_recordings(choose(stacks, room, self.tail(tokens), self._host_bytes()), stacks, room, tokens)
-        choice, weights = self._keep_weights(choice, slots, room - (2 if recordings else 1) * choice.peak)
-        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.replays.launching() if self.replays is not None else 0.0)
+        tail = self.tail(tokens)
+        choice = self.recordings.weigh(choose(stacks, room, tail, self._host_bytes()), stacks, room, tail, self._computing(tokens))
+        records = self.recordings.made and 2 * choice.peak <= room
+        choice, weights = self._keep_weights(choice, slots, room - (2 if records else 1) * choice.peak)
+        if self.recordings.allow(choice, room - weights, self.admitted is not None and self.admitted.tokens != tokens):
+            self.gauge.release()
+        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
         self.plans += 1
         if self.tight:
             self._rates()  # while there is memory to measure with: it may be needed when there is none
         self.shortfall = None
-        self.offloading = any(option.offloaded for options in choice.options for option in options)
+        self.offloading = choice.offloads
         if self.offload is not None:
             self.offload.ahead = choice.ahead
-        if self.replays is not None:
-            self.replays.allowed = recordings
         self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)
                         if id(slot.region) in self.menus}
         if not choice.fits and not self.pressed:
             self._note_shortfall(choice.peak - room)
 
-    def _for_recordings(self, choice: Choice, stacks: list[Stack], room: int, tokens: int) -> tuple[Choice, bool]:
-        """Whether there is memory for CUDA graphs, which keep a step's for good. If not: a plan of half the size, where that costs less than launches do."""
-        self.seeking = False
-        if self.replays is None or self.replays.recorder.device != self.device.type:
-            return choice, False
-        if 2 * choice.peak <= room or not choice.fits or not self.replays.launching():
-            return choice, 2 * choice.peak <= room
-        staying = [replace(stack, options=tuple(o for o in stack.options if not o.offloaded)) for stack in stacks]  # what a graph saves stays its own
-        half = choose(staying, room // 2, self.tail(tokens))
-        self.seeking = not half.fits and any(len(found.rows) == 1 for found in self.menus.values())  # the next course may have one
-        return (half, True) if half.fits and half.ms - choice.ms < self._gain(tokens) else (choice, False)
-
-    def _gain(self, tokens: int) -> float:
-        """Milliseconds a step that CUDA graphs save: what launches take beside what is computed, of forwards, and as much of backwards."""
+    def _computing(self, tokens: int) -> float:
+        """Milliseconds of all layers' forwards."""
+        if not self.recordings.look():
+            return 0.0
         known = next(iter(self.menus.values()))
         found = [self.menus.get(id(slot.region), known) for slot in self.layers]
-        flops = sum(each.rows[0].forward_flops * tokens / each.tokens for each in found)
-        return 2 * (self.replays.launching() - ALLOWANCE * flops / self._rates().flops)
+        return ALLOWANCE * sum(each.rows[0].forward_flops * tokens / each.tokens for each in found) / self._rates().flops
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
-        recorded = self.replays.bytes if self.replays is not None else 0
-        return max(0, self.present - recorded - (self.kept.bytes if self.kept is not None else 0))
+        return max(0, self.present - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
 
     def _resident(self) -> int:
         """Bytes that are there whatever layers do."""

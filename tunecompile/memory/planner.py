@@ -82,6 +82,10 @@ class Choice:
     def ms(self) -> float:
         return sum(option.ms for stack in self.options for option in stack)
 
+    @property
+    def offloads(self) -> bool:
+        return any(option.offloaded for stack in self.options for option in stack)
+
 
 def onward(options: Sequence[Option], now: Option) -> list[Option]:
     """What holds less than this one does, the cheapest byte first."""
