@@ -14,10 +14,12 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from tunecompile.recorder import CudaRecorder, Recorder
 
 Run = Callable[[list], Sequence[Any]]
 
@@ -29,55 +31,20 @@ LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their 
 WAITING = 1.5  #: kernels that take less than this times the host's time to launch them. (Nearer, replaying closes gaps, but copies what goes in and out.)
 
 
-class Recorder(Protocol):
-    """Records what a function does on the device, and does it again without the function."""
+@dataclass(frozen=True)
+class Allowance:
+    """Bytes of the device for the layers of one step, and what the step needs of them unrecorded. A layer that is recorded needs its share no more,
+    if nothing but this step is ever run."""
 
-    device: str
+    room: int
+    step: int
+    layers: int
+    alone: bool
 
-    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
-        """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
-
-    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
-        """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """Bytes that are taken from the device by this process, and that exist."""
-
-
-class CudaRecorder:
-    """Recordings run one after the other on one stream, so they may share scratch memory."""
-
-    device = "cuda"
-
-    def __init__(self) -> None:
-        self.pools: dict[tuple, Any] = {}
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
-        with torch.cuda.device(device):  # kernels for another device than the stream's would run now, and be missing from the graph
-            handle = self.pools.setdefault((pool, device), torch.cuda.graph_pool_handle())
-            stream = self.streams.setdefault(device, torch.cuda.Stream())
-            graph = torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                try:
-                    outputs = run()
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
-        return outputs, graph.replay
-
-    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(device):
-            begin.record()
-            result = run()
-            end.record()
-        return result, lambda: begin.elapsed_time(end) if end.query() else None
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    def admits(self, taken: int, recorded: int) -> bool:
+        """Whether one more may be recorded, where so many layers are, and hold so many bytes."""
+        rest = max(0, self.layers - recorded) if self.alone else self.layers
+        return taken + self.step * rest // self.layers < self.room
 
 
 class Clock:
@@ -195,7 +162,7 @@ class Replays:
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
-        self.most: int | None = None  #: bytes they may take by the plan of memory; None where there is none
+        self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: what recordings made the process take from the device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
@@ -219,6 +186,7 @@ class Replays:
         self.owners.clear()
         self.flying.clear()
         self.buffers.clear()
+        self.recorder.forget()
         self.bytes = 0
 
     def launching(self) -> float:
@@ -232,8 +200,10 @@ class Replays:
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
-        limit = MAX_SHARE * self.recorder.memory(_device(inputs))[1]
-        if self.bytes < min(limit, limit if self.most is None else self.most):
+        recorded = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
+        if self.allowance is not None and not recorded:
+            self.recorder.release()
+        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1] and (self.allowance is None or self.allowance.admits(self.bytes, recorded)):
             return True
         full = f"recordings hold {self.bytes / 2**30:.1f} GiB: further layers or shapes get no CUDA graph"
         if self.bytes and full not in self.failures:

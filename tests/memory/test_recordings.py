@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tunecompile.memory.planner import KEEP, Option, Plan, Stack, choose
-from tunecompile.memory.recordings import Recordings
+from tunecompile.memory.recordings import RECORDED, Recordings
 
 OPTIONS = (Option(KEEP, 100, 0, 0, 0.0), Option(Plan(None), 20, 0, 0, 1.0), Option(KEEP, 0, 0, 0, 0.5, offloaded=100))
 STACKS = [Stack(10, OPTIONS)]
@@ -16,7 +16,7 @@ class Fake(types.SimpleNamespace):
     """Recordings that hold so many bytes, of layers whose launches take so many milliseconds."""
 
     recorder = types.SimpleNamespace(device="cpu")
-    most = None
+    allowance = None
 
     def launching(self):
         return self.ms
@@ -36,9 +36,9 @@ def weighed(ms, room=1200, computing=0.0):
 
 
 def test_a_smaller_plan_is_worth_what_it_computes_again_or_is_not():
-    """Half the room takes five layers that compute again: 5 ms. All is recorded then, where a fifth was before."""
+    """Of ten layers, three compute again to make room for all recordings: 3 ms. 200 of 1,000 bytes are free beside those that keep everything."""
     made, chosen = weighed(ms=100.0)
-    assert chosen.fits and 2 * chosen.peak <= 1200 and chosen.ms >= 5 and not made.short
+    assert chosen.fits and RECORDED * chosen.peak <= 1200 and chosen.ms == 3 and not made.short
     for ms in (0.0, 2.0):
         assert weighed(ms)[1] == choose(STACKS, 1200)
 
@@ -58,13 +58,24 @@ def test_no_smaller_plan_is_known():
     assert made.weigh(choose(only, 1200), only, 1200, 0, 0.0).peak == 1000 and made.short
 
 
-@pytest.mark.parametrize("nbytes, shape_changed, kept", [(150, False, True), (250, False, False), (150, True, False), (0, True, True)])
-def test_what_no_longer_fits_is_dropped(nbytes, shape_changed, kept):
+@pytest.mark.parametrize("nbytes, needed, dropped", [(150, 1000, False), (250, 1000, True), (0, 2000, False)])
+def test_what_is_in_the_way_of_another_shape_is_dropped(nbytes, needed, dropped):
     made = recordings(nbytes=nbytes)
-    dropped = made.allow(choose(STACKS, 1200), 1200, shape_changed)
-    assert dropped != kept and made.replays.most == 200 and made.bytes == (nbytes if kept else 0)
+    assert made.make_way(needed, 1200) == dropped == made.varied and made.bytes == (0 if dropped else nbytes)
+
+
+def test_what_is_recorded_needs_its_share_of_the_step_no_more():
+    made = recordings()
+    made.allow(choose(STACKS, 1200), 1200)
+    allowance = made.replays.allowance
+    assert allowance.admits(taken=190, recorded=0) and not allowance.admits(taken=200, recorded=0)
+    assert allowance.admits(taken=690, recorded=5) and allowance.admits(taken=1190, recorded=10) and not allowance.admits(taken=1200, recorded=20)
+    made.varied = True  # a step of another shape may come, and finds nothing recorded
+    made.allow(choose(STACKS, 1200), 1200)
+    assert not made.replays.allowance.admits(taken=690, recorded=5)
 
 
 def test_beside_copies_to_the_host_nothing_is_recorded():
-    made = recordings(nbytes=10)
-    assert made.allow(choose(STACKS, 300), 300, False) and made.replays.most == 0
+    made = recordings()
+    made.allow(choose(STACKS, 300), 300)
+    assert not made.replays.allowance.admits(0, 0)

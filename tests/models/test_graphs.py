@@ -45,6 +45,11 @@ class Again:
         self.taken += 100
         return self.taken, 10_000
 
+    def release(self):
+        pass
+
+    forget = release
+
 
 @pytest.fixture
 def pair(monkeypatch):

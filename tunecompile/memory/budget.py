@@ -19,7 +19,7 @@ from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, gradient
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import ALLOWANCE, Rates, rates
-from tunecompile.memory.recordings import Recordings
+from tunecompile.memory.recordings import RECORDED, Recordings
 from tunecompile.memory.trace import Trace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -211,6 +211,10 @@ class Budget:
 
     def _review(self, tokens: int) -> None:
         """Before a step's first layer."""
+        if self.admitted is not None and (self.exceeded or tokens != self.admitted.tokens):
+            made = self.admitted
+            if self.recordings.make_way(made.choice.peak * tokens // made.tokens, 0 if self.exceeded else made.room - made.weights):
+                self.gauge.release()
         if self.admitted is None or not self.menus or (self._still_serves(tokens) and self._finished()):
             return
         self._admit(tokens)
@@ -244,7 +248,7 @@ class Budget:
         made = self.admitted
         if self.exceeded or self.others() > GROWN * made.resident:
             return False
-        if 2 * made.choice.peak > made.room and not made.launching and self.recordings.look():
+        if RECORDED * made.choice.peak > made.room and not made.launching and self.recordings.look():
             return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
@@ -259,10 +263,8 @@ class Budget:
         stacks, slots = self._stacks(tokens)
         tail = self.tail(tokens)
         choice = self.recordings.weigh(choose(stacks, room, tail, self._host_bytes()), stacks, room, tail, self._computing(tokens))
-        records = self.recordings.made and 2 * choice.peak <= room
-        choice, weights = self._keep_weights(choice, slots, room - (2 if records else 1) * choice.peak)
-        if self.recordings.allow(choice, room - weights, self.admitted is not None and self.admitted.tokens != tokens):
-            self.gauge.release()
+        choice, weights = self._keep_weights(choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak))
+        self.recordings.allow(choice, room - weights)
         self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
         self.plans += 1
         if self.tight:

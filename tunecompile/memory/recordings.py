@@ -11,10 +11,11 @@ from typing import Sequence
 
 import torch
 
-from tunecompile.graphs import Replays
+from tunecompile.graphs import Allowance, Replays
 from tunecompile.memory.planner import Choice, Stack, choose
 
-SHARES = (0.8, 0.65, 0.5)  #: of the room, for a plan beside which there is some for recordings; half of it, for all of them
+RECORDED = 1.5  #: times what a step needs is what it needs recorded. (8B on 2x512 tokens: 4.1 GiB for 2.8, forwards' scratch and backwards' apart)
+SHARES = (0.9, 0.8, 1 / RECORDED)  #: of the room, for a plan beside which there is some for recordings; the last, for all of them
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Recordings:
     device: torch.device
     launching: float = 0.0  #: milliseconds in which the host launches the forwards of one step, if kernels wait for it; 0 if that is not known
     short: bool = False  #: whether no plan was known that leaves room for all of them
+    varied: bool = False  #: whether steps of another shape were in their way
 
     @property
     def made(self) -> bool:
@@ -45,19 +47,23 @@ class Recordings:
         """Of this choice and smaller ones, the one whose step is shortest. computing: milliseconds of the forwards themselves."""
         self.short = False
         gain = 2 * (self.look() - computing)  # as much in backwards
-        if not self.made or 2 * choice.peak <= room or not choice.fits or gain <= 0:
+        if not self.made or RECORDED * choice.peak <= room or not choice.fits or gain <= 0:
             return choice
         staying = [replace(stack, options=tuple(o for o in stack.options if not o.offloaded)) for stack in stacks]  # what a graph saves stays its own
         smaller = [found for share in SHARES if (found := choose(staying, int(share * room), tail)).fits]
-        self.short = not any(2 * found.peak <= room for found in smaller)
-        return min([choice, *smaller], key=lambda c: c.ms - gain * (0 if c.offloads else min(1.0, room / c.peak - 1)))
+        self.short = not any(RECORDED * found.peak <= 1.01 * room for found in smaller)
+        return min([choice, *smaller], key=lambda c: c.ms - gain * (0 if c.offloads else min(1.0, (room / c.peak - 1) / (RECORDED - 1))))
 
-    def allow(self, choice: Choice, room: int, shape_changed: bool) -> bool:
-        """Beside this choice; what no longer fits is dropped. Returns whether there was such. (Recordings of another shape are in this one's way.)"""
-        if self.replays is None:
+    def allow(self, choice: Choice, room: int) -> None:
+        """So much, beside this choice."""
+        if self.replays is not None:
+            layers = sum(map(len, choice.options))
+            self.replays.allowance = Allowance(0 if choice.offloads else room, choice.peak, layers, not self.varied)
+
+    def make_way(self, needed: int, room: int) -> bool:
+        """For a step that is not what is recorded, and needs so much. Returns whether anything was dropped."""
+        if not self.bytes or self.bytes + needed <= room:
             return False
-        self.replays.most = 0 if choice.offloads else max(0, room - choice.peak)
-        full = self.replays.bytes + shape_changed * choice.peak > self.replays.most and self.replays.bytes > 0
-        if full:
-            self.replays.forget()
-        return full
+        self.replays.forget()
+        self.varied = True
+        return True
