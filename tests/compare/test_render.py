@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from tests import chromium
 from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.render import run_table, write_reports
 from tunecompile.compare.run import break_even, passed
@@ -52,6 +53,15 @@ def test_the_page_needs_nothing_from_outside_and_escapes(result, tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', html) and "<script" not in html
     assert "<b>bold</b>" not in html and "&lt;b&gt;bold" in html
     assert html.count("x &lt; y") == 1  # a reason is told once
+
+
+@chromium.needed
+def test_in_a_browser(result, tmp_path):
+    page = write_reports(result, tmp_path)["html"]
+    seen = chromium.look(page)
+    assert seen.addresses == [] and seen.logged == []
+    assert len(seen.pictures) == 6 and all(p["width"] > 300 and p["height"] > 100 and p["drawn"] > 100 for p in seen.pictures)
+    assert 1 <= chromium.pages_printed(page) <= 6
 
 
 def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tunecompile
+from tests import chromium
 from tests.memory.test_budget import LAYERS, Meter, build, needed, same, step, to_the_host  # noqa: F401
 from tests.models import zoo
 from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
@@ -92,6 +93,18 @@ def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
     assert not any(far in text for far in ("http:", "https:", "<script", "<link", "url("))
     assert timeline.work_ms(budget_of(model)) > 0 and "at least" in text
     assert model._tunecompile.pulse.step_ms and f"{model._tunecompile.pulse.step_ms:,.1f}" in text
+
+
+@chromium.needed
+def test_in_a_browser(tmp_path):
+    model = build("1GiB")
+    step(model)
+    path = tunecompile.memory_timeline(model, tmp_path / "memory.html")
+    seen = chromium.look(path)
+    assert seen.addresses == [] and seen.logged == []
+    (picture,) = seen.pictures
+    assert picture["width"] > 600 and picture["height"] > 250 and picture["drawn"] > 600
+    assert 1 <= chromium.pages_printed(path) <= 3
 
 
 def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered, tmp_path):
