@@ -58,7 +58,7 @@ def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for needed in ("tunecompile/__init__.py", "tunecompile/passes/__init__.py", "tunecompile/passes/recognize/lora.py",
                    "tunecompile/templates/nf4.py", "tunecompile/ops/lora.py", "tunecompile/compare/report.html.jinja",
-                   "tunecompile/memory/timeline.html.jinja", "tunecompile/monitor/pulse.py"):
+                   "tunecompile/memory/timeline.html.jinja", "tunecompile/drawing/explain.html.jinja", "tunecompile/monitor/pulse.py"):
         assert needed in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"tunecompile"}

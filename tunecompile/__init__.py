@@ -6,6 +6,7 @@
 
 from tunecompile.api import optimize, report, restore
 from tunecompile.check import Example, Finding, check
+from tunecompile.drawing.explain import explain
 from tunecompile.memory.estimate import Estimate, estimate
 from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
@@ -14,4 +15,4 @@ from tunecompile.rewrite import rewrite
 from tunecompile.verify import Verification, verify
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]
+__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "explain", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]

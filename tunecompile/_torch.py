@@ -31,7 +31,7 @@ __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols",
     "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation",
-    "recompile_reason", "reparametrized", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers", "trace", "trace_artifact",
+    "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers", "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -206,6 +206,11 @@ def outside_compilation():
 def occupy_gpu(cycles: int = 2_000_000) -> None:
     """The current stream waits for about a millisecond, while the host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def replacing(gm: torch.fx.GraphModule, told: Callable[[torch.fx.Node, str, torch.fx.Node], Any]) -> contextlib.AbstractContextManager:
+    """Inside, `told(old, new, user)` is called where a user of one node becomes another's, which is called `new`."""
+    return gm._set_replace_hook(told)
 
 
 def is_tracing() -> bool:

@@ -359,9 +359,12 @@ class State(NotCopied):
         find = getattr(self.model, "get_base_model", None)
         return find() if callable(find) else self.model
 
+    def compiled(self) -> list[Region]:
+        """What the report tells of: norms outside the layers only where they run compiled."""
+        return self.regions + [slot.region for slot in self.norms if slot.region.variants]
+
     def report(self) -> Report:
-        norms = [slot.region for slot in self.norms if slot.region.variants]
-        return summarize(self.model, self.regions + norms, [head.tally for head in self.heads],
+        return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
 

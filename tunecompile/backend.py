@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from tunecompile import _torch, sdpa
 from tunecompile.canonical import canonicalize
+from tunecompile.drawing.snapshot import replacements, snapshot
 from tunecompile.dump import Dump
 from tunecompile.errors import summary
 from tunecompile.graphs import Replays
@@ -97,7 +98,10 @@ class Backend:
         before = context.look("recognize", work.graph)
         canonicalize(work)
         context.look("recognize", work.graph, "canonicalize", before)
-        run_stage(self.passes, "recognize", work.graph, context)
+        context.before = snapshot(work.graph)
+        with replacements(work) as took:
+            run_stage(self.passes, "recognize", work.graph, context)
+        context.after = snapshot(work.graph, took)
         work.graph.lint()
         work.recompile()
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
@@ -111,7 +115,7 @@ class Backend:
         choice = sdpa.choose(gm, _device_type(inputs))
         if choice is None:
             return contextlib.nullcontext()
-        context.attention = choice.order
+        context.attention, context.attention_ms = choice.order, dict(choice.times)
         if choice.why:
             context.notes += [f"attention of {self.region}: {choice.why}", *sdpa.notes()]
         return _torch.attention_order(choice.order)

@@ -12,10 +12,10 @@ from tunecompile.match import Matcher, Miss, Pattern, cast
 from tunecompile.rewrite import where_from
 
 
-def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> list[str]:
+def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[Node, str]:
     """Why each of these nodes of one graph is part of none of the patterns. Those whose reason a guard has told already are left out."""
     matcher = Matcher(anchors[0].graph)
-    return [reason for anchor in anchors if (reason := _near_miss(matcher, patterns, anchor)) is not None]
+    return {anchor: reason for anchor in anchors if (reason := _near_miss(matcher, patterns, anchor)) is not None}
 
 
 def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> str | None:

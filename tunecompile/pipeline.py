@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal, Sequence
 from torch.fx import Graph, Node
 
 from tunecompile.canonical import name_of
+from tunecompile.drawing.snapshot import Snapshot
 from tunecompile.dump import Dump
 from tunecompile.errors import InvalidPipeline
 from tunecompile.guard import Package, guarded
@@ -60,6 +61,10 @@ class Context:
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
     changes: list[Change] = field(default_factory=list)
     dump: Dump | None = None  #: where each graph is shown
+    before: Snapshot | None = None  #: the graph as it came, each operation in its one spelling
+    after: Snapshot | None = None  #: with what was recognised
+    attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
+    ran: set[str] = field(default_factory=set)  #: stages that saw a graph: the others were left out, since code came from a cache
 
     @property
     def cached(self) -> bool:
@@ -71,6 +76,7 @@ class Context:
         Returns the operations that are there now."""
         now = Counter(node.target for node in graph.nodes if node.op.startswith("call"))
         known = now if before is None else before
+        self.ran.add(stage)
         difference: Counter[str] = Counter()
         for target in (now - known) | (known - now):
             difference[name_of(target)] += now[target] - known[target]
@@ -121,7 +127,10 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
         left = anchors(graph)
         tally.rewritten = tally.found - len(left)
         if left:
-            tally.refused += near_misses([rewrite.pattern for rewrite in rewrites], left)
+            missed = near_misses([rewrite.pattern for rewrite in rewrites], left)
+            tally.refused += missed.values()
+            for node in left:
+                node.meta["missed"] = missed.get(node, f"no {family}, as a guard said")
         context.tallies.append(tally)
 
     return Pass(family, "recognize", run, requires, frozenset({family}), rewrites=tuple(rewrites), anchors=anchors)

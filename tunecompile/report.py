@@ -11,7 +11,7 @@ from torch import nn
 from tunecompile._torch import size_hint
 from tunecompile.memory.budget import in_words
 from tunecompile.memory.gauge import shown
-from tunecompile.pipeline import Change, Tally
+from tunecompile.pipeline import Change, Context, Tally
 from tunecompile.regions import Region
 
 
@@ -27,6 +27,7 @@ class RegionReport:
     providers: dict[str, int]
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
     changes: list[Change]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
+    breaks: list[str]  #: why Dynamo made several graphs of it
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,15 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         contexts = [c for backend in region.backends.values() for c in backend.contexts]
         notes += region.notes()
         notes += [note for context in contexts for note in context.notes]
-        training = [c for c in contexts if c.saved] or contexts
+        training = contexts_of(region)
         notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
                   for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
         providers = Counter(training[-1].providers) if training else Counter()
         reasons = {name: [reason for reason in said if reason] for name, said in training[-1].reasons.items()} if training else {}
         recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
-        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [_bytes(c.saved) for c in training],
-                                 dict(providers), reasons, list(training[-1].changes) if training else []))
+        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [saved_bytes(c.saved) for c in training],
+                                 dict(providers), reasons, list(training[-1].changes) if training else [],
+                                 [reason for variant in region.variants.values() for reason in variant.breaks]))
         for tally in training[-1].tallies if training else []:
             total = matches.setdefault(tally.family, Tally(tally.family))
             total.found += tally.found
@@ -110,11 +112,17 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory)
 
 
+def contexts_of(region: Region) -> list[Context]:
+    """What was recorded of the graphs that save anything for a backward, or of all where none does; the last compiled comes last."""
+    contexts = [c for backend in region.backends.values() for c in backend.contexts]
+    return [c for c in contexts if c.saved] or contexts
+
+
 def _layer_counts(model: nn.Module) -> dict[int, int]:
     slots = [m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None]
     return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
 
 
-def _bytes(saved: Sequence[tuple[str, Any]]) -> int:
+def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     return sum(size_hint(nbytes) for _, nbytes in saved)

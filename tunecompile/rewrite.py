@@ -161,8 +161,15 @@ def _changed_later(match: Match) -> str | None:
 
 def where_from(node: Node) -> str:
     """' at file:line' of the user's code that made the node, or nothing."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return ""
-    file, _, rest = lines[-1].removeprefix("File ").partition(", line ")
-    return f" at {file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    line, _ = user_line(node)
+    return f" at {line}" if line else ""
+
+
+def user_line(node: Node) -> tuple[str, str]:
+    """('file:line', what stands there) of the user's code that made the node, or empty."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
+    if last is None:
+        return "", ""
+    file, _, rest = lines[last].removeprefix("File ").partition(", line ")
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}", "".join(lines[last + 1:last + 2])

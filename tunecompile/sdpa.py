@@ -82,6 +82,7 @@ class Choice:
 
     order: tuple[str, ...]
     why: str
+    times: tuple[tuple[str, float], ...] = ()  #: milliseconds, forward and backward, of those that were timed; the fastest first
 
 
 def choose(gm: GraphModule, device: str, time: Callable[[Call, str, torch.device], float] | None = None) -> Choice | None:
@@ -118,7 +119,7 @@ def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: st
     ranked = rank(times, enabled)
     said = ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
-    return Choice(ranked, f"{said} ({whole}, {origin})")
+    return Choice(ranked, f"{said} ({whole}, {origin})", tuple((name, times[name]) for name in ranked if name in times))
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
