@@ -156,7 +156,7 @@ def check_pass(
 
 def conduct(comparison, finish=None) -> int:
     """Run a comparison with progress bars, write the reports, print a short table. Returns the exit code."""
-    for package in ("jinja2", "matplotlib"):
+    for package in ("jinja2", "matplotlib", "pydantic"):
         if not installed(package):
             raise MissingExtra(what="the report", package=package, extra="cli")
     from tunecompile.compare.console import Bars, show_summary

@@ -1,6 +1,5 @@
 """The report from a made-up result: self-contained, complete, and honest about rows that failed."""
 
-import json
 import re
 from dataclasses import asdict
 
@@ -9,6 +8,7 @@ import pytest
 from tests import chromium
 from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.render import run_table, write_reports
+from tunecompile.compare.result import load_result
 from tunecompile.compare.run import break_even, passed
 from tunecompile.compare.spec import Job
 
@@ -39,7 +39,7 @@ def result():
 
 def test_three_files_that_say_the_same(result, tmp_path):
     paths = write_reports(result, tmp_path / "deep" / "er")
-    assert json.loads(paths["json"].read_text()) == result
+    assert load_result(paths["json"]) == result
     for kind in ("md", "html"):
         text = paths[kind].read_text()
         for wanted in ("not installed", "step 501", "rms_norm", "a note", "What?", "A check fails", "too slow", "2 longer ones left out"):

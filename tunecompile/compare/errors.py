@@ -85,3 +85,14 @@ class WrongChecksum(TunecompileError):
 
 class NotAGguf(TunecompileError):
     template = "{path}: {reason}. The converter reads Llama-type GGUF files with F32, F16, BF16, Q8_0, Q4_0 or Q4_1 tensors."
+
+
+class NotAResult(TunecompileError):
+    template = "{path} is no result of `tunecompile compare` ({reason}). Give the report.json that it wrote."
+
+
+class UnknownSchema(TunecompileError):
+    template = (
+        "{path} was written as schema {found}, and this version of tunecompile reads schema {known}. Make it again with this version "
+        "(its command was: {command}), or compare with the version that wrote it."
+    )

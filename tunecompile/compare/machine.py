@@ -12,6 +12,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+SCHEMA = 1  # the version of what is saved: see result.py
 PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "trl", "unsloth", "liger_kernel", "tunecompile")
 
 
@@ -60,7 +61,7 @@ def describe_source() -> dict:
 def header() -> dict:
     """The part of a result that every file begins with."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {"schema": 1, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), **describe_source(),
+    return {"schema": SCHEMA, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), **describe_source(),
             "command": command, "machine": describe_machine(), "versions": describe_versions()}
 
 
