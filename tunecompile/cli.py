@@ -48,7 +48,8 @@ def compare(
     layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.")] = None,
     held_out: Annotated[int, typer.Option(min=0, help="Rows kept from training for the held-out loss.")] = 16,
     out: Out = Path("reports/compare"),
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Of adapters, order of rows, and dropout.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on; figures and curves then have a spread.")] = 1,
 ) -> None:
     """Run the same training steps under several systems, and write a report."""
     def work() -> int:
@@ -68,7 +69,7 @@ def compare(
             job = job.replace(held_out=held_out)
         alternate = job.device == "cpu" if turns is None else turns
         return conduct(Comparison(resolve_systems(systems, gradient_checkpointing), job, out, reference_steps=reference_steps,
-                                  check=check, turns=alternate))
+                                  seeds=seeds, check=check, turns=alternate))
 
     raise typer.Exit(guard(work))
 

@@ -119,3 +119,11 @@ def test_padded_batches_have_real_lengths_and_the_same_rows_for_all():
     assert (flat["labels"][0][flat["position_ids"][0] == 0] == data.IGNORED).all()
     assert (flat["labels"] != data.IGNORED).sum() == (padded["labels"][:, 1:] != data.IGNORED).sum()
     assert real_tokens(flat) == real_tokens(padded) == lengths.sum()
+
+
+def test_another_repetition_has_the_same_held_out_rows_in_another_order_of_training(tokenizer):
+    rows = [{"text": f"{a} {b}"} for a in "abcd" for b in "abcd"]
+    job = Job(system="hf", model="m", held_out=4, batch=4, seq_len=8)
+    first, second = (data.split_rows(rows, tokenizer, job.replace(repeat=repeat)) for repeat in range(2))
+    assert first.held_out == second.held_out and first.train != second.train
+    assert sorted(map(str, first.train)) == sorted(map(str, second.train))

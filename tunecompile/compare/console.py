@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tunecompile.compare.render import run_table
+from tunecompile.compare.seeds import merge_seeds
 
 EVERY_S = 20  # how often a line is printed where no bar can be drawn
 
@@ -67,10 +68,11 @@ class Bars:
 def show_summary(result: dict, paths: dict[str, Path], console: Console | None = None) -> None:
     """The table of systems turned on its side, the verdicts, and where the report lies."""
     console = console or Console()
-    head, rows = run_table(result["runs"])
+    runs = merge_seeds(result["runs"])
+    head, rows = run_table(runs)
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for row, run in zip(rows, result["runs"]):
+    for row, run in zip(rows, runs):
         table.add_column(escape(row[0]), justify="right", style="bold" if run["system"] == "tunecompile" else "")
     for place, name in enumerate(head[1:], 1):
         table.add_row(name, *(escape(row[place]) for row in rows))

@@ -80,7 +80,7 @@ def check_row(row: dict, path: str, number: int) -> dict:
 
 
 def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
-    """Shuffle by seed, leave out what is too long, keep the held-out rows from training."""
+    """Shuffle by seed, leave out what is too long, keep the held-out rows from training: the same ones in every repetition."""
     lengths = [len(tokenise(row, tokenizer, job.model).input_ids) for row in rows]
     longest = max(lengths)
     if longest > job.seq_len and job.too_long == "error":
@@ -90,6 +90,8 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
     random.Random(job.seed).shuffle(kept)
     held_out = kept[: job.held_out]
     train = kept[job.held_out :]
+    if job.repeat:
+        random.Random(job.draw).shuffle(train)
     # a small file goes round again, as a trainer's epochs do; it has to fill one batch
     if len(train) < job.batch:
         mend = "Lower --batch, or raise --seq-len: rows were too long." if len(kept) < len(rows) else "Lower --batch or --held-out, or add rows."

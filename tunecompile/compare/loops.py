@@ -84,7 +84,7 @@ def train_sft(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
         learning_rate=job.lr, lr_scheduler_type="constant", max_length=job.seq_len, pad_to_multiple_of=job.pad_to,
         gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=job.dtype == "bfloat16" and not exact, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
-        seed=job.seed, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
+        seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
     clock = StepClock(job.device, label, job.steps)
     trainer = SFTTrainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     original, collate = trainer.compute_loss, trainer.data_collator

@@ -96,7 +96,7 @@ def load_model(job: Job) -> nn.Module:
         if job.engine == REFERENCE:
             model = model.to(reference_dtype(job))
         model.config.use_cache = False
-    set_initial_adapter(model, job.seed)
+    set_initial_adapter(model, job.draw)
     return model
 
 

@@ -6,6 +6,7 @@ import base64
 import io
 
 from tunecompile.compare.curves import differences
+from tunecompile.compare.seeds import timed
 
 COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
            "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "unsloth-padding-free": "#34d399", "tunecompile": "#2563eb",
@@ -37,8 +38,11 @@ def draw(paint, width: float = 6.2, height: float = 3.4) -> str:
 
 
 def loss_curves(runs: list[dict], reference: dict | None) -> str:
-    """All systems over each other: where they agree the curves hide one another, so each is thinner than the one before."""
+    """All systems over each other, in the band of their seeds: where they agree the curves hide one another, so each is thinner than the one before."""
     def paint(axes):
+        for run in runs:
+            if band := run.get("band"):
+                axes.fill_between(range(1, len(band) + 1), *zip(*band), color=colour(run["system"]), alpha=0.12, linewidth=0)
         curves = [(r["system"], r["losses"]) for r in runs]
         if reference:
             curves.append(("reference", reference["losses"]))
@@ -95,10 +99,10 @@ def step_time_bars(runs: list[dict]) -> str:
 
 def quartile_distances(run: dict) -> tuple[float, float]:
     middle = run["step_ms"]["median"]
-    timed = sorted(run.get("all_step_ms", [])[-run["repeats"]:]) if "repeats" in run else []
-    if not timed:
+    times = sorted(timed(run))
+    if not times:
         return middle - run["step_ms"]["min"], run["step_ms"]["max"] - middle
-    return middle - min(middle, timed[len(timed) // 4]), max(middle, timed[(3 * len(timed)) // 4 - (len(timed) % 4 == 0)]) - middle
+    return middle - min(middle, times[len(times) // 4]), max(middle, times[(3 * len(times)) // 4 - (len(times) % 4 == 0)]) - middle
 
 
 def memory_bars(runs: list[dict], key: str, scale: float, unit: str) -> str:

@@ -36,7 +36,7 @@ class Worker:
     @property
     def stem(self) -> str:
         return f"{self.job.system}-{self.task}" + (f"-{self.job.layers}-layers" if self.job.layers else "") \
-            + ("-warm" if self.job.steps == 1 else "")
+            + ("-warm" if self.job.steps == 1 else "") + (f"-repeat-{self.job.repeat}" if self.job.repeat else "")
 
     def start(self) -> None:
         spec = self.folder / f"{self.stem}.job.json"

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 from tunecompile.compare import curves, plots
+from tunecompile.compare.seeds import merge_seeds
 from tunecompile.verify import LIMIT
 
 COLUMNS = (  # heading, how to read it off a run
-    ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}"),
+    ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}{spread(r, 'tokens_per_s', ',.0f')}"),
     ("step, ms", lambda r: f"{r['step_ms']['median']:,.1f}"),
     ("fastest to slowest", lambda r: f"{r['step_ms']['min']:,.1f} to {r['step_ms']['max']:,.1f}"),
     ("peak memory, GiB", lambda r: f"{r['peak_gib']:.2f}"),
@@ -20,12 +21,23 @@ COLUMNS = (  # heading, how to read it off a run
     ("launches a step", lambda r: number(r.get("launches_per_step"), ",.0f")),
     ("host, ms a step", lambda r: number(r.get("host_ms_per_step"), ",.1f")),
     ("held-out loss", lambda r: held_out_text(r)),
-    ("last loss", lambda r: f"{r['losses'][-1]:.4f}"),
+    ("last loss", lambda r: f"{r['losses'][-1]:.4f}{spread(r, 'last_loss', '.4f')}"),
 )
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
     return "" if value is None else format(value / scale, form)
+
+
+def spread(run: dict, figure: str, form: str) -> str:
+    """From where to where several seeds' figures went."""
+    return "" if figure not in run.get("spread", {}) else " ({0:{2}} to {1:{2}})".format(*run["spread"][figure], form)
+
+
+def name_of(run: dict) -> str:
+    """The system's, and how many of its seeds went through, where not all did."""
+    fine, all_of_them = run.get("seeds", (1, 1))
+    return run["system"] if fine == all_of_them or not fine else f"{run['system']} ({fine} of {all_of_them} seeds)"
 
 
 def break_even_text(run: dict) -> str:
@@ -36,17 +48,17 @@ def break_even_text(run: dict) -> str:
 
 
 def held_out_text(run: dict) -> str:
-    return f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}" if "held_out_after" in run else ""
+    return f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}{spread(run, 'held_out_after', '.3f')}" if "held_out_after" in run else ""
 
 
 def run_table(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; a column that nobody fills is left out, a row that is not ok says why."""
+    """Headings and rows; a column that nobody fills is left out, a row that is not ok says why. runs: seeds laid together."""
     filled = [(name, read) for name, read in COLUMNS if any(r["status"] == "ok" and read(r) for r in runs)]
     several = len({r["shape"] for r in runs}) > 1
     head = ["system", *(["shape"] if several else []), *(name for name, _ in filled)]
     rows = []
     for run in runs:
-        first = [run["system"], *([run["shape"]] if several else [])]
+        first = [name_of(run), *([run["shape"]] if several else [])]
         cells = [read(run) for _, read in filled] if run["status"] == "ok" else [run["status"], *[""] * (len(filled) - 1)]
         rows.append(first + cells)
     return head, rows
@@ -66,13 +78,18 @@ def facts(result: dict) -> list[tuple[str, str]]:
     lines = [
         ("Model", f"{run['model']}. {how}{adapter}computed in {settings['dtype']}"),
         ("Training", f"{settings['steps']} steps by {'TRL SFTTrainer' if settings['trainer'] == 'sft' else 'a plain PyTorch loop'}, "
-                     f"lr {settings['lr']:g}, seed {settings['seed']}" + (", gradient checkpointing" if settings["checkpointing"] else "")),
+                     f"lr {settings['lr']:g}, {seeds_text(settings)}" + (", gradient checkpointing" if settings["checkpointing"] else "")),
         ("Data", f"{source}; {shape}"),
         ("Machine", f"{where}; {machine['memory_gib']} GiB"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
         ("Measured", f"{result['date']}" + (f", commit {result['commit'][:12]}{' with changes' if result['dirty'] else ''}" if result["commit"] else "")),
     ]
     return lines
+
+
+def seeds_text(settings: dict) -> str:
+    first, count = settings["seed"], settings.get("seeds", 1)
+    return f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
 
 
 def method(result: dict) -> list[str]:
@@ -91,6 +108,10 @@ def method(result: dict) -> list[str]:
         where = "a two-layer model of the same shape" if settings["shapes"] else "the model"
         lines.append(f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
                      "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero.")
+    if settings.get("seeds", 1) > 1:
+        lines.append("Each seed draws the adapters, the order of the rows and dropout anew, in processes of its own; held-out rows are the same. Figures are the "
+                     "median over the seeds, with the lowest and the highest; losses are the mean of each step, in a band from the lowest to the highest. "
+                     "Gradients are those of the first seed.")
     if any(r.get("peak_reserved_gib") is None and r["status"] == "ok" for r in result["runs"]):
         lines.append("Peak memory on a CPU is resident memory from the fourth step on, with Python and all libraries.")
     return lines
@@ -119,13 +140,14 @@ def error_summary(gradients: list[dict]) -> list[list[str]]:
 
 def figures(result: dict) -> list[tuple[str, str]]:
     """The pictures with their captions."""
-    ok = [r for r in result["runs"] if r["status"] == "ok"]
+    together = merge_seeds(result["runs"])
+    ok = [r for r in together if r["status"] == "ok"]
     if not ok:
         return []
     cuda = bool(result["machine"]["gpu"]) and ok[0].get("peak_reserved_gib") is not None
     shape = ok[0]["shape"]
     made = [("Loss, laid over each other", plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")))]
-    base = curves.base_of(result["runs"])
+    base = curves.base_of(together)
     if others := [r for r in ok if base and r is not base and r["shape"] == base["shape"]]:
         made.append((f"Loss, less that of {base['system']}", plots.loss_differences(others, base, curves.batch_noise(base["losses"]))))
     if result["gradients"]:
@@ -148,8 +170,9 @@ def make_environment(package: str = "tunecompile.compare"):
 def write_reports(result: dict, out: Path) -> dict[str, Path]:
     """Write the three files and return where they are."""
     out.mkdir(parents=True, exist_ok=True)
-    head, rows = run_table(result["runs"])
-    fields = {"result": result, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
+    runs = merge_seeds(result["runs"])
+    head, rows = run_table(runs)
+    fields = {"result": result, "runs": runs, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
               "errors": error_summary(result["gradients"]),
               "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"])}
     environment = make_environment()

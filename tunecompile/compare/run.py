@@ -16,6 +16,7 @@ from tunecompile.compare.curves import compare_curves, judge_curves
 from tunecompile.compare.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
 from tunecompile.compare.meters import WARMUP
 from tunecompile.compare.processes import Listener, Worker, run_workers
+from tunecompile.compare.seeds import merge_seeds
 from tunecompile.compare.shapes import SHAPES, save_shape_model
 from tunecompile.compare.spec import REFERENCE, Job, System
 from tunecompile.errors import TunecompileError
@@ -36,6 +37,7 @@ class Comparison:
     out: Path
     name: str = ""  # the model's name in the results
     reference_steps: int = 10
+    seeds: int = 1  # so many repetitions; checks and answers are those of the first
     check: bool = True
     turns: bool = False
     warm: bool = False  # measure the first step of compiling systems once more, in another process that finds the caches filled
@@ -101,6 +103,7 @@ def run_comparison(comparison: Comparison) -> dict:
         caches = {system.name: f"{scratch}/{system.name}-caches" for system in present if comparison.warm and system.engine in COMPILING}
         results = run_jobs([job_for(system) for system in present], comparison, logs, caches=caches)
         outcome = dict(zip((system.name for system in present), results))
+        repeat_seeds([job_for(system) for system in present], outcome, comparison, logs)
         measure_warm_starts([job_for(system) for system in present if system.name in caches], outcome, comparison, logs, caches)
         reference, check = None, Check()
         if checked_here:
@@ -137,6 +140,17 @@ def run_jobs(jobs: list[Job], comparison: Comparison, logs: Path, task: str = "t
             raise WorkerFailed(message=result["user_error"])
         comparison.listen(job.system, "done", {"status": result.get("status", "ok")})
     return results
+
+
+def repeat_seeds(jobs: list[Job], outcome: dict, comparison: Comparison, logs: Path) -> None:
+    """The same once more for every further seed, in processes of their own; the rows are added to those of the first. Every system that ran has its
+    turn with one seed before any has with the next, so that the machine's weather falls on all alike."""
+    jobs = [job for job in jobs if any(row["status"] == "ok" for row in outcome[job.system].get("runs", []))]
+    for repeat in range(1, comparison.seeds):
+        again = [job.replace(repeat=repeat, saved_bytes=False, launches=False, gradients=None, questions=0, adapter=None) for job in jobs]
+        for job, result in zip(again, run_jobs(again, comparison, logs)):
+            lost = [{"shape": shape, "seed": job.draw, "status": result.get("status", "ok")} for shape in job.shapes or (job.shape,)]
+            outcome[job.system]["runs"] += result.get("runs") or lost
 
 
 def measure_warm_starts(jobs: list[Job], outcome: dict, comparison: Comparison, logs: Path, caches: dict[str, str]) -> None:
@@ -205,16 +219,17 @@ def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> Check:
     return Check(rows, rows_of(reduced), verdicts)
 
 
-def judge_speed(outcome: dict) -> list[Verdict]:
-    """Time and memory of tunecompile beside eager's."""
-    eager, ours = first_ok(outcome, "hf"), first_ok(outcome, "tunecompile")
+def judge_speed(runs: list[dict]) -> list[Verdict]:
+    """Time and memory of tunecompile beside eager's, on the first shape. runs: seeds laid together."""
+    fine = {run["system"]: run for run in runs if run["status"] == "ok" and run["shape"] == runs[0]["shape"]}
+    eager, ours = fine.get("hf") or fine.get("hf-checkpoint"), fine.get("tunecompile")
     if not (eager and ours):
         return []
-    before, after = eager[1]["step_ms"]["median"], ours[1]["step_ms"]["median"]
+    before, after = eager["step_ms"]["median"], ours["step_ms"]["median"]
     verdicts = [Verdict(f"a step takes at most {STEP_LIMIT} of eager's time", after <= STEP_LIMIT * before,
                         f"{after / before:.3f}: {after:.1f} ms against {before:.1f} ms")]
-    if "saved_bytes" in eager[1] and "saved_bytes" in ours[1]:
-        before, after = eager[1]["saved_bytes"], ours[1]["saved_bytes"]
+    if "saved_bytes" in eager and "saved_bytes" in ours:
+        before, after = eager["saved_bytes"], ours["saved_bytes"]
         verdicts.append(Verdict("fewer bytes saved for backward than eager", after < before,
                                 f"{after / before:.3f}: {after / 2**20:.1f} MiB against {before / 2**20:.1f} MiB"))
     return verdicts
@@ -243,20 +258,22 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
         clock = machine.gpu_clock_mhz()
         runs = [run | {"clock_mhz": clock} if run["status"] == "ok" else run for run in runs]
     for run in runs:
-        eager = next((r for r in runs if r["system"] in ("hf", "hf-checkpoint") and r["shape"] == run["shape"] and r["status"] == "ok"), None)
+        like = [r for r in runs if r["status"] == "ok" and (r["shape"], r.get("seed")) == (run["shape"], run.get("seed"))]
+        eager = next((r for r in like if r["system"] in ("hf", "hf-checkpoint")), None)
         if run["status"] == "ok" and run is not eager:
             run["break_even_step"] = break_even(run, eager)
+    together = merge_seeds(runs)
     within = next((outcome[name] for name in outcome if name.startswith("tunecompile@")), {})
     ours, reduced = outcome.get("tunecompile", within), outcome.get("tunecompile-fp8", {})
     report = ours.get("report") or reduced.get("report") or {}
     notes = [*(report.get("notes") or []), *((reduced.get("report") or {}).get("notes") or [])]
     result = machine.header() | {
         "runs": runs, "matches": report.get("matches", []), "gradients": check.gradients,
-        "reduced_gradients": check.reduced, "curves": compare_curves(runs),
-        "verdicts": [asdict(v) for v in check.verdicts + judge_curves(runs) + judge_speed(outcome)],
+        "reduced_gradients": check.reduced, "curves": compare_curves(together),
+        "verdicts": [asdict(v) for v in check.verdicts + judge_curves(together) + judge_speed(together)],
         "compiler": {key: report.get(key) for key in ("regions", "compiles")} | {"notes": list(dict.fromkeys(notes))},
         "answers": ours.get("answers", []),
-        "settings": job.to_dict() | {"turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
+        "settings": job.to_dict() | {"seeds": comparison.seeds, "turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
                                      "dropped_rows": next((r["dropped_rows"] for r in outcome.values() if "dropped_rows" in r), 0)},
     }
     if reference and reference.get("runs") and reference["runs"][0].get("status") == "ok":

@@ -117,6 +117,7 @@ class Job:
     too_long: str = "error"  # error or drop
     lr: float = 2e-4
     seed: int = 0
+    repeat: int = 0  # which of several seeds: adapters, order of rows, random tokens and dropout are drawn anew; weights and held-out rows stay
     dtype: str = "float32"  # what is computed in: float32 or bfloat16
     device: str = "cpu"
     checkpointing: bool = False
@@ -151,6 +152,11 @@ class Job:
         """Whether this system checkpoints: its name decides, or else the user's flag."""
         fixed = system(self.system).checkpointing
         return self.checkpointing if fixed is None else fixed
+
+    @property
+    def draw(self) -> int:
+        """The seed of what is drawn anew in each repetition."""
+        return self.seed + self.repeat
 
     @property
     def shape(self) -> str:

@@ -37,10 +37,10 @@ def random_runs(job: Job) -> dict:
     models.apply_system(model, job)
     runs = []
     for shape in job.shapes:
-        torch.manual_seed(job.seed)
-        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.seed, job.steps)
-        runs.append({"shape": shape} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
-        models.set_initial_adapter(model, job.seed)
+        torch.manual_seed(job.draw)
+        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw, job.steps)
+        runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
+        models.set_initial_adapter(model, job.draw)
     if job.gradients:
         batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed + 1, 1)[0]
         gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
@@ -49,6 +49,8 @@ def random_runs(job: Job) -> dict:
 
 def data_run(job: Job) -> dict:
     """A model on the user's data, with the questions before and after where they are asked for."""
+    import torch
+
     from tunecompile.compare import data, gradients, loops, meters, models
 
     tokenizer = models.load_tokenizer(job)
@@ -66,11 +68,12 @@ def data_run(job: Job) -> dict:
     models.apply_system(model, job)
 
     def train():
+        torch.manual_seed(job.draw)
         if job.trainer == "sft":
             return loops.train_sft(model, tokenizer, split.train, job, "train")
         return loops.train_loop(model, data.make_batches(split.train, tokenizer, job, job.steps), job, "train")
 
-    run = {"shape": job.shape} | before | measured(model, job, train)
+    run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
     if held_out:
         run["held_out_after"] = held_out_loss(model, held_out, job)
     for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
