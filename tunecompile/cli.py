@@ -25,7 +25,8 @@ Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and r
 
 @app.command()
 def compare(
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")],
+    context: typer.Context,
+    model: Annotated[Optional[str], typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")] = None,
     data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text.")] = None,
     qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).")] = False,
     lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base as it is.")] = False,
@@ -47,6 +48,8 @@ def compare(
     reference_steps: Annotated[int, typer.Option(min=1, help="Steps of the reference's loss curve.")] = 10,
     layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.")] = None,
     held_out: Annotated[int, typer.Option(min=0, help="Rows kept from training for the held-out loss.")] = 16,
+    against: Annotated[Optional[Path], typer.Option(help="An older report.json: say what got slower, needs more memory or is less exact since, "
+                                                        "and exit with 1 if anything does. Without --model its comparison is repeated.")] = None,
     out: Out = Path("reports/compare"),
     seed: Annotated[int, typer.Option(help="Of adapters, order of rows, and dropout.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on; figures and curves then have a spread.")] = 1,
@@ -56,6 +59,8 @@ def compare(
         from tunecompile.compare.models import is_shape
         from tunecompile.compare.run import Comparison
 
+        if model is None:
+            return repeat(against, out, context)
         job = Job(system="hf", model=model, mode=pick_mode(qlora, lora, full), trainer=one_of("--trainer", trainer, "sft", "loop"),
                   data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
                   too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers,
@@ -68,8 +73,8 @@ def compare(
         else:
             job = job.replace(held_out=held_out)
         alternate = job.device == "cpu" if turns is None else turns
-        return conduct(Comparison(resolve_systems(systems, gradient_checkpointing), job, out, reference_steps=reference_steps,
-                                  seeds=seeds, check=check, turns=alternate))
+        return conduct_against(against, Comparison(resolve_systems(systems, gradient_checkpointing), job, out, reference_steps=reference_steps,
+                                                   seeds=seeds, check=check, turns=alternate))
 
     raise typer.Exit(guard(work))
 
@@ -157,9 +162,7 @@ def check_pass(
 
 def conduct(comparison, finish=None) -> int:
     """Run a comparison with progress bars, write the reports, print a short table. Returns the exit code."""
-    for package in ("jinja2", "matplotlib", "pydantic"):
-        if not installed(package):
-            raise MissingExtra(what="the report", package=package, extra="cli")
+    need_packages()
     from tunecompile.compare.console import Bars, show_summary
     from tunecompile.compare.render import write_reports
     from tunecompile.compare.run import passed, run_comparison
@@ -173,6 +176,52 @@ def conduct(comparison, finish=None) -> int:
     paths = write_reports(result, comparison.out)
     show_summary(result, paths)
     return 0 if passed(result) else 1
+
+
+def conduct_against(against: Path | None, comparison) -> int:
+    """Run a comparison beside an older result, where one is given: whether the two can be compared is known before anything runs."""
+    if against is None:
+        return conduct(comparison)
+    need_packages()
+    from tunecompile.compare.against import check_like, compare_results
+    from tunecompile.compare.machine import describe_machine
+    from tunecompile.compare.result import load_result
+
+    old = load_result(against)
+    if against.resolve() == (comparison.out / "report.json").resolve():
+        raise BadOption(option="--out", value=str(comparison.out), reason=f"the new report would stand in the place of {against}; give another folder")
+    check_like(against, old, comparison.job, comparison.model_name, describe_machine())
+
+    def finish(result: dict, listen) -> None:
+        result["against"] = {"path": str(against), "date": old["date"], "commit": old["commit"], "versions": old["versions"],
+                             "rows": compare_results(old, result)}
+
+    return conduct(comparison, finish)
+
+
+def repeat(against: Path | None, out: Path, context: typer.Context) -> int:
+    """Measure again what an older result measured."""
+    if against is None:
+        raise BadOption(option="--model", value=None, reason="say what to train, or give --against an older report.json to repeat it")
+    given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE" and name not in ("against", "out")]
+    if given:
+        raise BadOption(option="--" + given[0].replace("_", "-"), value=context.params[given[0]],
+                        reason="without --model the old comparison is repeated as it was; give --model to choose anything else, too")
+    need_packages()
+    from tunecompile.compare.against import repeated
+    from tunecompile.compare.result import load_result
+    from tunecompile.compare.run import Comparison
+
+    old = load_result(against)
+    job, more = repeated(old)
+    systems = resolve_systems(",".join(run["system"] for run in old["runs"]), False)
+    return conduct_against(against, Comparison(systems, job, out, **more))
+
+
+def need_packages() -> None:
+    for package in ("jinja2", "matplotlib", "pydantic"):
+        if not installed(package):
+            raise MissingExtra(what="the report", package=package, extra="cli")
 
 
 def guard(work) -> int:

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tunecompile.compare.render import run_table
+from tunecompile.compare.against import APART, SAME
+from tunecompile.compare.render import against_table, against_title, run_table
 from tunecompile.compare.seeds import merge_seeds
 
 EVERY_S = 20  # how often a line is printed where no bar can be drawn
@@ -82,7 +83,22 @@ def show_summary(result: dict, paths: dict[str, Path], console: Console | None =
     for verdict in result["verdicts"]:
         mark = "[green]pass[/]" if verdict["passed"] else "[bold red]FAIL[/]"
         console.print(f"{mark}  {escape(verdict['name'])}: [dim]{escape(verdict['detail'])}[/]", highlight=False, soft_wrap=True)
+    if "against" in result:
+        show_against(result, console)
     for answer in result["answers"]:
         console.print(f"\n[bold]{escape(answer['question'])}[/]\n  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
                       highlight=False, soft_wrap=True)
     console.print(f"\nThe report: {paths['html']}", highlight=False, soft_wrap=True)
+
+
+def show_against(result: dict, console: Console) -> None:
+    """What became of each figure since the older result, and which packages have another version."""
+    head, rows = against_table(result["against"]["rows"])
+    table = Table(title=against_title(result), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place in (0, 1, 2, len(head) - 1) else "right")
+    for cells, row in zip(rows, result["against"]["rows"]):
+        style = "bold red" if row["worse"] else "dim" if row["verdict"] == APART else "" if row["verdict"] == SAME else "green"
+        table.add_row(*map(escape, cells), style=style)
+    console.print()
+    console.print(table)

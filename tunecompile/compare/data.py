@@ -6,6 +6,7 @@ assistant message or the completion alone; with `text` it is on everything.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ def read_rows(path: str) -> list[dict]:
     if not rows:
         raise EmptyData(path=path)
     return rows
+
+
+def digest(path: str) -> str:
+    """SHA-256 of the file, by which two results know that they saw the same rows."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def parse_line(line: str, path: str, number: int) -> dict:

@@ -91,6 +91,13 @@ class NotAResult(TunecompileError):
     template = "{path} is no result of `tunecompile compare` ({reason}). Give the report.json that it wrote."
 
 
+class NotComparable(TunecompileError):
+    template = (
+        "{path} measured something else, so nothing is compared: {differences}. Give the old result's own options, or none but "
+        "--against {path}, which repeats it; or measure the old version here."
+    )
+
+
 class UnknownSchema(TunecompileError):
     template = (
         "{path} was written as schema {found}, and this version of tunecompile reads schema {known}. Make it again with this version "

@@ -41,6 +41,15 @@ def check_state(model: nn.Module, seed: int, initial: dict[str, torch.Tensor] | 
         load_snapshot(model, trained)
 
 
+def families(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows of gradient errors by kind of parameter: the same place in every layer."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        parts = [p for p in row["parameter"].split(".") if not p.isdigit() and p not in ("model", "layers", "weight")]
+        groups.setdefault(" ".join(parts), []).append(row)
+    return groups
+
+
 def dump_gradients(model: nn.Module, batch: dict, job: Job, path: str, initial: dict | None = None) -> None:
     """One forward and backward through `model(**batch).loss`; loss and gradients go to a file.
 

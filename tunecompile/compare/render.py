@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tunecompile.compare import curves, plots
+from tunecompile.compare.gradients import families
 from tunecompile.compare.seeds import merge_seeds
 from tunecompile.verify import LIMIT
 
@@ -126,16 +127,26 @@ def error_summary(gradients: list[dict]) -> list[list[str]]:
     """Gradient errors by kind of parameter."""
     from tunecompile.compare.meters import median
 
-    groups: dict[str, list[dict]] = {}
-    for row in gradients:
-        parts = [p for p in row["parameter"].split(".") if not p.isdigit() and p not in ("model", "layers", "weight")]
-        groups.setdefault(" ".join(parts), []).append(row)
     table = []
-    for name, rows in groups.items():
+    for name, rows in families(gradients).items():
         ratios = [r["error"] / r["yardstick"] for r in rows]
         table.append([name, str(len(rows)), f"{median([r['eager_error'] for r in rows]):.2e}", f"{median([r['error'] for r in rows]):.2e}",
                       f"{median(ratios):.3f}", f"{max(ratios):.3f}", f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}"])
     return table
+
+
+def against_title(result: dict) -> str:
+    """Which older result, and what is of another version since."""
+    old, new = result["against"]["versions"], result["versions"]
+    moved = [f"{name} {old.get(name, 'none')} → {new.get(name, 'none')}" for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    since = f"Since {result['against']['date'][:10]}" + (f", commit {result['against']['commit'][:12]}" if result["against"]["commit"] else "")
+    return since + (f": {', '.join(moved)}" if moved else "")
+
+
+def against_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    head = ["system", "shape", "figure", "before", "now", "change", "verdict"]
+    return head, [[row["system"], row["shape"], row["figure"], row["before"], row["now"], f"{row['change']:+.1%}" if "change" in row else "", row["verdict"]]
+                  for row in rows]
 
 
 def figures(result: dict) -> list[tuple[str, str]]:
@@ -174,7 +185,11 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     head, rows = run_table(runs)
     fields = {"result": result, "runs": runs, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
               "errors": error_summary(result["gradients"]),
-              "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"])}
+              "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"]),
+              "worse": sum(row["worse"] for row in result.get("against", {}).get("rows", []))}
+    if "against" in result:
+        since_head, since_rows = against_table(result["against"]["rows"])
+        fields |= {"since": against_title(result), "since_head": since_head, "since_rows": since_rows}
     environment = make_environment()
     paths = {kind: out / f"report.{kind}" for kind in ("json", "md", "html")}
     paths["json"].write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ class Comparison:
     systems: list[System]
     job: Job
     out: Path
-    name: str = ""  # the model's name in the results
+    name: str = ""  # the model's name in the results; "": its folder's
     reference_steps: int = 10
     seeds: int = 1  # so many repetitions; checks and answers are those of the first
     check: bool = True
@@ -43,6 +43,10 @@ class Comparison:
     warm: bool = False  # measure the first step of compiling systems once more, in another process that finds the caches filled
     keep: Callable[[dict], None] = field(default=lambda result: None)  # is given the result before it is checked, lest that fail
     listen: Listener = field(default=lambda system, event, fields: None)
+
+    @property
+    def model_name(self) -> str:
+        return self.name or Path(self.job.model).name
 
 
 class WorkerFailed(TunecompileError):
@@ -246,7 +250,7 @@ def break_even(run: dict, eager: dict | None) -> int | None:
 def assemble(comparison: Comparison, outcome: dict, reference: dict | None, check: Check) -> dict:
     """The common JSON shape, with what the report shows beside."""
     job = comparison.job
-    common = {"model": comparison.name or Path(job.model).name, "mode": job.mode, "budget_gib": None, "gpus": int(job.device == "cuda"),
+    common = {"model": comparison.model_name, "mode": job.mode, "budget_gib": None, "gpus": int(job.device == "cuda"),
               "optimizer": "adamw-fused"}
     runs = []
     for order, system in enumerate(comparison.systems):
@@ -273,7 +277,7 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
         "verdicts": [asdict(v) for v in check.verdicts + judge_curves(together) + judge_speed(together)],
         "compiler": {key: report.get(key) for key in ("regions", "compiles")} | {"notes": list(dict.fromkeys(notes))},
         "answers": ours.get("answers", []),
-        "settings": job.to_dict() | {"seeds": comparison.seeds, "turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
+        "settings": job.to_dict() | ({"data_sha256": data.digest(job.data)} if job.data else {}) | {"seeds": comparison.seeds, "turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),
                                      "dropped_rows": next((r["dropped_rows"] for r in outcome.values() if "dropped_rows" in r), 0)},
     }
     if reference and reference.get("runs") and reference["runs"][0].get("status") == "ok":
@@ -290,7 +294,8 @@ def budget_of(system: System) -> dict:
 
 
 def passed(result: dict) -> bool:
-    """Whether every system that could run ran, and every verdict holds."""
-    return all(v["passed"] for v in result["verdicts"]) and all(r["status"] in ("ok", "not installed") for r in result["runs"])
+    """Whether every system that could run ran, every verdict holds, and nothing got worse since an older result."""
+    return all(v["passed"] for v in result["verdicts"]) and all(r["status"] in ("ok", "not installed") for r in result["runs"]) \
+        and not any(row["worse"] for row in result.get("against", {}).get("rows", []))
 
 
