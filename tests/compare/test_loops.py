@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunecompile.compare import worker
+from tunecompile.compare import data, models, worker
 from tunecompile.compare.shapes import save_shape_model
 from tunecompile.compare.spec import Job
 
@@ -52,3 +52,21 @@ def test_answers_and_a_saved_adapter(job, tmp_path):
     answers = worker.data_run(job)["answers"]
     assert len(answers) == 2 and all(a["expected"] == "words" for a in answers)
     assert worker.reload_adapter(job)["answers"] == [a["after"] for a in answers]
+
+
+def test_the_held_out_loss_does_not_depend_on_the_batch_and_is_that_of_rows_nobody_trains_on(job, monkeypatch):
+    seen = set()
+    collate = data.collate
+
+    def watching(examples, *rest):
+        seen.update(tuple(example.input_ids) for example in examples)
+        return collate(examples, *rest)
+
+    runs = [worker.data_run(job.replace(trainer="loop", batch=batch))["runs"][0] for batch in (2, 3, 4)]
+    assert runs[0]["held_out_before"] == pytest.approx(runs[1]["held_out_before"], abs=1e-5) == pytest.approx(runs[2]["held_out_before"], abs=1e-5)
+    rows = [{"text": "few " * number} for number in range(1, 13)]
+    tokenizer = models.load_tokenizer(job)
+    split = data.split_rows(rows, tokenizer, job)
+    monkeypatch.setattr(data, "collate", watching)
+    data.make_batches(split.train, tokenizer, job, 20)
+    assert len(split.held_out) == 4 and not seen & {tuple(data.tokenise(row, tokenizer, job.model).input_ids) for row in split.held_out}

@@ -154,6 +154,12 @@ def collate(examples: list[Example], pad_id: int, multiple: int) -> dict[str, to
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def held_out_batches(rows: list[dict], tokenizer, job: Job) -> list[dict[str, torch.Tensor]]:
+    """Every row once, padded; the last batch may be a smaller one."""
+    parts = [rows[start:start + job.batch] for start in range(0, len(rows), job.batch)]
+    return [collate([tokenise(row, tokenizer, job.model) for row in part], tokenizer.pad_token_id, job.pad_to) for part in parts]
+
+
 def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict[str, torch.Tensor]]:
     """`count` batches in order, beginning again when the rows run out."""
     def batch(number: int) -> list[Example]:

@@ -57,7 +57,7 @@ def data_run(job: Job) -> dict:
     split = data.split_rows(data.read_rows(job.data), tokenizer, job)
     model = models.load_model(job)
     result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
-    held_out = data.make_batches(split.held_out, tokenizer, job, -(-len(split.held_out) // job.batch)) if split.held_out else []
+    held_out = data.held_out_batches(split.held_out, tokenizer, job)
     before = {"held_out_before": held_out_loss(model, held_out, job)} if held_out else {}
     asked = questions(split, job)
     answers = [{"before": text} for text in answer_all(model, tokenizer, asked, job)]
@@ -107,12 +107,14 @@ def measured(model, job: Job, train) -> dict:
 
 
 def held_out_loss(model, batches: list[dict], job: Job) -> float:
-    """Mean loss over the held-out rows, in eval mode."""
+    """Nats a learned token over the held-out rows, in eval mode: however the rows are batched, a token counts once."""
+    from tunecompile.compare.data import IGNORED
     from tunecompile.compare.loops import to_device
     from tunecompile.compare.models import evaluating, precision
 
     with evaluating(model), precision(job):
-        return sum(float(model(**to_device(batch, job.device)).loss) for batch in batches) / len(batches)
+        learned = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
+        return sum(float(model(**to_device(batch, job.device)).loss) * count for batch, count in zip(batches, learned)) / sum(learned)
 
 
 def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
