@@ -19,7 +19,8 @@ from tunecompile.errors import TunecompileError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Compiles the fine-tuning step of language models, and shows what that gains.")
 
-Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants.")]
+Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants. "
+                                         "Their versions are in the table; a peer that is not installed is a row that says how to install it.")]
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
 
 

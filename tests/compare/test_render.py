@@ -23,7 +23,7 @@ def run(system, ms, first, **more):
 def result():
     gradients = [{"parameter": f"model.layers.{i}.mlp.up_proj.lora_{ab}.weight", "error": 1e-3, "eager_error": 2e-3, "yardstick": 2e-3,
                   "norm_ratio": 1.0, "has_gradient": True} for i in range(3) for ab in "AB"]
-    away = {"system": "liger", "model": "m", "mode": "qlora", "shape": "4x64", "status": "not installed", "order": 1}
+    away = {"system": "liger", "model": "m", "mode": "qlora", "shape": "4x64", "status": "not installed", "order": 1, "install": "pip install liger-kernel"}
     return {
         "schema": 1, "date": "2026-01-01T00:00:00Z", "commit": "0123456789abcdef", "dirty": True, "command": "tunecompile compare",
         "machine": {"gpu": None, "gpu_count": 0, "cpu": "some CPU", "memory_gib": 8.0}, "versions": {"torch": "2.13.0"},
@@ -45,6 +45,13 @@ def test_three_files_that_say_the_same(result, tmp_path):
         for wanted in ("not installed", "step 501", "rms_norm", "a note", "What?", "A check fails", "too slow", "2 longer ones left out"):
             assert wanted in text, (kind, wanted)
     assert "80.0" in run_table(result["runs"])[1][2]
+
+
+def test_versions_of_peers_and_how_to_install_one_that_is_away(result):
+    assert "version" not in run_table(result["runs"])[0]  # of an older result
+    result["runs"][0]["version"] = "5.23.0"
+    head, rows = run_table(result["runs"])
+    assert rows[0][head.index("version")] == "5.23.0" and rows[1][1] == "not installed: pip install liger-kernel"
 
 
 def test_the_page_needs_nothing_from_outside_and_escapes(result, tmp_path):

@@ -1,10 +1,12 @@
 """A few real steps of a tiny model: through a worker process, and through a whole comparison without a compiler."""
 
 import json
+from importlib import metadata
 
 import pytest
 import torch
 
+import tunecompile
 from tunecompile.compare import meters, models, worker
 from tunecompile.compare.processes import Worker, run_workers
 from tunecompile.compare.run import Comparison, run_comparison
@@ -32,6 +34,8 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
     absent = System("liger", "liger", package="a_package_that_nobody_has")
     result = run_comparison(Comparison([SYSTEMS["hf"], absent, SYSTEMS["tunecompile"], SYSTEMS["tunecompile-fp8"]], job, tmp_path, turns=True))
     assert [r["status"] for r in result["runs"]] == ["ok", "not installed", "ok", "ok"]
+    assert [r["version"] for r in result["runs"]] == [metadata.version("transformers"), None, tunecompile.__version__, tunecompile.__version__]
+    assert result["runs"][1]["install"] == "pip install a-package-that-nobody-has"
     assert result["runs"][0]["losses"] == result["runs"][2]["losses"] and [row["largest"] for row in result["curves"]] == [0, 0]
     assert len(result["reduced_gradients"]) == 28
     assert len(result["gradients"]) == 28

@@ -12,6 +12,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import tunecompile
+
 SCHEMA = 1  # the version of what is saved: see result.py
 PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "trl", "unsloth", "liger_kernel", "tunecompile")
 
@@ -43,12 +45,17 @@ def describe_machine() -> dict:
     return {"gpu": torch.cuda.get_device_name(0) if gpus else None, "gpu_count": gpus, "cpu": cpu_name(), "memory_gib": memory_gib()}
 
 
+def version_of(package: str) -> str | None:
+    """The installed version; tunecompile's own also where it runs from its source tree."""
+    if package == "tunecompile":
+        return tunecompile.__version__
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
 def describe_versions() -> dict:
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+    return {package: version for package in PACKAGES if (version := version_of(package))}
 
 
 def describe_source() -> dict:

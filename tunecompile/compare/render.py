@@ -11,6 +11,7 @@ from tunecompile.compare.seeds import merge_seeds
 from tunecompile.verify import LIMIT
 
 COLUMNS = (  # heading, how to read it off a run
+    ("version", lambda r: r.get("version") or ""),
     ("tokens/s", lambda r: f"{r['tokens_per_s']:,.0f}{spread(r, 'tokens_per_s', ',.0f')}"),
     ("step, ms", lambda r: f"{r['step_ms']['median']:,.1f}"),
     ("fastest to slowest", lambda r: f"{r['step_ms']['min']:,.1f} to {r['step_ms']['max']:,.1f}"),
@@ -60,7 +61,8 @@ def run_table(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for run in runs:
         first = [name_of(run), *([run["shape"]] if several else [])]
-        cells = [read(run) for _, read in filled] if run["status"] == "ok" else [run["status"], *[""] * (len(filled) - 1)]
+        said = run["status"] + (f": {run['install']}" if run.get("install") else "")
+        cells = [read(run) for _, read in filled] if run["status"] == "ok" else [said, *[""] * (len(filled) - 1)]
         rows.append(first + cells)
     return head, rows
 

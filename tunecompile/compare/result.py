@@ -46,7 +46,8 @@ class Run(Part):
     status: str  # ok, oom, not installed, or error: ...
     order: int
     seed: int | None = None  # of the adapters, the order of the rows and dropout
-    version: str | None = None  # of the system's own package
+    version: str | None = None  # of the system's own package: transformers' for hf, torch's for compile
+    install: str | None = None  # where it is not installed: the command that does it
     tokens_per_s: float | None = None  # real ones: no padding
     step_ms: StepMs | None = None
     all_step_ms: list[float] | None = None  # the last `repeats` of them are the timed ones

@@ -254,10 +254,12 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
               "optimizer": "adamw-fused"}
     runs = []
     for order, system in enumerate(comparison.systems):
-        result = outcome.get(system.name, {"status": "not installed"})
+        away = {"status": "not installed", "install": f"pip install {system.distribution}"}
+        result = outcome.get(system.name, away)
+        about = {"version": machine.version_of(system.distribution)} | ({"install": away["install"]} if result is away else {})
         rows = result.get("runs") or [{"shape": shape, "status": result["status"]} for shape in job.shapes or (job.shape,)]
         for row in rows:
-            runs.append({"system": system.name} | common | budget_of(system) | {"attention": result.get("attention"), "order": order} | row)
+            runs.append({"system": system.name} | common | about | budget_of(system) | {"attention": result.get("attention"), "order": order} | row)
     if job.device == "cuda":
         clock = machine.gpu_clock_mhz()
         runs = [run | {"clock_mhz": clock} if run["status"] == "ok" else run for run in runs]

@@ -13,6 +13,9 @@ REFERENCE = "reference"  # the high-precision run that the others are judged aga
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+DISTRIBUTIONS = {"compile": "torch", "tunecompile": "tunecompile"}  # of engines that need no package of their own; others are transformers' code
+
+
 @dataclass(frozen=True)
 class System:
     """One way to run the same training code."""
@@ -28,6 +31,11 @@ class System:
     @property
     def installed(self) -> bool:
         return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def distribution(self) -> str:
+        """What pip calls the package whose version this system has."""
+        return (self.package or DISTRIBUTIONS.get(self.engine, "transformers")).replace("_", "-")
 
 
 SYSTEMS = {
