@@ -35,6 +35,8 @@ def compare(
     steps: Annotated[int, typer.Option(min=1)] = 20,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 512,
+    batching: Annotated[str, typer.Option(help="padded: rows of a batch are padded to one length; packed: the same rows one after the other, "
+                                               "without padding, each with positions and attention of its own.")] = "padded",
     pad_to: Annotated[int, typer.Option(min=1, help="Pad lengths to a multiple of this, for every system.")] = 64,
     too_long: Annotated[str, typer.Option(help="What to do with longer rows: error or drop.")] = "error",
     shape: Annotated[str, typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without data.")] = "4x2048",
@@ -64,6 +66,7 @@ def compare(
             return repeat(against, out, context)
         job = Job(system="hf", model=model, mode=pick_mode(qlora, lora, full), trainer=one_of("--trainer", trainer, "sft", "loop"),
                   data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
+                  batching=one_of("--batching", batching, "padded", "packed"),
                   too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers,
                   device=pick_device(device), dtype=pick_dtype(dtype, pick_device(device)), checkpointing=gradient_checkpointing)
         if is_shape(model) and data is None:

@@ -127,3 +127,14 @@ def test_another_repetition_has_the_same_held_out_rows_in_another_order_of_train
     first, second = (data.split_rows(rows, tokenizer, job.replace(repeat=repeat)) for repeat in range(2))
     assert first.held_out == second.held_out and first.train != second.train
     assert sorted(map(str, first.train)) == sorted(map(str, second.train))
+
+
+def test_packed_rows_begin_anew_at_every_border(tokenizer):
+    rows = [{"prompt": "a ", "completion": "b c"}, {"text": "d d"}, {"text": "c"}]
+    job = Job(system="hf", model="m", batch=3, batching="packed")
+    (batch,) = data.make_batches(rows, tokenizer, job, 1)
+    a, b, c, d, end = (tokenizer.convert_tokens_to_ids(word) for word in ("a", "b", "c", "d", "<end>"))
+    assert batch["input_ids"].tolist() == [[a, b, c, end, d, d, end, c, end]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, b, c, end, -100, d, end, -100, end]] and batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert "packed_seq_lengths" in data.make_batches(rows, tokenizer, job.replace(system="unsloth"), 1)[0]

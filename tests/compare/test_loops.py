@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import tunecompile
 from tunecompile.compare import data, models, worker
 from tunecompile.compare.shapes import save_shape_model
 from tunecompile.compare.spec import Job
@@ -70,3 +71,25 @@ def test_the_held_out_loss_does_not_depend_on_the_batch_and_is_that_of_rows_nobo
     monkeypatch.setattr(data, "collate", watching)
     data.make_batches(split.train, tokenizer, job, 20)
     assert len(split.held_out) == 4 and not seen & {tuple(data.tokenise(row, tokenizer, job.model).input_ids) for row in split.held_out}
+
+
+@pytest.mark.parametrize(("trainer", "kind"), [("sft", "prompt"), ("loop", "prompt"), ("loop", "text")])
+def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path):
+    """The same documents in every step: neither attention nor the loss crosses from one into the next."""
+    if kind == "text":  # the first token of each has a label
+        (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "few " * number}) for number in range(1, 13)))
+        job = job.replace(data=str(tmp_path / "rows.jsonl"))
+    padded, packed = (worker.data_run(job.replace(trainer=trainer, batching=batching))["runs"][0] for batching in ("padded", "packed"))
+    assert packed["losses"] == pytest.approx(padded["losses"], abs=1e-5) and packed["held_out_after"] == pytest.approx(padded["held_out_after"], abs=1e-5)
+    counted = [run["tokens_per_s"] * run["step_ms"]["median"] for run in (padded, packed)]
+    assert counted[0] == pytest.approx(counted[1])  # real tokens alone
+
+
+def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
+    monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
+    eager, ours = (worker.data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0] for system in ("hf", "tunecompile"))
+    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-5)
+
+
+def optimized_without_inductor(model, job):
+    return tunecompile.optimize(model, executor="eager") if job.engine == "tunecompile" else model

@@ -1,4 +1,4 @@
-"""JSON Lines -> the same batches for every system: read, check, split, tokenise, pad.
+"""JSON Lines -> the same batches for every system: read, check, split, tokenise, pad or pack.
 
 Three kinds of row are understood: `messages` (chat), `prompt` with `completion`, and `text`. The loss is on the last
 assistant message or the completion alone; with `text` it is on everything.
@@ -166,7 +166,8 @@ def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict
         picked = [rows[(number * job.batch + i) % len(rows)] for i in range(job.batch)]
         return [tokenise(row, tokenizer, job.model) for row in picked]
 
-    return [collate(batch(number), tokenizer.pad_token_id, job.pad_to) for number in range(count)]
+    batches = [collate(batch(number), tokenizer.pad_token_id, job.pad_to) for number in range(count)]
+    return [pack(batch, job) for batch in batches] if job.batching == "packed" else batches
 
 
 #: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121 tokens) and of the
@@ -182,7 +183,8 @@ def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: in
     for _ in range(count):
         ids = torch.randint(3, vocabulary - 256, (shape.rows, shape.length), generator=generator)
         batches.append(cut(ids, row_lengths(shape, generator), job.pad_to) if shape.padded else {"input_ids": ids, "labels": ids.clone()})
-    return [flatten(batch) if system(job.system).padding_free and shape.padded else batch for batch in batches]
+    packed = shape.padded and (job.batching == "packed" or system(job.system).padding_free)
+    return [pack(batch, job) for batch in batches] if packed else batches
 
 
 def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -199,14 +201,15 @@ def cut(ids: torch.Tensor, lengths: torch.Tensor, multiple: int) -> dict[str, to
     return collate([Example(row[:n], row[:n]) for row, n in zip(ids.tolist(), lengths.tolist())], 0, multiple)
 
 
-def flatten(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A padded batch as one row, as Unsloth's padding-free collator hands it to the model: positions begin anew with every sequence, and so
-    does attention by `packed_seq_lengths` (int32 [rows]); no sequence's first token is a label of the one before it."""
+def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
+    """A padded batch as one row, as padding-free collators hand it to the model: positions begin anew with every sequence, and so does attention,
+    which transformers reads off them where no mask is given; no sequence's first token is a label of the one before it. Unsloth reads
+    `packed_seq_lengths` (int32 [rows])."""
     mask = batch["attention_mask"].bool()
     positions = torch.arange(mask.shape[1]).expand_as(mask)[mask]
     labels = batch["labels"][mask].masked_fill(positions == 0, IGNORED)
-    return {"input_ids": batch["input_ids"][mask][None], "labels": labels[None], "position_ids": positions[None],
-            "packed_seq_lengths": mask.sum(1).to(torch.int32)}
+    lengths = {"packed_seq_lengths": mask.sum(1).to(torch.int32)} if job.engine == "unsloth" else {}
+    return {"input_ids": batch["input_ids"][mask][None], "labels": labels[None], "position_ids": positions[None]} | lengths
 
 
 def prepare_tokenizer(tokenizer):

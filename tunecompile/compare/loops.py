@@ -78,10 +78,12 @@ def train_sft(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
     from trl import SFTConfig, SFTTrainer
 
     exact = job.engine == REFERENCE
+    packed = job.batching == "packed"
     folder = tempfile.TemporaryDirectory(prefix="tunecompile-")  # nothing is saved in it
     config = SFTConfig(
         output_dir=folder.name, max_steps=job.steps, per_device_train_batch_size=job.batch,
-        learning_rate=job.lr, lr_scheduler_type="constant", max_length=job.seq_len, pad_to_multiple_of=job.pad_to,
+        learning_rate=job.lr, lr_scheduler_type="constant", padding_free=packed,
+        max_length=None if packed else job.seq_len, pad_to_multiple_of=None if packed else job.pad_to,  # rows are no longer than seq_len as it is
         gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=job.dtype == "bfloat16" and not exact, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
         seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)

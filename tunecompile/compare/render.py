@@ -74,7 +74,8 @@ def facts(result: dict) -> list[tuple[str, str]]:
     how = {"qlora": "QLoRA: NF4 base, double-quantised, ", "lora": "LoRA, ", "full": "full fine-tuning, "}[settings["mode"]]
     adapter = "" if settings["mode"] == "full" else f"r={settings['rank']}, alpha={settings['alpha']}, "
     shape = ", ".join(settings["shapes"]) if settings["shapes"] else (
-        f"{settings['batch']} rows a step, at most {settings['seq_len']} tokens, padded to multiples of {settings['pad_to']} for every system")
+        f"{settings['batch']} rows a step, at most {settings['seq_len']} tokens, " + (
+            "packed into one without padding" if settings.get("batching") == "packed" else f"padded to multiples of {settings['pad_to']} for every system"))
     source = "random tokens" if settings["shapes"] else f"{settings['rows']:,} rows of {Path(settings['data']).name}"
     if settings["dropped_rows"]:
         source += f" ({settings['dropped_rows']} longer ones left out)"

@@ -122,6 +122,7 @@ class Job:
     batch: int = 4
     seq_len: int = 512
     pad_to: int = 64  # lengths are padded to a multiple of this, so that few shapes occur
+    batching: str = "padded"  # or packed: the same rows as one without padding, whose positions begin anew with each
     too_long: str = "error"  # error or drop
     lr: float = 2e-4
     seed: int = 0
