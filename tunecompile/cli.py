@@ -28,7 +28,7 @@ Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and r
 def compare(
     context: typer.Context,
     model: Annotated[Optional[str], typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")] = None,
-    data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text.")] = None,
+    data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text; for --loss dpo with prompt, chosen and rejected.")] = None,
     qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).")] = False,
     lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base as it is.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
@@ -42,7 +42,8 @@ def compare(
     shape: Annotated[str, typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without data.")] = "4x2048",
     lr: Annotated[float, typer.Option(min=0)] = 2e-4,
     systems: Systems = "eager,compile,liger,unsloth,tunecompile",
-    trainer: Annotated[str, typer.Option(help="sft: TRL's SFTTrainer; loop: a plain PyTorch loop.")] = "sft",
+    trainer: Annotated[str, typer.Option(help="sft: TRL's SFTTrainer, or its DPOTrainer for --loss dpo; loop: a plain PyTorch loop.")] = "sft",
+    loss: Annotated[str, typer.Option(help="sft, or dpo: rows have prompt, chosen and rejected; the reference is the model without its adapter.")] = "sft",
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -66,7 +67,7 @@ def compare(
             return repeat(against, out, context)
         job = Job(system="hf", model=model, mode=pick_mode(qlora, lora, full), trainer=one_of("--trainer", trainer, "sft", "loop"),
                   data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
-                  batching=one_of("--batching", batching, "padded", "packed"),
+                  loss=one_of("--loss", loss, "sft", "dpo"), batching=one_of("--batching", batching, "padded", "packed"),
                   too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers,
                   device=pick_device(device), dtype=pick_dtype(dtype, pick_device(device)), checkpointing=gradient_checkpointing)
         if is_shape(model) and data is None:

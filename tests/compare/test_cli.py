@@ -37,6 +37,11 @@ def no_config(tmp_path):
     (["--model", "llama-tiny", "--qlora", "--full"], "only one of"),
     (["--model", "llama-tiny", "--trainer", "magic"], "choose from sft, loop"),
     (["--model", "llama-tiny", "--dtype", "int3"], "choose from auto"),
+    (["--model", "llama-tiny", "--loss", "magic"], "choose from sft, dpo"),
+    (["--model", "llama-tiny", "--loss", "dpo"], "needs rows with prompt, chosen and rejected"),
+    (["--model", "some/model", "--loss", "dpo", "--full"], "use --lora or --qlora"),
+    (["--model", "some/model", "--loss", "dpo", "--batching", "packed"], "its pairs are padded"),
+    (["--model", "some/model", "--batching", "loose"], "choose from padded, packed"),
     (["--model", "some/model"], "--data is missing"),
     (["--model", "some/model", "--data", "absent.jsonl"], "no data file at 'absent.jsonl'"),
 ])

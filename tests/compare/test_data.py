@@ -138,3 +138,22 @@ def test_packed_rows_begin_anew_at_every_border(tokenizer):
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[-100, b, c, end, -100, d, end, -100, end]] and batch.keys() == {"input_ids", "labels", "position_ids"}
     assert "packed_seq_lengths" in data.make_batches(rows, tokenizer, job.replace(system="unsloth"), 1)[0]
+
+
+def test_pairs_are_text_or_messages_with_the_chosen_answers_first(tokenizer, tmp_path):
+    said = [{"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "a ", "chosen": "b", "rejected": "c d"}, {"prompt": [{"role": "user", "content": "a"}], "chosen": said, "rejected": said}]
+    assert data.read_rows(write(tmp_path, *rows), "dpo") == rows
+    batch = data.collate_rows(data.read_rows(write(tmp_path, rows[0], rows[0] | {"chosen": "d"}), "dpo"), tokenizer, Job(system="hf", model="m", pad_to=4))
+    answers = [[token for token in row if token >= 0] for row in batch["labels"].tolist()]
+    assert [tokenizer.convert_ids_to_tokens(answer) for answer in answers] == [["b", "<end>"], ["d", "<end>"], ["c", "d", "<end>"], ["c", "d", "<end>"]]
+    assert len(data.examples_of(rows[1], tokenizer, "m")) == 2
+    job = Job(system="hf", model="m", loss="dpo", seq_len=3, batch=1)
+    with pytest.raises(errors.RowsTooLong, match="1 of 1 .* 4 tokens"):  # the longer of the two counts
+        data.split_rows([rows[0]], tokenizer, job)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "b", "rejected": ""}, {"prompt": "a", "chosen": "b", "rejected": []}])
+def test_half_a_pair_is_refused(tmp_path, row):
+    with pytest.raises(errors.WrongPair, match="line 2.*'prompt', 'chosen'"):
+        data.read_rows(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row), "dpo")

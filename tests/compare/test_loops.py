@@ -1,8 +1,11 @@
 """SFTTrainer and the plain loop train on the same rows in their own ways; both are measured, and an adapter survives."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
+import torch
 
 import tunecompile
 from tunecompile.compare import data, models, worker
@@ -93,3 +96,39 @@ def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
 
 def optimized_without_inductor(model, job):
     return tunecompile.optimize(model, executor="eager") if job.engine == "tunecompile" else model
+
+
+@pytest.fixture
+def pairs(job, tmp_path):
+    rows = [{"prompt": "a few " * (number % 3 + 1), "chosen": "words", "rejected": "few few " * (number % 2 + 1)} for number in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return job.replace(data=str(tmp_path / "pairs.jsonl"), loss="dpo")
+
+
+@pytest.mark.parametrize("trainer", ["sft", "loop"])
+def test_dpo_learns_pairs(pairs, trainer):
+    run = worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False))["runs"][0]
+    assert run["losses"][0] == pytest.approx(math.log(2)) == pytest.approx(run["held_out_before"])  # a fresh adapter is the reference
+    assert run["losses"][-1] < run["losses"][0] and run["held_out_after"] < run["held_out_before"]
+
+
+@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.slow), "loop"])
+def test_dpo_of_an_optimized_model_is_eagers(pairs, trainer, monkeypatch, tmp_path):
+    """Losses of the training, and the gradients of one step; the reference's forward lies between the policy's and its backward."""
+    monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
+    runs, gradients = [], []
+    for system in ("hf", "tunecompile"):
+        made = worker.data_run(pairs.replace(trainer=trainer, system=system, saved_bytes=False, gradients=str(tmp_path / system)))
+        runs.append(made["runs"][0])
+        gradients.append(torch.load(tmp_path / system)["gradients"])
+    assert made["report"]["compiles"] > 0 and runs[1]["losses"] == pytest.approx(runs[0]["losses"], abs=1e-5)
+    assert all("lora" in name and gradient.any() for name, gradient in gradients[0].items())
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_trl_and_the_plain_loop_agree_about_dpo(pairs):
+    """On the same batch, which is all there is."""
+    rows = Path(pairs.data).read_text().splitlines()[:8]
+    Path(pairs.data).write_text("\n".join(rows))
+    sft, loop = (worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False, batch=4))["runs"][0]["losses"] for trainer in ("sft", "loop"))
+    assert sft == pytest.approx(loop, abs=1e-5)

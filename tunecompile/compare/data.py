@@ -1,7 +1,7 @@
 """JSON Lines -> the same batches for every system: read, check, split, tokenise, pad or pack.
 
 Three kinds of row are understood: `messages` (chat), `prompt` with `completion`, and `text`. The loss is on the last
-assistant message or the completion alone; with `text` it is on everything.
+assistant message or the completion alone; with `text` it is on everything. For DPO a row has `prompt`, `chosen` and `rejected`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tunecompile.compare.errors import (
-    BadJson, BadMessages, DataNotFound, EmptyData, NoChatTemplate, RowsTooLong, TooFewRows, WrongColumns,
+    BadJson, BadMessages, DataNotFound, EmptyData, NoChatTemplate, RowsTooLong, TooFewRows, WrongColumns, WrongPair,
 )
 from tunecompile.compare.spec import Job, Shape, system
 
@@ -32,22 +32,22 @@ class Example:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows in the trainer's own format (`prompt` and `completion`, or `text`), in training order."""
+    """Rows in the trainer's own format (`prompt` and `completion`, or `text`; `prompt`, `chosen` and `rejected`), in training order."""
 
     train: list[dict]
     held_out: list[dict]
     dropped: int = 0
 
 
-def read_rows(path: str) -> list[dict]:
+def read_rows(path: str, loss: str = "sft") -> list[dict]:
     """Read and check every row, so that a mistake in the last line is found before anything is loaded."""
     if not Path(path).is_file():
         raise DataNotFound(path=path)
-    rows = []
+    rows, check = [], check_pair if loss == "dpo" else check_row
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                rows.append(check_row(parse_line(line, path, number), path, number))
+                rows.append(check(parse_line(line, path, number), path, number))
     if not rows:
         raise EmptyData(path=path)
     return rows
@@ -72,8 +72,7 @@ def check_row(row: dict, path: str, number: int) -> dict:
     """Bring a row into one of two forms: prompt and completion (both text or both messages), or text."""
     if "messages" in row:
         messages = row["messages"]
-        whole = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
-        if not whole or not messages:
+        if not is_chat(messages):
             raise BadMessages(path=path, line=number, reason="a message without role or content" if messages else "no messages")
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise BadMessages(path=path, line=number, reason="there is no answer to learn")
@@ -85,9 +84,21 @@ def check_row(row: dict, path: str, number: int) -> dict:
     raise WrongColumns(path=path, line=number, found=", ".join(map(repr, row)) or "none")
 
 
+def check_pair(row: dict, path: str, number: int) -> dict:
+    """A prompt and its two answers, all of them text or all of them messages."""
+    pair = {column: row.get(column) for column in ("prompt", "chosen", "rejected")}
+    if not (all(isinstance(part, str) and part for part in pair.values()) or all(map(is_chat, pair.values()))):
+        raise WrongPair(path=path, line=number, found=", ".join(map(repr, row)) or "none")
+    return pair
+
+
+def is_chat(messages) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+
+
 def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
     """Shuffle by seed, leave out what is too long, keep the held-out rows from training: the same ones in every repetition."""
-    lengths = [len(tokenise(row, tokenizer, job.model).input_ids) for row in rows]
+    lengths = [max(len(example.input_ids) for example in examples_of(row, tokenizer, job.model)) for row in rows]
     longest = max(lengths)
     if longest > job.seq_len and job.too_long == "error":
         count = sum(length > job.seq_len for length in lengths)
@@ -131,6 +142,19 @@ def tokenise(row: dict, tokenizer, model: str) -> Example:
     return Example(ids, [IGNORED] * start + ids[start:])
 
 
+def examples_of(row: dict, tokenizer, model: str) -> list[Example]:
+    """The sequences that a row is trained on: one, or the chosen answer and the rejected one after their prompt."""
+    if "chosen" not in row:
+        return [tokenise(row, tokenizer, model)]
+    return [tokenise({"prompt": row["prompt"], "completion": row[answer]}, tokenizer, model) for answer in ("chosen", "rejected")]
+
+
+def collate_rows(rows: list[dict], tokenizer, job: Job) -> dict[str, torch.Tensor]:
+    """A padded batch; of pairs all chosen answers come first, and the rejected ones below."""
+    columns = zip(*(examples_of(row, tokenizer, job.model) for row in rows))
+    return collate([example for column in columns for example in column], tokenizer.pad_token_id, job.pad_to)
+
+
 def end_with_eos(ids: list[int], tokenizer) -> list[int]:
     """The end of the answer has to be learned too."""
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
@@ -157,16 +181,13 @@ def collate(examples: list[Example], pad_id: int, multiple: int) -> dict[str, to
 def held_out_batches(rows: list[dict], tokenizer, job: Job) -> list[dict[str, torch.Tensor]]:
     """Every row once, padded; the last batch may be a smaller one."""
     parts = [rows[start:start + job.batch] for start in range(0, len(rows), job.batch)]
-    return [collate([tokenise(row, tokenizer, job.model) for row in part], tokenizer.pad_token_id, job.pad_to) for part in parts]
+    return [collate_rows(part, tokenizer, job) for part in parts]
 
 
 def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict[str, torch.Tensor]]:
     """`count` batches in order, beginning again when the rows run out."""
-    def batch(number: int) -> list[Example]:
-        picked = [rows[(number * job.batch + i) % len(rows)] for i in range(job.batch)]
-        return [tokenise(row, tokenizer, job.model) for row in picked]
-
-    batches = [collate(batch(number), tokenizer.pad_token_id, job.pad_to) for number in range(count)]
+    picked = [[rows[(number * job.batch + i) % len(rows)] for i in range(job.batch)] for number in range(count)]
+    batches = [collate_rows(part, tokenizer, job) for part in picked]
     return [pack(batch, job) for batch in batches] if job.batching == "packed" else batches
 
 

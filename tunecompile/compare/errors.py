@@ -42,6 +42,13 @@ class WrongColumns(TunecompileError):
     )
 
 
+class WrongPair(TunecompileError):
+    template = (
+        "{path}, line {line}: found the columns {found}, but --loss dpo needs 'prompt', 'chosen' and 'rejected', all of them text "
+        "or all of them lists of messages."
+    )
+
+
 class BadMessages(TunecompileError):
     template = "{path}, line {line}: {reason}. 'messages' is a list of {{'role', 'content'}} that ends with the assistant."
 

@@ -11,6 +11,7 @@ import contextlib
 import torch
 from torch import nn
 
+from tunecompile.compare.losses import loss_of
 from tunecompile.compare.models import precision, set_initial_adapter, short_name
 from tunecompile.compare.spec import Job
 
@@ -51,14 +52,14 @@ def families(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def dump_gradients(model: nn.Module, batch: dict, job: Job, path: str, initial: dict | None = None) -> None:
-    """One forward and backward through `model(**batch).loss`; loss and gradients go to a file.
+    """One forward and backward, as in a plain loop; loss and gradients go to a file.
 
     `initial` holds the values before training where these are no adapter (full fine-tuning).
     """
     model.zero_grad(set_to_none=True)
     with check_state(model, job.seed, initial):
         with precision(job):
-            loss = model(**batch).loss
+            loss = loss_of(model, batch, job)
         loss.backward()
     trainable = {short_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if p.grad is None else p.grad.detach().cpu() for name, p in trainable.items()}

@@ -1,4 +1,4 @@
-"""The training code itself: a plain loop and TRL's SFTTrainer. It is the same for every system."""
+"""The training code itself: a plain loop and TRL's SFTTrainer or DPOTrainer. It is the same for every system."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tunecompile.compare.losses import BETA, loss_of
 from tunecompile.compare.meters import StepClock
 from tunecompile.compare.models import precision
 from tunecompile.compare.spec import REFERENCE, Job
@@ -57,7 +58,7 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
 
     def forward(batch: Batch) -> torch.Tensor:
         with precision(job):
-            return model(**batch).loss
+            return loss_of(model, batch, job)
 
     model.train()
     for batch in batches:
@@ -72,23 +73,33 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
     return Trained(clock, forward, optimizer, batch)
 
 
-def train_sft(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: str) -> Trained:
-    """TRL's SFTTrainer on rows of its own format, timed by a callback."""
-    from datasets import Dataset
+def make_trainer(job: Job, folder: str):
+    """TRL's trainer for the loss, and its settings."""
+    common = dict(
+        output_dir=folder, max_steps=job.steps, per_device_train_batch_size=job.batch, learning_rate=job.lr, lr_scheduler_type="constant",
+        gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=job.dtype == "bfloat16" and job.engine != REFERENCE, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
+        seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
+    padded = dict(max_length=job.seq_len, pad_to_multiple_of=job.pad_to)
+    if job.loss == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOTrainer, DPOConfig(**common, **padded, beta=BETA)
     from trl import SFTConfig, SFTTrainer
 
+    packed = dict(max_length=None, padding_free=True)  # rows are no longer than seq_len as it is
+    return SFTTrainer, SFTConfig(**common, **(packed if job.batching == "packed" else padded))
+
+
+def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: str) -> Trained:
+    """TRL's SFTTrainer or DPOTrainer on rows of its own format, timed by a callback."""
+    from datasets import Dataset
+
     exact = job.engine == REFERENCE
-    packed = job.batching == "packed"
     folder = tempfile.TemporaryDirectory(prefix="tunecompile-")  # nothing is saved in it
-    config = SFTConfig(
-        output_dir=folder.name, max_steps=job.steps, per_device_train_batch_size=job.batch,
-        learning_rate=job.lr, lr_scheduler_type="constant", padding_free=packed,
-        max_length=None if packed else job.seq_len, pad_to_multiple_of=None if packed else job.pad_to,  # rows are no longer than seq_len as it is
-        gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
-        bf16=job.dtype == "bfloat16" and not exact, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
-        seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
+    kind, config = make_trainer(job, folder.name)
     clock = StepClock(job.device, label, job.steps)
-    trainer = SFTTrainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     original, collate = trainer.compute_loss, trainer.data_collator
     pending: list[int] = []  # the real tokens of batches that are collated but not yet trained on
 

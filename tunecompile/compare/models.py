@@ -148,8 +148,11 @@ def short_name(name: str) -> str:
 
 @torch.no_grad()
 def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> None:
-    """A as LoRA draws it; B zero, or small and random for a gradient check (with B zero every gradient of A is zero)."""
+    """A as LoRA draws it; B zero, or small and random for a gradient check (with B zero every gradient of A is zero). DPOTrainer's frozen copy of
+    an adapter is left as it is."""
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if "lora_A" in name:
             parameter.copy_(named_values(short_name(name), parameter, (3 * parameter.shape[1]) ** -0.5, seed))
         elif "lora_B" in name:

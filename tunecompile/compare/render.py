@@ -81,7 +81,7 @@ def facts(result: dict) -> list[tuple[str, str]]:
         source += f" ({settings['dropped_rows']} longer ones left out)"
     lines = [
         ("Model", f"{run['model']}. {how}{adapter}computed in {settings['dtype']}"),
-        ("Training", f"{settings['steps']} steps by {'TRL SFTTrainer' if settings['trainer'] == 'sft' else 'a plain PyTorch loop'}, "
+        ("Training", f"{settings['steps']} steps by {trainer_text(settings)}, "
                      f"lr {settings['lr']:g}, {seeds_text(settings)}" + (", gradient checkpointing" if settings["checkpointing"] else "")),
         ("Data", f"{source}; {shape}"),
         ("Machine", f"{where}; {machine['memory_gib']} GiB"),
@@ -89,6 +89,13 @@ def facts(result: dict) -> list[tuple[str, str]]:
         ("Measured", f"{result['date']}" + (f", commit {result['commit'][:12]}{' with changes' if result['dirty'] else ''}" if result["commit"] else "")),
     ]
     return lines
+
+
+def trainer_text(settings: dict) -> str:
+    dpo = settings.get("loss") == "dpo"
+    if settings["trainer"] == "loop":
+        return "a plain PyTorch loop" + (" with the loss of DPO" if dpo else "")
+    return "TRL " + ("DPOTrainer" if dpo else "SFTTrainer")
 
 
 def seeds_text(settings: dict) -> str:
@@ -112,6 +119,8 @@ def method(result: dict) -> list[str]:
         where = "a two-layer model of the same shape" if settings["shapes"] else "the model"
         lines.append(f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
                      "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero.")
+    if settings.get("loss") == "dpo":
+        lines.append("DPO's reference is the model without its adapter, run without gradients in every step; tokens/s counts those of the pairs, once.")
     if settings.get("seeds", 1) > 1:
         lines.append("Each seed draws the adapters, the order of the rows and dropout anew, in processes of its own; held-out rows are the same. Figures are the "
                      "median over the seeds, with the lowest and the highest; losses are the mean of each step, in a band from the lowest to the highest. "

@@ -60,6 +60,8 @@ def check_request(comparison: Comparison) -> None:
     job = comparison.job
     if job.steps <= WARMUP:
         raise BadOption(option="--steps", value=job.steps, reason=f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}")
+    if job.loss == "dpo":
+        check_dpo(job)
     need("the comparison", {"transformers": "hf", "accelerate": "hf"})
     if job.mode != "full":
         need(f"--{job.mode}", {"peft": "hf"})
@@ -74,9 +76,17 @@ def check_request(comparison: Comparison) -> None:
         need("--trainer sft", {"trl": "trl", "datasets": "trl"})
     if job.data is None:
         raise DataMissing(shapes=", ".join(SHAPES))
-    rows = data.read_rows(job.data)
+    rows = data.read_rows(job.data, job.loss)
     if Path(job.model).exists():  # a hub model's tokenizer is fetched by the first worker
         data.split_rows(rows, models.load_tokenizer(job), job)
+
+
+def check_dpo(job: Job) -> None:
+    for wrong, reason in ((job.mode == "full", "its reference is the model without its adapter, so use --lora or --qlora"),
+                          (job.batching == "packed", "its pairs are padded, so leave --batching out"),
+                          (bool(job.shapes), "it needs rows with prompt, chosen and rejected: give --data, and a model with a tokenizer")):
+        if wrong:
+            raise BadOption(option="--loss", value=job.loss, reason=reason)
 
 
 def need(what: str, packages: dict[str, str]) -> None:

@@ -115,7 +115,8 @@ class Job:
     system: str
     model: str  # a folder, a hub id or a shape name
     mode: str = "qlora"  # qlora, lora or full
-    trainer: str = "sft"  # sft or loop
+    trainer: str = "sft"  # sft (TRL's trainer for the loss) or loop
+    loss: str = "sft"  # or dpo: preference pairs, with the model without its adapter as the reference
     data: str | None = None
     shapes: tuple[str, ...] = ()  # random tokens of these shapes, instead of data
     steps: int = 20

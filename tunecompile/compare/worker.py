@@ -54,7 +54,7 @@ def data_run(job: Job) -> dict:
     from tunecompile.compare import data, gradients, loops, meters, models
 
     tokenizer = models.load_tokenizer(job)
-    split = data.split_rows(data.read_rows(job.data), tokenizer, job)
+    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
     model = models.load_model(job)
     result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
     held_out = data.held_out_batches(split.held_out, tokenizer, job)
@@ -70,7 +70,7 @@ def data_run(job: Job) -> dict:
     def train():
         torch.manual_seed(job.draw)
         if job.trainer == "sft":
-            return loops.train_sft(model, tokenizer, split.train, job, "train")
+            return loops.train_trl(model, tokenizer, split.train, job, "train")
         return loops.train_loop(model, data.make_batches(split.train, tokenizer, job, job.steps), job, "train")
 
     run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
@@ -107,14 +107,15 @@ def measured(model, job: Job, train) -> dict:
 
 
 def held_out_loss(model, batches: list[dict], job: Job) -> float:
-    """Nats a learned token over the held-out rows, in eval mode: however the rows are batched, a token counts once."""
+    """In eval mode: nats a learned token, or DPO's loss a pair. However the rows are batched, each counts once."""
     from tunecompile.compare.data import IGNORED
     from tunecompile.compare.loops import to_device
+    from tunecompile.compare.losses import loss_of
     from tunecompile.compare.models import evaluating, precision
 
     with evaluating(model), precision(job):
-        learned = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
-        return sum(float(model(**to_device(batch, job.device)).loss) * count for batch, count in zip(batches, learned)) / sum(learned)
+        counts = [len(batch["labels"]) if job.loss == "dpo" else int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
+        return sum(float(loss_of(model, to_device(batch, job.device), job)) * count for batch, count in zip(batches, counts)) / sum(counts)
 
 
 def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
@@ -144,7 +145,8 @@ def question_of(row: dict) -> str:
 
 
 def answer_of(row: dict) -> str:
-    return row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"]
+    answer = row.get("completion") or row["chosen"]
+    return answer if isinstance(answer, str) else answer[-1]["content"]
 
 
 def compiler_report(model, job: Job) -> dict | None:
@@ -166,7 +168,7 @@ def reload_adapter(job: Job) -> dict:
     from tunecompile.compare import data, models
 
     tokenizer = models.load_tokenizer(job)
-    split = data.split_rows(data.read_rows(job.data), tokenizer, job)
+    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
     model = PeftModel.from_pretrained(models.load_base(job), job.adapter)
     return {"answers": answer_all(model, tokenizer, questions(split, job), job)}
 
