@@ -7,7 +7,7 @@ import pytest
 
 from tests import chromium
 from tunecompile.compare.curves import compare_curves, judge_curves
-from tunecompile.compare.render import run_table, write_reports
+from tunecompile.compare.render import error_summary, run_table, write_reports
 from tunecompile.compare.result import load_result
 from tunecompile.compare.run import break_even, passed
 from tunecompile.compare.spec import Job
@@ -86,6 +86,20 @@ def test_a_reduced_precision_is_shown_beside_and_not_judged_by_gradients(result,
         text = paths[kind].read_text()
         assert "Gradients in reduced precision, not judged" in text and "4.00e-02" in text and "Loss beside hf" in text and "1.00e-02" in text
     assert "Every check passes" in text
+
+
+def test_gradient_errors_stand_beside_eagers_by_family(result, tmp_path):
+    for row in result["gradients"]:
+        row["error"] = 1.5e-3 if "lora_A" in row["parameter"] else 1e-3
+    rows = {row[0]: row[1:] for row in error_summary(result["gradients"])}
+    assert list(rows) == ["all", "mlp up_proj lora_A", "mlp up_proj lora_B"] and rows["all"][:4] == ["6", "2.00e-03", "1.25e-03", "37.5%"]
+    assert rows["mlp up_proj lora_A"][3:5] == ["25.0%", "0.750"] and rows["mlp up_proj lora_B"][3:5] == ["50.0%", "0.500"]
+    assert error_summary([row | {"error": 4e-3} for row in result["gradients"]])[0][4] == "no: 2.00x as far"
+    tiny = error_summary([row | {"error": 2e-7, "eager_error": 1e-7} for row in result["gradients"]])
+    assert tiny[0][4] == "both are rounding" and error_summary([]) == []
+    paths = write_reports(result, tmp_path)
+    for kind in ("md", "html"):
+        assert "nearer than eager by" in paths[kind].read_text() and "tunecompile's, median" in paths[kind].read_text().replace("&#39;", "'")
 
 
 def test_break_even():

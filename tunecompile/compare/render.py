@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tunecompile.compare import curves, plots
 from tunecompile.compare.gradients import families
+from tunecompile.compare.meters import median
 from tunecompile.compare.seeds import merge_seeds
-from tunecompile.verify import LIMIT
+from tunecompile.verify import LIMIT, ORDER
 
 COLUMNS = (  # heading, how to read it off a run
     ("version", lambda r: r.get("version") or ""),
@@ -135,16 +136,25 @@ def curve_table(rows: list[dict]) -> list[list[str]]:
     return [[row["system"], f"{row['mean_size']:.2e}", f"{row['mean']:+.2e}", f"{row['largest']:.2e}", f"{row['last']:+.2e}"] for row in rows]
 
 
-def error_summary(gradients: list[dict]) -> list[list[str]]:
-    """Gradient errors by kind of parameter."""
-    from tunecompile.compare.meters import median
+ERROR_HEAD = ("parameters", "number", "eager's error, median", "{}'s, median", "nearer than eager by", "of eager's, median", "of eager's, worst", "with gradient")
 
+
+def error_summary(gradients: list[dict]) -> list[list[str]]:
+    """Gradient errors of all parameters, and by kind of parameter."""
     table = []
-    for name, rows in families(gradients).items():
+    for name, rows in ({"all": gradients} | families(gradients)).items() if gradients else ():
         ratios = [r["error"] / r["yardstick"] for r in rows]
-        table.append([name, str(len(rows)), f"{median([r['eager_error'] for r in rows]):.2e}", f"{median([r['error'] for r in rows]):.2e}",
-                      f"{median(ratios):.3f}", f"{max(ratios):.3f}", f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}"])
+        eager, ours = (median([r[key] for r in rows]) for key in ("eager_error", "error"))
+        table.append([name, str(len(rows)), f"{eager:.2e}", f"{ours:.2e}", nearer(eager, ours), f"{median(ratios):.3f}", f"{max(ratios):.3f}",
+                      f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}"])
     return table
+
+
+def nearer(eager: float, ours: float) -> str:
+    """By which share of eager's error ours is smaller; what is below the rounding of fp32 sums is no error."""
+    if max(eager, ours) <= ORDER:
+        return "both are rounding"
+    return f"{1 - ours / eager:.1%}" if ours <= eager else f"no: {ours / eager:.2f}x as far" if eager else "no"
 
 
 def against_title(result: dict) -> str:
@@ -196,7 +206,7 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     runs = merge_seeds(result["runs"])
     head, rows = run_table(runs)
     fields = {"result": result, "runs": runs, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
-              "errors": error_summary(result["gradients"]),
+              "errors": error_summary(result["gradients"]), "error_head": ERROR_HEAD,
               "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"]),
               "worse": sum(row["worse"] for row in result.get("against", {}).get("rows", []))}
     if "against" in result:
