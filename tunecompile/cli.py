@@ -21,42 +21,50 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants. "
                                          "Their versions are in the table; a peer that is not installed is a row that says how to install it.")]
+MODEL, ROWS, TRAINING, JUDGING = "The model", "The rows", "Training", "What is compared, and how"  # panels of the help
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
 
 
 @app.command()
 def compare(
     context: typer.Context,
-    model: Annotated[Optional[str], typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")] = None,
-    data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text; for --loss dpo with prompt, chosen and rejected.")] = None,
-    qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).")] = False,
-    lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base as it is.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Train all weights.")] = False,
-    steps: Annotated[int, typer.Option(min=1)] = 20,
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.")] = 512,
+    model: Annotated[Optional[str], typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).", rich_help_panel=MODEL)] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).", rich_help_panel=MODEL)] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base as it is.", rich_help_panel=MODEL)] = False,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights.", rich_help_panel=MODEL)] = False,
+    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Let systems that have a choice compute layers again.",
+                                                          rich_help_panel=MODEL)] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)] = "auto",
+    layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.", rich_help_panel=MODEL)] = None,
+    data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text; "
+                                                     "for --loss dpo with prompt, chosen and rejected.", rich_help_panel=ROWS)] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a step, or pairs.", rich_help_panel=ROWS)] = 4,
+    seq_len: Annotated[int, typer.Option(min=2, help="Longest row, in tokens.", rich_help_panel=ROWS)] = 512,
     batching: Annotated[str, typer.Option(help="padded: rows of a batch are padded to one length; packed: the same rows one after the other, "
-                                               "without padding, each with positions and attention of its own.")] = "padded",
-    pad_to: Annotated[int, typer.Option(min=1, help="Pad lengths to a multiple of this, for every system.")] = 64,
-    too_long: Annotated[str, typer.Option(help="What to do with longer rows: error or drop.")] = "error",
-    shape: Annotated[str, typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without data.")] = "4x2048",
-    lr: Annotated[float, typer.Option(min=0)] = 2e-4,
+                                               "without padding, each with positions and attention of its own.", rich_help_panel=ROWS)] = "padded",
+    pad_to: Annotated[int, typer.Option(min=1, help="Pad lengths to a multiple of this, for every system.", rich_help_panel=ROWS)] = 64,
+    too_long: Annotated[str, typer.Option(help="What to do with longer rows: error or drop.", rich_help_panel=ROWS)] = "error",
+    shape: Annotated[str, typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without data.", rich_help_panel=ROWS)] = "4x2048",
+    held_out: Annotated[int, typer.Option(min=0, help="Rows kept from training for the held-out loss.", rich_help_panel=ROWS)] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer; the first three are not timed.", rich_help_panel=TRAINING)] = 20,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate, constant.", rich_help_panel=TRAINING)] = 2e-4,
+    trainer: Annotated[str, typer.Option(help="sft: TRL's SFTTrainer, or its DPOTrainer for --loss dpo; loop: a plain PyTorch loop.",
+                                          rich_help_panel=TRAINING)] = "sft",
+    loss: Annotated[str, typer.Option(help="sft: cross-entropy of the answers; dpo: pairs of answers, with the model without its adapter as the reference.",
+                                       rich_help_panel=TRAINING)] = "sft",
+    seed: Annotated[int, typer.Option(help="Of adapters, order of rows, and dropout.", rich_help_panel=TRAINING)] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on; figures and curves then have a spread.",
+                                       rich_help_panel=TRAINING)] = 1,
     systems: Systems = "eager,compile,liger,unsloth,tunecompile",
-    trainer: Annotated[str, typer.Option(help="sft: TRL's SFTTrainer, or its DPOTrainer for --loss dpo; loop: a plain PyTorch loop.")] = "sft",
-    loss: Annotated[str, typer.Option(help="sft, or dpo: rows have prompt, chosen and rejected; the reference is the model without its adapter.")] = "sft",
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    turns: Annotated[Optional[bool], typer.Option("--turns/--one-by-one", help="Alternate the systems step by step; default on a CPU.")] = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Check losses and gradients against a high-precision reference.")] = True,
-    reference_steps: Annotated[int, typer.Option(min=1, help="Steps of the reference's loss curve.")] = 10,
-    layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.")] = None,
-    held_out: Annotated[int, typer.Option(min=0, help="Rows kept from training for the held-out loss.")] = 16,
+    turns: Annotated[Optional[bool], typer.Option("--turns/--one-by-one", help="Alternate the systems step by step; default on a CPU.",
+                                                  rich_help_panel=JUDGING)] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Check losses and gradients against a high-precision reference.", rich_help_panel=JUDGING)] = True,
+    reference_steps: Annotated[int, typer.Option(min=1, help="Steps of the reference's loss curve.", rich_help_panel=JUDGING)] = 10,
     against: Annotated[Optional[Path], typer.Option(help="An older report.json: say what got slower, needs more memory or is less exact since, "
-                                                        "and exit with 1 if anything does. Without --model its comparison is repeated.")] = None,
+                                                        "and exit with 1 if anything does. Without --model its comparison is repeated.",
+                                                   rich_help_panel=JUDGING)] = None,
     out: Out = Path("reports/compare"),
-    seed: Annotated[int, typer.Option(help="Of adapters, order of rows, and dropout.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on; figures and curves then have a spread.")] = 1,
 ) -> None:
     """Run the same training steps under several systems, and write a report."""
     def work() -> int:
