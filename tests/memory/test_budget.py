@@ -199,7 +199,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
         if not number:
             assert not state.replays.recorded and all(option.plan == KEEP for option in state.step.budget.options.values())
     again = [bool(plan["recompute"]) for plan in tunecompile.report(model).memory["plans"]]
-    assert any(again) == pays and state.replays.recorded == 2 * LAYERS, tunecompile.report(model)
+    assert any(again) == pays and state.replays.recorded >= 2 * LAYERS, tunecompile.report(model)
     assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
 
 
