@@ -2,6 +2,12 @@
 
     model = tunecompile.optimize(model)     # then any training loop, unchanged
     print(tunecompile.report(model))
+
+For those who write kernels and passes: `tunecompile.op` says what an op promises, how its backward is declared and which provider runs;
+`tunecompile.rewrite` how patterns are written, and `tunecompile.match` and `tunecompile.canonical` how they are found; `tunecompile.pipeline` what a
+pass is; `tunecompile.passes` how one is written, seen, tested and measured; `tunecompile.templates` the same of a Triton kernel; `tunecompile.check`
+asks whether it is right. `tunecompile.ops` has the meanings of all ops, `tunecompile.errors` all errors, and `tunecompile.plugins` says where the
+passes of a package stand. What `report` and `verify` return is in `tunecompile.report` and `tunecompile.verify`.
 """
 
 from tunecompile.api import optimize, report, restore

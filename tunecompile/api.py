@@ -75,10 +75,13 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     Installed packages may bring passes of their own (the entry-point group `tunecompile.passes`): TUNECOMPILE_PASSES names those to use,
     separated by commas, or none; all are used where it is not set.
 
+    Returns:
+        `model` itself.
+
     Raises:
         NotAModule: `model` is not an `nn.Module`.
         UnknownPrecision: `precision` is neither None nor "fp8".
-        UnknownBudget: `memory` is none of the forms above.
+        UnknownBudget: `memory` or `host_memory` is none of the forms above.
         InvalidPackage: passes of an installed package cannot be used; the message says why, and how to leave them out.
         UnknownEntryPoint: TUNECOMPILE_PASSES names what is not installed.
     """
@@ -100,7 +103,13 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `optimize` exactly: every slot, hook and checkpointing function is put back. Returns the same object.
+    """Undo `optimize` exactly: every slot, hook and checkpointing function is put back.
+
+    Args:
+        model: that was optimized, or a wrapper that adapters put around it since.
+
+    Returns:
+        `model` itself.
 
     Raises:
         NotOptimized: neither `model` nor the model its adapters wrap was optimized.
@@ -112,7 +121,13 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module) -> Report:
-    """What was found, rewritten and refused, and why. Print it, or read `to_dict()`. Filled by the first training step.
+    """What was found, rewritten and refused, and why. Filled by the first training step.
+
+    Args:
+        model: that was optimized.
+
+    Returns:
+        A `tunecompile.report.Report`, to be printed, or read by `to_dict()`: matches, providers, bytes that a layer saves, notes.
 
     Raises:
         NotOptimized: `model` is not the object that was optimized.

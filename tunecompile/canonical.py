@@ -17,6 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile.op import HALF
 
+__all__ = ["TABLE", "canonicalize", "dtype_of", "is_barrier", "is_mutation", "name_of", "value"]
+
 Spelling = tuple[str, Any, tuple, dict]
 
 #: binary operations: method, function and operator all become the operator
@@ -32,16 +34,38 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 
 def value(node: Any) -> Any:
-    """The fake value Dynamo recorded for a node, or the constant itself."""
+    """What a guard knows of an argument, before autograd.
+
+    Args:
+        node: of the recognize stage, or a constant.
+
+    Returns:
+        The fake value that Dynamo recorded for the node (None if it did not), or the constant itself.
+    """
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
+    """The dtype of a node's value.
+
+    Args:
+        node: of the recognize stage, or a constant.
+
+    Returns:
+        Its dtype; None for what is no tensor.
+    """
     return getattr(value(node), "dtype", None)
 
 
 def name_of(target: Any) -> str:
-    """What a node calls, in few words: `mul`, `silu`, `to`; an op with its namespace, as `aten.mul`."""
+    """What a node calls, in few words.
+
+    Args:
+        target: of the node.
+
+    Returns:
+        `mul`, `silu`, `to`; an op with its namespace, as `aten.mul`.
+    """
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".")
     return target if isinstance(target, str) else _BINARY[target][0] if target in _BINARY else getattr(target, "__name__", str(target))
@@ -158,6 +182,7 @@ def _unsqueeze(node: Node) -> Spelling | None:
     return found and ("call_method", "unsqueeze", tuple(found), {})
 
 
+#: what a node calls -> (node) -> its canonical op, target, args and kwargs; None to leave it as it is
 TABLE: dict[Any, Callable[[Node], Spelling | None]] = {}
 for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
     for _target, _names in _table.items():
@@ -172,7 +197,11 @@ TABLE.update({
 
 
 def canonicalize(gm: GraphModule) -> None:
-    """Respell every node in place, drop casts to the dtype a value already has and dropout that drops nothing."""
+    """Respell every node in place, drop casts to the dtype a value already has and dropout that drops nothing.
+
+    Args:
+        gm: as Dynamo made it. Bodies of checkpoints and autograd functions are respelled too.
+    """
     for child in gm.children():
         if isinstance(child, GraphModule):  # bodies of checkpoint and autograd-function nodes
             canonicalize(child)
@@ -238,7 +267,14 @@ def _inplace_position(target: Any) -> int | None:
 
 
 def is_mutation(node: Node) -> bool:
-    """Whether the node changes a tensor in place."""
+    """Whether a node changes a tensor in place.
+
+    Args:
+        node: of any graph.
+
+    Returns:
+        True for `add_`, `setitem`, `out=`, `inplace=True` and ops whose schema says so.
+    """
     if node.op == "call_method":
         return node.target in _IN_PLACE_METHODS or (node.target.endswith("_") and not node.target.endswith("__"))
     if node.op != "call_function":
@@ -253,6 +289,13 @@ def is_mutation(node: Node) -> bool:
 
 
 def is_barrier(node: Node) -> bool:
-    """Whether nothing may be matched across this node: a mutation, or a change of grad or autocast mode."""
+    """Whether nothing may be matched across a node.
+
+    Args:
+        node: of the recognize stage.
+
+    Returns:
+        True for a mutation, and for a change of grad, inference or autocast mode.
+    """
     modes = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
     return is_mutation(node) or (node.op == "call_function" and getattr(node.target, "__name__", "") in modes)

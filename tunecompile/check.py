@@ -27,22 +27,20 @@ from tunecompile.pipeline import Context, Pass, run_stage
 from tunecompile.rewrite import annotate
 from tunecompile.verify import verify
 
+__all__ = ["CLOSE", "FACTOR", "Example", "Finding", "check", "compiled"]
+
 FACTOR = 2.0  #: a result may be so many times as far from fp64's as the plain function's, and not further
 CLOSE = 16  #: times the dtype's resolution: what is nearer than this is right, however near the plain function comes
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a pass is for: a plain torch function, and what it is called with.
+    """What a pass is for: a plain torch function, and what it is called with. Several examples show several spellings, shapes and layouts."""
 
-    `args(dtype)` makes tensors of that floating dtype, and other arguments; gradients are compared of those that require one.
-    Several examples show several spellings, shapes and layouts. dtypes: in which the pass has to find it.
-    """
-
-    function: Callable[..., Any]
-    args: Callable[[torch.dtype], Sequence[Any]]
-    name: str = ""
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    function: Callable[..., Any]  #: what the pass has to find, computed by plain torch calls
+    args: Callable[[torch.dtype], Sequence[Any]]  #: (floating dtype) -> tensors of it, and other arguments; those that require a gradient are trained
+    name: str = ""  #: in findings; none: the function's
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  #: in which the pass has to find it
 
     def __str__(self) -> str:
         return self.name or getattr(self.function, "__name__", "example")
@@ -50,13 +48,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was asked of which example, and the answer."""
+    """What was asked of which example, and the answer. Printable."""
 
-    net: str
-    example: str
-    asked: str
-    passed: bool
-    detail: str = ""
+    net: str  #: "pass", "spelling", "near miss", "op" or "model"
+    example: str  #: its name
+    asked: str  #: what should hold
+    passed: bool  #: whether it does
+    detail: str = ""  #: figures, or what went wrong
 
     @property
     def said(self) -> str:
@@ -68,7 +66,25 @@ class Finding:
 
 
 def check(passes: Sequence[Pass], examples: Sequence[Example], seed: int = 0) -> Iterator[Finding]:
-    """Put each example through the nets. passes: under test, in order; those that come with tunecompile take no part."""
+    """Put each example through five nets, on a machine without a GPU as well.
+
+    - pass: it is found in every dtype, as right as the plain function, and left alone the second time.
+    - spelling: other spellings of its graph are found, and right.
+    - near miss: graphs with one change each stay right, whether they match or not.
+    - op: schema and shape rule hold, gradients are those of its values (`torch.autograd.gradcheck`, fp64), and providers that run here are as exact
+      as the reference.
+    - model: a training step of a small model is verified.
+
+    Right is what is at most `FACTOR` times as far from fp64's result as the plain function is, or nearer than `CLOSE` times the dtype's resolution.
+
+    Args:
+        passes: under test, in order. Those that come with tunecompile take part in the model's step alone.
+        examples: of what they have to find.
+        seed: of the random numbers.
+
+    Returns:
+        Findings, as they are made. A net that raises is one that failed.
+    """
     for example in examples:
         for net, run in (("pass", _graphs), ("spelling", _spellings), ("near miss", _near_misses), ("op", _ops), ("model", _model)):
             torch.manual_seed(seed)
@@ -102,7 +118,16 @@ def through(function: Callable, change: Callable[[GraphModule], Callable]) -> Ca
 
 
 def compiled(function: Callable, passes: Sequence[Pass], executor: Executor = "inductor") -> Callable:
-    """The function as `optimize` would compile it in a model: by these passes, and those that come with tunecompile."""
+    """A function as `optimize` would compile it in a model: by these passes, and those that come with tunecompile. For benchmarks.
+
+    Args:
+        function: of tensors, which Dynamo can trace as one graph.
+        passes: in order, before all others.
+        executor: as for `optimize`.
+
+    Returns:
+        A function of the same arguments.
+    """
     from tunecompile.passes import PIPELINE
 
     torch._dynamo.reset()

@@ -22,8 +22,10 @@ from torch.fx import Graph
 
 from tunecompile._torch import is_tracing, trace_artifact
 
+__all__ = ["VARIABLE"]
+
 log = logging.getLogger("tunecompile")
-VARIABLE = "TUNECOMPILE_DUMP"
+VARIABLE = "TUNECOMPILE_DUMP"  #: environment variable that names the folder; it is made where it is missing
 
 
 @dataclass

@@ -2,15 +2,30 @@
 
 import torch
 
+__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotVerify", "InvalidOp", "InvalidPackage", "InvalidPipeline",
+           "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoPlan", "NoSecondDerivative", "NoSuchPass", "NotAModule",
+           "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
+
 
 def summary(error: BaseException) -> str:
-    """What kind of error it is, and the first line of what it says."""
+    """An error in a line, for notes and reports.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        Its class, and 300 characters at most of the first line of what it says.
+    """
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 class TunecompileError(Exception):
-    """Base class. Subclasses fill `template` from keyword arguments."""
+    """Base class of all errors below.
+
+    Args:
+        fields: what fills the `template` of a subclass, by name. They stay readable as `error.fields`.
+    """
 
     template = "{message}"
 
@@ -20,87 +35,129 @@ class TunecompileError(Exception):
 
 
 class NotAModule(TunecompileError):
+    """By `tunecompile.optimize`: it was given something else than a module, such as its weights."""
+
     template = "tunecompile.optimize needs a torch.nn.Module, got {type}. Pass the model object itself."
 
 
 class NotOptimized(TunecompileError):
+    """By `restore`, `report` and `memory_timeline`: the model is another object than the one that was optimized."""
+
     template = "This {type} is not optimized. Call tunecompile.optimize(model) first, on this very object."
 
 
 class UnknownPrecision(TunecompileError, ValueError):
+    """By `optimize(precision=...)`."""
+
     template = "precision is {given!r}: give None, to compute as the model does, or 'fp8'."
 
 
 class InvalidOp(TunecompileError):
+    """Where an op, its backward or a provider is registered, so mostly on import."""
+
     template = "Op {name!r} cannot be registered: {reason}."
 
 
 class NoSecondDerivative(TunecompileError, RuntimeError):
+    """In a backward pass with `create_graph=True`, by an op's backward, or by a model under a memory budget."""
+
     template = "{name} has no derivative: gradients of gradients are not supported. Call tunecompile.restore(model) for such a loss."
 
 
 class ModifiedInPlace(TunecompileError, RuntimeError):
+    """In a backward pass under a memory budget: a tensor that it needs was changed since the forward pass. What torch says of it without one."""
+
     template = "One of the variables needed for gradient computation has been modified by an inplace operation: {what}, saved by layer {layer}."
 
 
 class NothingFits(TunecompileError, torch.OutOfMemoryError):
+    """In a training step under a memory budget: also the plan that needs least memory was short of it. It says how much, and what would help most."""
+
     template = "CUDA out of memory. The step's smallest plan ({plan}) is short of {missing}. {help}"
 
 
 class StepLost(TunecompileError, torch.OutOfMemoryError):
+    """In a training step under a memory budget that ran out of memory, and that one process cannot repeat (FSDP, ZeRO). The next step has a new plan."""
+
     template = ("CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
                 "Leave this step out; the next one follows a plan that needs less: {plan}.")
 
 
 class InvalidRewrite(TunecompileError):
+    """Where a rewrite is made: its replacement takes what its pattern does not bind."""
+
     template = "Rewrite {name!r} is not valid: {reason}."
 
 
 class NoSuchPass(TunecompileError, ValueError):
+    """By `tunecompile new-pass` and `check-pass`: the name cannot be a package's, or the package has no passes or no examples."""
+
     template = "{given}: {reason}."
 
 
 class InvalidPipeline(TunecompileError):
+    """By `tunecompile.pipeline.validate`, which `optimize` calls: the order or the contracts of tunecompile's own passes do not hold."""
+
     template = "The pipeline is not valid: {reason}."
 
 
 class InvalidPackage(TunecompileError):
+    """By `optimize` and `estimate`: passes of an installed package cannot be loaded, or their contracts do not hold."""
+
     template = ("{package} brings passes that cannot be used: {reason}. Update the package or remove it, or leave it out: set the environment "
                 "variable TUNECOMPILE_PASSES={others}.")
 
 
 class UnknownEntryPoint(TunecompileError, ValueError):
+    """By `optimize` and `estimate`, of the environment variable TUNECOMPILE_PASSES."""
+
     template = ("TUNECOMPILE_PASSES names {unknown}, which no installed package brings. Give names of entry points of the group tunecompile.passes, "
                 "separated by commas, or none. Installed: {known}.")
 
 
 class LeftoverOp(TunecompileError):
+    """While a region is compiled, by the pass `cleanup`: an op was not lowered. The region is then compiled without rewrites, with a warning."""
+
     template = "{ops} reached code generation without a provider. This is a fault of the pass that made them; please report it."
 
 
 class UnknownBudget(TunecompileError, ValueError):
+    """By `optimize` and `estimate`: `memory` or `host_memory` is no positive amount of bytes, no share and not "auto"."""
+
     template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."
 
 
 class BadBatchShape(TunecompileError, ValueError):
+    """By `estimate`: the shape is not (rows, tokens a row)."""
+
     template = "batch_shape is {given!r}: give (rows, length), two positive integers."
 
 
 class CannotEstimate(TunecompileError):
+    """By `estimate`: nothing is trained, the model is spread over devices, or it cannot be traced or copied."""
+
     template = "No estimate for this {model}: {reason}."
 
 
 class CannotVerify(TunecompileError):
+    """By `verify`: nothing is trained, or the step cannot be taken three times, or has no loss."""
+
     template = "This step cannot be verified: {reason}."
 
 
 class NoPlan(TunecompileError):
+    """By `memory_timeline`: there is no budget, or no training step has run under it."""
+
     template = "There is no memory plan to show: {reason}."
 
 
 class MissingExtra(TunecompileError):
+    """By what needs an optional package that is not installed. The message names the extra to install."""
+
     template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
 
 
 class UnsafeFolder(TunecompileError):
+    """By `tunecompile monitor`: the folder in which trainings leave their figures belongs to somebody else, is open to others, or is a link."""
+
     template = "{path} is not a folder that you alone can enter, so it is not used. Remove it, or set TMPDIR for monitor and training alike."

@@ -12,25 +12,41 @@ from torch.fx import Graph, Node
 
 from tunecompile.canonical import canonicalize_graph, is_barrier
 
+__all__ = ["Match", "Matcher", "Miss", "Pattern", "cast"]
+
 COMMUTATIVE = {operator.add, operator.mul}
 
 
 def cast(x):
-    """In a pattern: x, or x cast to any dtype."""
+    """In a pattern: a cast that may be absent.
+
+    Args:
+        x: a value of the pattern.
+
+    Returns:
+        What matches x, and x cast to any dtype.
+    """
     return x.tracer.create_proxy("call_function", cast, (x,), {})
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A traced pattern function. Parameters are what it binds: tensors, scalars, dtypes or None alike."""
+    """A traced pattern function."""
 
-    graph: Graph
-    parameters: tuple[str, ...]
-    outputs: tuple[Node, ...]
+    graph: Graph  #: canonical, without fake values
+    parameters: tuple[str, ...]  #: what it binds: tensors, scalars, dtypes or None alike
+    outputs: tuple[Node, ...]  #: what the function returns
 
     @staticmethod
     def trace(fn: Callable) -> "Pattern":
-        """Trace with `torch.fx`: parameters stay symbolic, so a slice bound or an epsilon is a capture like any other."""
+        """Make a pattern of a function.
+
+        Args:
+            fn: traced with `torch.fx`: parameters stay symbolic, so a slice bound or an epsilon is a capture like any other.
+
+        Returns:
+            Its pattern.
+        """
         graph = _Tracer().trace(fn)
         canonicalize_graph(graph)
         parameters = tuple(node.target for node in graph.nodes if node.op == "placeholder")
@@ -40,10 +56,11 @@ class Pattern:
 
     @property
     def anchor(self) -> tuple[str, Any]:
+        """What a node calls (op, target) at which the pattern may be found: its first output."""
         return self.outputs[0].op, self.outputs[0].target
 
     def calls(self, node: Node) -> list[Node]:
-        """The pattern's nodes that call what this node of a graph does."""
+        """The pattern's nodes that call what this `node` of a graph does."""
         return [inner for inner in self.graph.nodes if (inner.op, inner.target) == (node.op, node.target)]
 
 
@@ -54,28 +71,29 @@ class _Tracer(fx.Tracer):
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found. `bound` maps parameters to nodes or constants, `nodes` the pattern's nodes to the graph's."""
+    """Where a pattern was found."""
 
-    pattern: Pattern
-    bound: dict[str, Any]
-    nodes: dict[Node, Node]
+    pattern: Pattern  #: which one
+    bound: dict[str, Any]  #: parameters to nodes or constants
+    nodes: dict[Node, Node]  #: the pattern's nodes to the graph's
 
     @property
     def outputs(self) -> tuple[Node, ...]:
+        """The graph's nodes that the pattern returns."""
         return tuple(self.nodes[node] for node in self.pattern.outputs)
 
     def node(self, name: str) -> Node:
-        """The graph's node for a pattern node, by the name torch.fx gave it ("rsqrt", "linear_1", ...)."""
+        """The graph's node for one of the pattern's, by the `name` that torch.fx gave it ("rsqrt", "linear_1", ...)."""
         return next(found for node, found in self.nodes.items() if node.name == name)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Where an attempt to read a pattern failed: what was bound by then, what the pattern has next, and what the graph has there."""
+    """Where an attempt to read a pattern failed."""
 
-    bound: dict[Node, Any]
-    expected: Any
-    found: Any
+    bound: dict[Node, Any]  #: by then, the pattern's nodes to the graph's
+    expected: Any  #: what the pattern has next: a node or a constant
+    found: Any  #: what the graph has there
 
     @property
     def depth(self) -> int:
@@ -89,7 +107,7 @@ class Miss:
 
 
 class Matcher:
-    """Matches patterns against one graph. Make a new one after the graph changed."""
+    """Matches patterns against one `graph`, canonical. Make a new one after the graph changed."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -102,28 +120,29 @@ class Matcher:
             self.by_target.setdefault((node.op, node.target), []).append(node)
 
     def anchors(self, pattern: Pattern) -> list[Node]:
-        """The nodes that may be the pattern's first output."""
+        """The nodes that may be the first output of `pattern`."""
         return list(self.by_target.get(pattern.anchor, ()))
 
     def find(self, pattern: Pattern) -> Iterator[Match]:
-        """One match at each anchor that has any."""
+        """One match of `pattern` at each anchor that has any."""
         for anchor in self.anchors(pattern):
             yield from itertools.islice(self.at(pattern, anchor), 1)
 
     def at(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
-        """All ways to read the pattern there (operands may be exchanged)."""
+        """All ways to read `pattern` with `anchor` as its first output (operands may be exchanged) that have no `flaw`."""
         return (match for match in _whole(pattern, _unify(pattern.outputs[0], anchor, {})) if self.flaw(match) is None)
 
     def around(self, pattern: Pattern, node: Node, missed: list[Miss]) -> Iterator[Match]:
-        """All ways to read the pattern with `node` anywhere in it, closed or not. `missed` gathers where the others failed: those that begin at the
-        node, or where the pattern has no such operation, at one that reads it."""
+        """All ways to read `pattern` with `node` anywhere in it, whether or not they have a `flaw`. `missed` gathers where the others failed: those
+        that begin at the node, or where the pattern has no such operation, at one that reads it."""
         starts = [(inner, node) for inner in pattern.calls(node)] or [(inner, user) for user in node.users for inner in pattern.calls(user)]
         for inner, found in starts:
             for env in _unify(inner, found, {}, missed):
                 yield from _whole(pattern, _climb(pattern, inner, found, env, missed))
 
     def flaw(self, match: Match) -> tuple[str, Node] | None:
-        """What forbids a reading: a barrier between its first and its last node, or a foreign user of an inner value; and that node."""
+        """What forbids a reading, `match`, and the node that does: a barrier between its first and its last node, or a foreign user of an inner
+        value. None where nothing does."""
         inside, outputs = set(match.nodes.values()), set(match.outputs)
         epochs = {self.epoch[node] for node in inside}
         if len(epochs) > 1:

@@ -12,6 +12,33 @@
 
 Ops are opaque to AOTAutograd, so that forward and backward keep their names in the joint graph; lowering then replaces each
 by a provider. (A `triton_op` would be decomposed before the joint graph and could no longer be planned there.)
+
+# What an op promises
+
+- It changes none of its inputs, and returns neither them nor views of them.
+- It says itself in which dtype it computes and returns: autocast is off inside. Element-wise arithmetic is in fp32, in fp64 for fp64, and
+  rounded once. A replacement of another shape or dtype than what it replaces is refused.
+- It runs on fake tensors and symbolic sizes too, as its own shape rule: no `.item()`, no shape that depends on values.
+- It draws no random numbers, since it may be computed again. Dropout stays in the graph, and what it leaves is an input: `inputs` of
+  `tunecompile.ops.lora.lora_linear`.
+- Masks, offsets, labels and tables are inputs like others; what has no gradient is not named in `gives`.
+
+# Its backward
+
+It is an op of its own: the incoming gradients first, then what `saves` names. Of the op's outputs, only the first `outputs` have a gradient;
+the others (a logsumexp, LoRA's inner product) are there to be saved, as `out1`, `out2`, ...
+
+It returns a list: one gradient for each of `gives`, in that order and also for an input that is None; of a `Sequence[Tensor]` as many as it has
+members. Each has shape and dtype of its input. All are computed, and those that nobody asked for are removed as dead code after lowering.
+What is cheap is computed again rather than saved: name inputs in `saves`, and outputs only where they are dear.
+
+# Which provider runs
+
+Providers are asked when a graph is compiled, on fake tensors, and not in the step: those of the precision that the user allows first
+(`optimize(precision=...)`), then those without one, each in the order in which they were registered. The first whose `refuses` gives None is
+traced to core ATen in place of the op, so that Inductor fuses what it is made of; a Triton kernel started by `tunecompile.templates._launch`
+becomes a node that Inductor launches. Where no provider runs, or tracing one raises, the reference does. The report names what was taken, with
+`because`, or why each provider refused. A package may register providers for the ops of another, and is asked after those.
 """
 
 from __future__ import annotations
@@ -29,6 +56,8 @@ from tunecompile._torch import no_autocast
 from tunecompile.errors import InvalidOp, NoSecondDerivative
 from tunecompile.signature import remembered
 
+__all__ = ["HALF", "OPS", "Cost", "Op", "Provider", "aten_name", "has_triton", "op", "refuse_gpu", "returns_view"]
+
 NAMESPACE = "tunecompile"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -42,39 +71,36 @@ class Cost(enum.Enum):
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to run an op. `refuses(*args)` sees fake tensors and gives a reason, or None; `run` is traced into the graph.
+    """One way to run an op. Made by `Op.provider`."""
 
-    `because` says what is gained over the reference, with what was measured where it was; the report shows it. A provider with a
-    `precision` is less exact than the op's meaning, and taken only where the user asked for that precision.
-    """
-
-    name: str
-    run: Callable
-    refuses: Callable[..., str | None]
-    precision: str | None = None
-    because: str = ""
+    name: str  #: as the report shows it
+    run: Callable  #: of the op's arguments; traced into the graph
+    refuses: Callable[..., str | None]  #: of the op's arguments, tensors fake: a reason, or None
+    precision: str | None = None  #: it is less exact than the op's meaning, and taken only where the user asked for this
+    because: str = ""  #: what is gained over the reference, with what was measured where it was; the report shows it
 
     def supports(self, *args: Any) -> bool:
+        """Whether it runs an op's `args`: fake tensors and constants."""
         return self.refuses(*args) is None
 
 
 @dataclass
 class Op:
-    """A registered op. Call it like the function it was made from."""
+    """A registered op, made by `op`. Call it like the function it was made from."""
 
-    name: str
-    reference: Callable
-    cost: Cost
-    flops: Callable[..., int] | None
-    parameters: tuple[str, ...]
-    opaque: bool = False
-    providers: list[Provider] = field(default_factory=list)
-    backward_op: "Op | None" = None
+    name: str  #: `tunecompile::name` to torch
+    reference: Callable  #: the function itself
+    cost: Cost  #: what the planner goes by
+    flops: Callable[..., int] | None  #: of the arguments: floating point operations of one call
+    parameters: tuple[str, ...]  #: of the reference
+    opaque: bool = False  #: whether it is called as it is, and no provider is traced in its place
+    providers: list[Provider] = field(default_factory=list)  #: in the order in which they are asked
+    backward_op: "Op | None" = None  #: made by `Op.backward`; it has providers of its own
     tiled: "Op | None" = None  #: the first output alone, in pieces: an op of the same parameters and `tiles`, whose backward saves only these
-
 
     @property
     def overload(self) -> torch._ops.OpOverload:
+        """What a node of a graph has as its target."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def __call__(self, *args, **kwargs):
@@ -82,11 +108,23 @@ class Op:
 
     def provider(self, name: str, supports: Callable[..., bool] | None = None, refuses: Callable[..., str | None] | None = None,
                  precision: str | None = None, because: str = "") -> Callable:
-        """Register a provider with the parameters of the reference; the first that supports the arguments is taken.
+        """Register a provider, a function of the parameters of the reference. The first that supports the arguments is taken.
 
-        `refuses` is `supports` with a reason, which the report shows where none is taken. One that also takes the keyword
-        `used` is told which of its outputs are read, and may give None for the others; one that takes `dying`, which parameters
-        are products that this graph makes and only this call reads: what it makes may take their place.
+        It may ask for two things more, by keyword. `used`: which of its outputs are read, a bool each; the others may be None. `dying`: the
+        names of parameters that are matrix products which this graph makes and only this call reads; what it makes may take their place.
+
+        Args:
+            name: as the report shows it.
+            supports: of the op's arguments (fake tensors and constants): whether it can run them.
+            refuses: the same with a reason, which the report shows: a string, or None where it can. Give one of the two.
+            precision: "fp8", of a provider that is less exact than the op's meaning; None as a rule.
+            because: what is gained over the reference, for the report.
+
+        Returns:
+            A decorator that leaves the function as it is.
+
+        Raises:
+            InvalidOp: the function's parameters are not those of the reference.
         """
 
         def register(run: Callable) -> Callable:
@@ -101,8 +139,15 @@ class Op:
         return register
 
     def choose(self, args: Sequence[Any], precision: str | None = None) -> Provider:
-        """The first provider that supports `args` (fake tensors and constants), else the reference itself; those of the
-        precision that was asked for come first."""
+        """Which provider runs a call.
+
+        Args:
+            args: of the op: fake tensors and constants.
+            precision: that the user allows; its providers come first.
+
+        Returns:
+            The first that supports the arguments, else the reference as a provider.
+        """
         for wanted in dict.fromkeys((precision, None)):
             for provider in self.providers:
                 if provider.precision == wanted and provider.supports(*args):
@@ -110,7 +155,15 @@ class Op:
         return self.fallback()
 
     def refusals(self, args: Sequence[Any], precision: str | None) -> dict[str, str]:
-        """Why each provider of this precision (None: of the model's own) does not run these arguments, by its name."""
+        """Why providers do not run a call.
+
+        Args:
+            args: of the op: fake tensors and constants.
+            precision: whose providers are asked; None for those of the model's own.
+
+        Returns:
+            A reason by the name of each that refuses.
+        """
         asked = [provider for provider in self.providers if provider.precision == precision]
         return {provider.name: reason for provider in asked if (reason := provider.refuses(*args)) is not None}
 
@@ -120,11 +173,22 @@ class Op:
 
     def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,
                  flops: Callable[..., int] | None = None) -> Callable:
-        """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of `gives`]`.
+        """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of gives]`.
 
-        `saves` names inputs of the op, or `out0`, `out1`, ... for its outputs; the first `outputs` outputs are differentiable.
-        An input of type Tensor[] gives as many gradients as it has members; inputs in a tuple share one gradient. Gradients
-        nobody needs are removed as dead code after lowering.
+        It has no derivative itself: in a training step, asking for one raises `tunecompile.errors.NoSecondDerivative`.
+
+        Args:
+            saves: names of inputs of the op, or `out0`, `out1`, ... for its outputs. The function's parameters behind the gradients have these names.
+            gives: names of inputs that get a gradient. One of type `Sequence[Tensor]` gets as many as it has members; inputs in a tuple share one.
+            outputs: how many of the op's outputs, the first ones, are differentiable: so many gradients come in.
+            cost: None for that of the op.
+            flops: of the backward's arguments: floating point operations of one call.
+
+        Returns:
+            A decorator that makes the function an `Op`, which is also this op's `backward_op`.
+
+        Raises:
+            InvalidOp: the function takes something else, or its name is taken.
         """
 
         def register(fn: Callable) -> Op:
@@ -142,9 +206,23 @@ OPS: dict[Any, Op] = {}  #: the one registry: torch overload -> Op
 
 
 def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable[[Callable], Op]:
-    """Register a function as a semantic op. Its annotations become the schema; it must not mutate or alias its inputs.
+    """Register a function as a semantic op. It must not mutate or alias its inputs, and keeps the promises above.
 
-    An `opaque` op is never traced into the graph: it is called as it is (a loop over chunks once a step, say).
+    Its annotations become the schema: Tensor, Optional[Tensor], Sequence[Tensor], int, float, bool, str, torch.dtype and sequences of numbers;
+    it returns a Tensor, a tuple of them, or a list.
+
+    Args:
+        cost: `Cost.POINTWISE` of what is bound by memory, `Cost.MATMUL` of what is bound by arithmetic.
+        flops: of the op's arguments: floating point operations of one call, by which a memory budget weighs what is computed again. None: torch's
+            counter is asked, about the function.
+        opaque: whether it is called as it is, and never traced into the graph (a loop over chunks once a step, say).
+
+    Returns:
+        A decorator that makes the function an `Op`.
+
+    Raises:
+        InvalidOp: an op or another function of torch's namespace `tunecompile` has that name.
+        ValueError: torch cannot make a schema of the annotations.
     """
 
     def register(fn: Callable) -> Op:
@@ -166,27 +244,53 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
 
 
 def aten_name(target: Any) -> str:
-    """Of an ATen call, without its overload; "" for what is none."""
+    """The name of what a node calls, without its overload.
+
+    Args:
+        target: of a node.
+
+    Returns:
+        "mm" for `aten.mm.default`, say; "" for what is no ATen call.
+    """
     return getattr(getattr(target, "overloadpacket", None), "__name__", "")
 
 
 def returns_view(target: Any) -> bool:
-    """Whether what this call returns lies in the memory of what it is given."""
+    """Whether what a call returns lies in the memory of what it is given.
+
+    Args:
+        target: of a node of a joint, forward or backward graph.
+
+    Returns:
+        True for `aten.view.default`, say.
+    """
     aliases = isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)
     return aliases or target is torch.ops.aten._unsafe_view.default
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported."""
+    """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported.
+
+    Returns:
+        True if a package `triton` is installed.
+    """
     return importlib.util.find_spec("triton") is not None
 
 
-HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates are for
 
 
 def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
-    """Why a GPU's kernel in half precision cannot take these tensors, if it cannot."""
+    """Why a GPU's kernel in half precision cannot take some tensors: how most `refuses` begin.
+
+    Args:
+        tensors: of any shape, fake ones too.
+        triton: whether the kernel is a template.
+
+    Returns:
+        The reason, or None: all are on a GPU and in fp16 or bf16, and Triton is installed if it is needed.
+    """
     if not all(t.is_cuda for t in tensors):
         return "not on a GPU"
     if wide := [t for t in tensors if t.dtype not in HALF]:

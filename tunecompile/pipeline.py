@@ -17,49 +17,51 @@ from tunecompile.memory.planner import KEEP, Plan
 from tunecompile.misses import near_misses
 from tunecompile.rewrite import Rewrite, apply
 
-Stage = Literal["recognize", "plan", "lower"]
-STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")
+__all__ = ["STAGES", "Change", "Context", "Pass", "Stage", "Tally", "recognize", "run_stage", "validate"]
+
+Stage = Literal["recognize", "plan", "lower"]  #: when a pass runs
+STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")  #: in order
 
 
 @dataclass
 class Tally:
-    """What became of one family in one graph: anchors seen, anchors rewritten, why others were not, and where each rewrite held."""
+    """What became of one family in one graph."""
 
-    family: str
-    found: int = 0
-    rewritten: int = 0
-    refused: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
+    family: str  #: the pass's name
+    found: int = 0  #: anchors seen
+    rewritten: int = 0  #: anchors that are gone
+    refused: list[str] = field(default_factory=list)  #: why others were not
+    places: list[str] = field(default_factory=list)  #: "rewrite at file:line" of each that held
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one pass did to the operations of one graph (dynamo, joint, forward or backward): how many more there are of each, or fewer."""
+    """What one pass did to the operations of one graph."""
 
-    stage: Stage
-    graph: str
-    name: str
-    operations: dict[str, int]
+    stage: Stage  #: of the pass
+    graph: str  #: dynamo, joint, forward or backward
+    name: str  #: of the pass
+    operations: dict[str, int]  #: how many more there are of each, or fewer
 
 
 @dataclass
 class Context:
     """What a pass may read and what it reports into, for one graph of one region."""
 
-    region: str
+    region: str  #: its name
     plan: Plan = KEEP  #: what the layer computes again
     precision: str | None = None  #: what the user allows beside the model's own
     attention: tuple[str, ...] = ()  #: the order in which torch tries its kernels for it
-    tallies: list[Tally] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    providers: Counter[str] = field(default_factory=Counter)
+    tallies: list[Tally] = field(default_factory=list)  #: a recognize pass appends one
+    notes: list[str] = field(default_factory=list)  #: for the report, a line each
+    providers: Counter[str] = field(default_factory=Counter)  #: calls by "op: provider"
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
     reduced: int = 0  #: ops that run in that precision
-    saved: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)  #: (name, bytes) of each tensor that the forward graph keeps for the backward
     kept: tuple[str, ...] = ()  #: inputs in whose place the plan gives matrices (tunecompile/memory/kept.py)
     traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)  #: what each pass did
     dump: Dump | None = None  #: where each graph is shown
     before: Snapshot | None = None  #: the graph as it came, each operation in its one spelling
     after: Snapshot | None = None  #: with what was recognised
@@ -72,8 +74,8 @@ class Context:
         return self.dump is None or self.dump.folder is None
 
     def look(self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None) -> Counter[Any]:
-        """Record what the pass `name` made of the operations it found, `before`; without them, what a graph is before its first pass.
-        Returns the operations that are there now."""
+        """Record what the pass `name` of this `stage` made of the operations it found in `graph`, `before`; without them, what a graph is before
+        its first pass. Returns the operations that are there now."""
         now = Counter(node.target for node in graph.nodes if node.op.startswith("call"))
         known = now if before is None else before
         self.ran.add(stage)
@@ -96,18 +98,14 @@ def _which(stage: Stage, graph: Graph) -> str:
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the compiler. `run(graph, context)` changes the graph in place.
+    """One step of the compiler. `recognize` makes one of rewrites; `tunecompile.passes` says what each stage sees, and how to write one."""
 
-    recognize: torch subgraphs to ops, on the forward graph Dynamo made.   plan: tags and pieces, on the joint graph.
-    lower: ops to providers, on the forward and on the backward graph.
-    """
-
-    name: str
-    stage: Stage
-    run: Callable[[Graph, Context], Any]
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-    conflicts: frozenset[str] = frozenset()
+    name: str  #: of its own among all passes
+    stage: Stage  #: recognize: torch subgraphs to ops; plan: tags and pieces; lower: ops to providers
+    run: Callable[[Graph, Context], Any]  #: changes the graph in place
+    requires: frozenset[str] = frozenset()  #: names that earlier passes have, or provide
+    provides: frozenset[str] = frozenset()  #: names beside its own
+    conflicts: frozenset[str] = frozenset()  #: names of passes that cannot stand beside it
     rewrites: tuple[Rewrite, ...] = ()  #: what it tries, if that is all it does
     anchors: Callable[[Graph], list[Node]] | None = None  #: of these rewrites
     package: Package | None = None  #: whose it is, if it does not come with tunecompile
@@ -115,8 +113,18 @@ class Pass:
 
 def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
               requires: frozenset[str] = frozenset()) -> Pass:
-    """A pass that tries rewrites in order, widest first. `anchors` lists the nodes which only this family's subgraphs hold:
-    those that are left over are reported, each with what was expected and found, and the user's own source line."""
+    """A pass that tries rewrites.
+
+    Args:
+        family: the pass's name, and what it provides.
+        rewrites: in the order in which they are tried, widest first: a narrow one would eat a wide one's anchor.
+        anchors: lists the nodes of a graph which only this family's subgraphs hold. Those that are left over are reported, each with what was
+            expected and found, and the user's own source line.
+        requires: names that earlier passes have, or provide.
+
+    Returns:
+        A pass of the recognize stage.
+    """
 
     def run(graph: Graph, context: Context) -> None:
         tally = Tally(family, found=len(anchors(graph)))
@@ -137,7 +145,17 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
 
 
 def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Check order and contracts once, when a model is optimized, and not in the middle of a training step."""
+    """Check order and contracts once, when a model is optimized, and not in the middle of a training step.
+
+    Args:
+        passes: a whole pipeline, in order.
+
+    Returns:
+        The same.
+
+    Raises:
+        InvalidPipeline: a name stands twice, stages are out of order, or `requires` or `conflicts` do not hold.
+    """
     names = [p.name for p in passes]
     if len(set(names)) != len(names):
         raise InvalidPipeline(reason=f"a pass stands twice in {names}")
@@ -169,7 +187,15 @@ def live(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
-    """A package's pass reports into a context of its own, which counts if the pass succeeds."""
+    """Run the passes of one stage on one graph. One of a package that raises, or leaves a graph that is not valid, is switched off, and the graph
+    put back; it reports into a context of its own, which counts if it succeeds.
+
+    Args:
+        passes: a pipeline; those of other stages do not run.
+        stage: which do.
+        graph: changed in place.
+        context: what they report into.
+    """
     before = context.look(stage, graph)
     for p in passes:
         if p.stage != stage or p not in live(passes):

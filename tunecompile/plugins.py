@@ -21,12 +21,17 @@ from tunecompile.errors import InvalidPackage, UnknownEntryPoint, summary
 from tunecompile.guard import Package
 from tunecompile.pipeline import STAGES, Pass, Stage, validate
 
-GROUP = "tunecompile.passes"
-CHOICE = "TUNECOMPILE_PASSES"  #: names of entry points, or "none"
+__all__ = ["CHOICE", "GROUP", "compose", "pipeline"]
+
+GROUP = "tunecompile.passes"  #: of entry points
+CHOICE = "TUNECOMPILE_PASSES"  #: environment variable: names of entry points, separated by commas, or "none"; all where it is not set
 
 
 def pipeline() -> tuple[Pass, ...]:
     """All passes for one model: those that come with tunecompile, and those of installed packages.
+
+    Returns:
+        Passes in order, each of a package with that package.
 
     Raises:
         InvalidPackage: passes of a package cannot be used.
@@ -104,6 +109,13 @@ def compose(own: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
     know is mostly wider than those it knows, which would eat its anchor; one that is narrower names the family it leaves the first choice
     to. Tags of a `plan` pass are those of the partitioner unless `remat` knows better; one that knows better than `remat` requires it. A
     `lower` pass sees ops, or what became of them if it requires `choose_provider`. What a pass requires in vain keeps it out.
+
+    Args:
+        own: passes, in their order.
+        others: passes of packages, in any order; those that could stand at one place keep this.
+
+    Returns:
+        Passes in order.
     """
     made: list[Pass] = []
     waiting, provided = list(others), set()

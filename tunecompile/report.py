@@ -15,16 +15,19 @@ from tunecompile.pipeline import Change, Context, Tally
 from tunecompile.regions import Region
 
 
+__all__ = ["RegionReport", "Report"]
+
+
 @dataclass(frozen=True)
 class RegionReport:
-    """One compiled region: how often it was compiled, for which guards again, what its graphs keep for the backward (bytes a layer, by graph)."""
+    """One compiled region."""
 
-    name: str
-    layers: int
-    compiles: int
-    recompiles: list[str]
-    saved_bytes: list[int]
-    providers: dict[str, int]
+    name: str  #: path and class of its layers
+    layers: int  #: that it serves
+    compiles: int  #: graphs that were compiled
+    recompiles: list[str]  #: for which guards it was compiled again
+    saved_bytes: list[int]  #: bytes a layer that each of its graphs keeps for the backward
+    providers: dict[str, int]  #: calls a layer by "op: provider"
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
     changes: list[Change]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
     breaks: list[str]  #: why Dynamo made several graphs of it
@@ -32,19 +35,21 @@ class RegionReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Printable; `to_dict()` for machines. Matches are counted a layer, in the last graph compiled of each region."""
+    """What became of a model. Printable; `to_dict()` for machines."""
 
-    model: str
-    regions: list[RegionReport] = field(default_factory=list)
-    matches: list[Tally] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    model: str  #: its class
+    regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
+    matches: list[Tally] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
+    notes: list[str] = field(default_factory=list)  #: what else there is to say
     memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds
 
     @property
     def compiles(self) -> int:
+        """Graphs that were compiled, of all regions."""
         return sum(region.compiles for region in self.regions)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, ready for JSON; `saved_bytes` is the sum over all layers."""
         return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
                 "notes": list(self.notes), "memory": self.memory, "compiles": self.compiles,
                 "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}

@@ -3,6 +3,14 @@
     @rewrite("silu_gate", to=lambda gate, up: gated_activation(gate, up, "silu"))
     def _(gate, up):
         return F.silu(gate) * up
+
+The pattern is traced by `torch.fx`, as the model is by Dynamo, and both pass through `tunecompile.canonical`: `x.float()` and `x.to(torch.float32)`
+are one thing, `a * b` and `b * a` as well. Its parameters capture what stands there, tensors, numbers, dtypes and None alike; what is written in it
+(`mean(-1, keepdim=True)`, a 2) has to stand there. `tunecompile.match.cast` marks a cast that may be absent. A pattern of several outputs returns
+a tuple, and is found from the first.
+
+A match is left alone, with the reason in the report, where `where` says so; where somebody else reads an inner value; where a mutation, or a change of
+grad or autocast mode, comes in between; and where the replacement would have another shape or dtype.
 """
 
 from __future__ import annotations
@@ -20,21 +28,34 @@ from tunecompile.canonical import is_mutation, value
 from tunecompile.errors import InvalidRewrite
 from tunecompile.match import Match, Matcher, Pattern
 
+__all__ = ["Rewrite", "annotate", "apply", "erase_dead", "replace", "rewrite", "where_from"]
+
 
 @dataclass(frozen=True)
 class Rewrite:
-    """`to(**bound)` builds the replacement; `where(match)` is None if the match holds, else the reason why it does not."""
+    """What to look for, and what to put there. Made by `rewrite`."""
 
-    name: str
-    pattern: Pattern
-    to: Callable[..., Any]
-    where: Callable[[Match], str | None]
+    name: str  #: as reports and verification call it
+    pattern: Pattern  #: what to look for
+    to: Callable[..., Any]  #: builds the replacement of what the pattern binds
+    where: Callable[[Match], str | None]  #: None if a match holds, else the reason why it does not
 
 
 def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | None] | None = None) -> Callable[[Callable], Rewrite]:
-    """Make a `Rewrite` of a pattern function. `to` takes parameters of the pattern by name (or `match`, the whole match).
+    """Make a `Rewrite` of a pattern function.
 
-    Inside `to`, tensors are symbolic values of the graph under rewriting: use ops, operators and torch functions as usual.
+    Args:
+        name: as reports and verification call it.
+        to: takes parameters of the pattern by name (or `match`, the whole match), and returns what the pattern returns: one value, or a tuple.
+            Inside, tensors are symbolic values of the graph under rewriting: use ops, operators and torch functions as usual.
+        where: of a match: None if it holds, else the reason why it does not, for the report. Shapes and dtypes are those of
+            `tunecompile.canonical.value`. One that raises costs this match alone. None: all hold.
+
+    Returns:
+        A decorator that makes a `Rewrite` of a plain function.
+
+    Raises:
+        InvalidRewrite: `to` takes what the pattern does not bind.
     """
 
     def make(fn: Callable) -> Rewrite:
@@ -48,9 +69,16 @@ def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | No
 
 
 def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
-    """Rewrite every match in place. Returns where that was, and the reasons of those that were refused.
+    """Rewrite every match in place.
 
     What a replacement is made of is not matched again: one call applies a rewrite once to each place.
+
+    Args:
+        rewrite: to apply.
+        graph: of the recognize stage, canonical.
+
+    Returns:
+        (places, reasons): "name at file:line" of each that was rewritten, and why others were refused.
     """
     matcher, made, reasons, places = Matcher(graph), set(), {}, []
     nodes = set(graph.nodes)
@@ -86,9 +114,16 @@ def _bound(rewrite: Rewrite, match: Match) -> dict[str, Any]:
 
 
 def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], bound: dict[str, Any]) -> str | None:
-    """Build new nodes just before the last of `outputs` and let them take its users' place; the old nodes die unused.
+    """Build new nodes just before the last of `outputs`, and let them take its users' place; the old nodes die unused.
 
-    Nothing is changed, and the reason returned, where the new values have another shape or dtype than the old ones.
+    Args:
+        graph: of the recognize stage.
+        outputs: nodes whose values are replaced.
+        build: called with `bound` by name, nodes as symbolic values; returns as many values as there are outputs.
+        bound: nodes and constants.
+
+    Returns:
+        None; or, with nothing changed, the reason: the new values have another shape or dtype than the old ones.
     """
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
 
@@ -122,7 +157,12 @@ def _difference(old: Any, new: Any) -> str | None:
 
 
 def annotate(node: Node, origin: Node) -> None:
-    """Give a new node its fake value, which later guards read, and the user's source line of the node it replaces."""
+    """Give a new node its fake value (`meta["example_value"]`), which later guards read, and the source line of the node it replaces.
+
+    Args:
+        node: new, of the recognize stage, whose arguments have fake values.
+        origin: a node that it replaces.
+    """
     for key in ("stack_trace", "nn_module_stack"):
         if key in origin.meta:
             node.meta.setdefault(key, origin.meta[key])
@@ -136,7 +176,12 @@ def annotate(node: Node, origin: Node) -> None:
 
 
 def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
-    """Erase those of the candidates that nobody uses. (fx's own dead code elimination would drop in-place methods too.)"""
+    """Erase nodes that nobody uses. (fx's own dead code elimination would drop in-place methods too.)
+
+    Args:
+        graph: that they belong to.
+        candidates: nodes, of which those without users are erased, until none is left.
+    """
     pending = set(candidates)
     while dead := [node for node in pending if not node.users]:
         for node in dead:
@@ -160,7 +205,14 @@ def _changed_later(match: Match) -> str | None:
 
 
 def where_from(node: Node) -> str:
-    """' at file:line' of the user's code that made the node, or nothing."""
+    """The line of the user's code that made a node.
+
+    Args:
+        node: any.
+
+    Returns:
+        " at file:line", or "" where nobody knows.
+    """
     line, _ = user_line(node)
     return f" at {line}" if line else ""
 

@@ -25,6 +25,8 @@ from tunecompile.op import HALF
 from tunecompile.regions import find_layers
 from tunecompile.twin import mode, twin_of
 
+__all__ = ["LIMIT", "Verdict", "Verification", "WRONG", "verify"]
+
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
 TIE = 1.05  #: losses this near each other are alike: both distances are mostly the rounding of the same weights
@@ -36,38 +38,38 @@ SMALL = 0.01  #: standard deviation of what stands for zeros
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was asked, whether it holds, and the figures."""
+    """One question, and the answer."""
 
-    name: str
-    passed: bool
-    detail: str
+    name: str  #: what should hold
+    passed: bool  #: whether it does
+    detail: str  #: the figures
 
 
 @dataclass(frozen=True)
 class Verification:
-    """One step, optimized, eager and in high precision (`reference`). Printable; `to_dict()` for machines.
+    """One step, optimized, eager and in high precision. Printable; `to_dict()` for machines.
 
-    losses: by the three names.   gradients: a row for each trained parameter: `error` and `eager_error` are relative distances to the reference's
-    gradient, ‖g - r‖ / max(‖r‖, floor), with the dtype's eps times the largest gradient as floor; `yardstick` is eager's error, and at least what rounding makes of it;
-    `norm_ratio` is ‖g‖ / ‖r‖; `has_gradient` whether there is one that is not zero, or eager has none either.   untrained: parameters that are to be trained and get no
-    gradient from this batch, in eager neither: a mistake in the model, perhaps.   faults: where the step is wrong, the rewrites that make it so
-    and the lines of the model that they stood for; they are switched off for this model.   notes: what was done to the model meanwhile.
+    A row of `gradients` has `parameter`, its name; `error` and `eager_error`, relative distances to the reference's gradient,
+    ‖g - r‖ / max(‖r‖, floor), with the dtype's eps times the largest gradient as floor; `yardstick`, eager's error, and at least what rounding makes
+    of it; `norm_ratio`, ‖g‖ / ‖r‖; and `has_gradient`, whether there is one that is not zero, or eager has none either.
     """
 
-    model: str
-    reference: str
-    losses: dict[str, float]
-    gradients: list[dict[str, Any]]
-    verdicts: list[Verdict]
-    untrained: list[str] = field(default_factory=list)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    model: str  #: its class
+    reference: str  #: its dtype: "float32" or "float64"
+    losses: dict[str, float]  #: of "optimized", "eager" and "reference"
+    gradients: list[dict[str, Any]]  #: a row for each trained parameter
+    verdicts: list[Verdict]  #: on the loss and on all gradients
+    untrained: list[str] = field(default_factory=list)  #: parameters that are to be trained and get no gradient, in eager neither: a mistake, perhaps
+    faults: list[dict[str, Any]] = field(default_factory=list)  #: `rewrite`s that make a step wrong, and their `places`: they are switched off
+    notes: list[str] = field(default_factory=list)  #: what was done to the model meanwhile
 
     @property
     def passed(self) -> bool:
+        """Whether all verdicts hold."""
         return all(verdict.passed for verdict in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, ready for JSON, and `passed`."""
         return asdict(self) | {"passed": self.passed}
 
     def summary(self) -> str:
@@ -99,6 +101,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
         batch: what the model is called with, by name; with labels, unless `loss` says otherwise.
         loss: of (model, batch), a scalar; None for `model(**batch).loss`.
         seed: of the random numbers that all three draw.
+
+    Returns:
+        Losses, errors and verdicts, and what was switched off.
 
     Raises:
         CannotVerify: nothing in the model is trained, it is in evaluation mode, gives no loss or cannot be copied, or its optimizer steps in the

@@ -41,34 +41,29 @@ UNBOUNDED = 1 << 60  #: bytes
 class Estimate:
     """What a training step would need. Printable; `to_dict()` for machines. All amounts are bytes, unless they say otherwise.
 
-    weights: parameters and buffers.   gradients: of what is trained.   optimizer: its state.   activations: what layers hold for the backward
-    pass, head and loss, at the peak.   peak: the sum of these, as `torch.cuda.max_memory_allocated` counts from the second step on.
-    budget: what the peak may be, `margin` of it left to the allocator; None where nothing says so.   fits: None without a budget.
-    missing: by how much it does not fit.   fitting_tokens: the largest batch that would, in tokens (0: none), where this one does not.
-    plans: as in the report: what layers compute again by name, whether the rest waits on the host, and how many layers do so.
-    flops: floating point operations of products and attention in one step, nothing counted twice and all of attention's square.
-    milliseconds: `flops` at the rate at which this GPU multiplies large matrices, a quarter more for all else (norms, dequantisation, launches), and
-    what the plan costs; the optimizer's step and data loading are not in it. Too low for short steps, whose launches show. None on no GPU.
+    `milliseconds` are `flops` at the rate at which this GPU multiplies large matrices, a quarter more for all else (norms, dequantisation, launches),
+    and what the plan costs; the optimizer's step and data loading are not in it. Too low for short steps, whose launches show.
     """
 
-    model: str
-    batch_shape: tuple[int, int]
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    peak: int
-    budget: int | None
-    margin: int
-    fits: bool | None
-    missing: int
-    fitting_tokens: int | None
-    plans: list[dict[str, Any]]
-    flops: int
-    milliseconds: float | None
-    notes: list[str] = field(default_factory=list)
+    model: str  #: its class
+    batch_shape: tuple[int, int]  #: rows, tokens a row
+    weights: int  #: bytes of parameters and buffers
+    gradients: int  #: bytes, of what is trained
+    optimizer: int  #: bytes of its state
+    activations: int  #: bytes that layers hold for the backward pass, head and loss, at the peak
+    peak: int  #: bytes, the sum of these, as `torch.cuda.max_memory_allocated` counts from the second step on
+    budget: int | None  #: bytes that the peak may be, `margin` of them left to the allocator; None where nothing says so
+    margin: int  #: bytes
+    fits: bool | None  #: None without a budget
+    missing: int  #: bytes by which it does not fit
+    fitting_tokens: int | None  #: the largest batch that would fit, in tokens (0: none), where this one does not
+    plans: list[dict[str, Any]]  #: as in the report: what layers compute again, whether the rest waits on the host, and how many layers do so
+    flops: int  #: floating point operations of products and attention in one step, nothing counted twice and all of attention's square
+    milliseconds: float | None  #: of one step; None on no GPU
+    notes: list[str] = field(default_factory=list)  #: what to know about these figures
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -103,12 +98,16 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
             against all that the model's GPU has free. A share or "auto" needs a model on a GPU.
         host_memory: as for `optimize`. None: what the model was optimized with, else half of what is available.
         host_embedding: as for `optimize`. None: what the model was optimized with.
-        optimizer_bytes: of the optimizer's state on the GPU; None for two fp32 moments of each trained parameter, as AdamW has them.
+        optimizer_bytes: bytes of the optimizer's state on the GPU; None for two fp32 moments of each trained parameter, as AdamW has them.
+
+    Returns:
+        Bytes of each kind, whether they fit, and on a GPU milliseconds.
 
     Raises:
         BadBatchShape: `batch_shape` is not two positive integers.
         CannotEstimate: nothing in the model is trained, it is spread over devices, or it cannot be traced; the message says which.
         UnknownBudget: `memory` or `host_memory` is none of the forms `optimize` takes.
+        InvalidPackage, UnknownEntryPoint: as for `optimize`.
     """
     if not (isinstance(batch_shape, (tuple, list)) and len(batch_shape) == 2 and all(type(n) is int and n > 0 for n in batch_shape)):
         raise BadBatchShape(given=batch_shape)
