@@ -1,18 +1,30 @@
-"""Causal attention over sequences that lie one after the other, without padding between them."""
+"""Causal attention over sequences that lie one after the other, without padding between them (FlashAttention: Dao et al., 2022, arXiv:2205.14135)."""
 
 import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, op, refuse_gpu
 
+__all__ = ["varlen_attention", "varlen_attention_backward"]
+
 
 @op(cost=Cost.MATMUL)
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """(out, logsumexp of the scores): each token attends to itself and to what stands before it in its own sequence.
+    """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
 
-    q: [N, H, D]; k, v: [N, K, D], where K divides H. offsets: int32 [S + 1], rising from 0 to N; sequence i is offsets[i] to
-    offsets[i + 1], and may be empty. longest: at least the longest sequence's length. window: how many tokens are seen, the token
-    itself included; 0 for all. out: as q, contiguous. logsumexp: [H, N] in the dtype of the arithmetic, fp32 or wider.
+    Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135).
+
+    Args:
+        q: queries of all N tokens, [N, H, D], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        k: keys, [N, K, D], where the number of heads K divides H: each is shared by H / K heads of q.
+        v: values, [N, K, D].
+        offsets: int32 [S + 1], rising from 0 to N; sequence i is tokens offsets[i] to offsets[i + 1], and may be empty.
+        longest: tokens of the longest sequence, or more.
+        scale: of the scores, mostly 1 / sqrt(D).
+        window: how many tokens a token sees, itself included; 0 for all.
+
+    Returns:
+        (out, logsumexp): out as q, contiguous; the scores' logsumexp, [H, N] in the dtype of the arithmetic, which gets no gradient.
     """
     places = _Places(offsets, longest, q.shape[0])
     scores = places.scores(q, k, scale, window)
@@ -24,7 +36,16 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: 
 @varlen_attention.backward(saves=("q", "k", "v", "offsets", "longest", "scale", "window", "out0", "out1"), gives=("q", "k", "v"))
 def varlen_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int,
                               out0: Tensor, out1: Tensor) -> list[Tensor]:
-    """[dq, dk, dv], contiguous. The probabilities are computed again from the saved logsumexp (Dao et al., 2022, arXiv:2205.14135)."""
+    """The gradients of `varlen_attention`. The probabilities are computed again from the saved logsumexp (arXiv:2205.14135).
+
+    Args:
+        grad: of out, [N, H, D] in its dtype.
+        out0: out, as `varlen_attention` returned it.
+        out1: the scores' logsumexp, [H, N]. The others are those of `varlen_attention`.
+
+    Returns:
+        [dq, dk, dv], contiguous, in shape and dtype of q, k and v.
+    """
     places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
     relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
     probabilities = relative.masked_fill(~places.taken[:, None, :, None], float("-inf")).exp()  # a free place has another token's logsumexp

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tunecompile.op import has_triton
 
+__all__ = ["FAST_BACKWARD", "FAST_FORWARD", "Operand", "dense_operand", "product", "project", "quantize", "refuse", "width_of"]
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BECAUSE = "FP8 products: half the bytes, twice the rate of bf16's tensor cores"
@@ -24,7 +26,16 @@ Operand = Callable[[Tensor | None, bool], tuple[Tensor, Tensor]]
 
 
 def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
-    """Why a product of x: [..., K] and a weight of so many rows cannot be in FP8, if it cannot."""
+    """Why a product cannot be in FP8, if it cannot.
+
+    Args:
+        x: [..., K]; its dtype and device count.
+        rows: of each weight [N_i, K].
+
+    Returns:
+        The reason, or None: x is bf16, 16 divides K and the sum of rows, neither is above 65536, and if x is on a GPU, Triton is installed
+        and the GPU has compute capability 9.0 or 10.0.
+    """
     n, k = sum(rows), x.shape[-1]
     if x.dtype != torch.bfloat16:
         return f"it computes in {str(x.dtype).removeprefix('torch.')}, and FP8 products give bfloat16"
@@ -39,12 +50,29 @@ def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
 
 
 def width_of(columns: int, adapter: Tensor | None) -> int:
+    """The columns of an operand, adapter included.
+
+    Args:
+        columns: of activations, or of the weight beside them.
+        adapter: [*, R], any dtype, of which three times R columns are made; or None.
+
+    Returns:
+        Columns, a multiple of 128.
+    """
     used = columns + (0 if adapter is None else 3 * adapter.shape[1])
     return -(-used // WIDTH) * WIDTH
 
 
 def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[x | extra, as sums of two | 0] in e4m3: [T, width], and the scale of each row: fp32 [T, 1]."""
+    """Rows in 8 bits, each by a scale of its own, with an adapter's columns carried beside them as sums of two numbers.
+
+    Args:
+        x: [T, C], any floating dtype.
+        extra: [T, R], any floating dtype, or None.
+
+    Returns:
+        ([x | extra, as sums of two | 0] in e4m3: [T, `width_of` them], the rows' scales: fp32 [T, 1]).
+    """
     width = width_of(x.shape[1], extra)
     if x.is_cuda:
         from tunecompile.templates import fp8
@@ -59,13 +87,29 @@ def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(x a^T in `dtype`, and `quantize` of x and it). a: [R, C] in `dtype`."""
+    """An adapter's inner product, and both in 8 bits.
+
+    Args:
+        x: [T, C], any floating dtype.
+        a: [R, C] in `dtype`.
+        dtype: of the adapter's arithmetic.
+
+    Returns:
+        (x a^T, [T, R] in `dtype`; and the two results of `quantize` of x and it).
+    """
     projected = x.to(dtype) @ a.t()
     return projected, *quantize(x, projected)
 
 
 def dense_operand(weights: Sequence[Tensor]) -> Operand:
-    """The operand of plain weights [N_i, K], one below the other."""
+    """The operand that plain weights make.
+
+    Args:
+        weights: [N_i, K] of one floating dtype; they stand below each other.
+
+    Returns:
+        An `Operand`.
+    """
     def make(adapter: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
         largest = torch.stack([w.abs().amax() for w in weights]).amax().float()
         sizes, k = [w.shape[0] for w in weights], weights[0].shape[1]
@@ -86,7 +130,18 @@ def dense_operand(weights: Sequence[Tensor]) -> Operand:
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool) -> Tensor:
-    """(a b^T) a_scale b_scale in bf16. a: e4m3 [T, C], a_scale: [T, 1]; b: e4m3 [N, C], b_scale: [1, N]."""
+    """(a b^T) a_scale b_scale, by the tensor cores where there are any.
+
+    Args:
+        a: e4m3 [T, C].
+        a_scale: fp32 [T, 1].
+        b: e4m3 [N, C].
+        b_scale: fp32 [1, N].
+        fast: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end.
+
+    Returns:
+        bf16 [T, N].
+    """
     if a.is_cuda:
         return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return (a.float() @ b.float().t() * a_scale * b_scale).bfloat16()

@@ -11,16 +11,18 @@ from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 
+__all__ = ["Frozen", "frozen", "on_matrices"]
+
 
 @dataclass(frozen=True)
 class Frozen:
-    """The weights of one matrix product. Each is what `dequantize_4bit` takes, or a tuple of the dense weight alone."""
+    """The weights of one matrix product, with their adapters."""
 
-    weights: tuple[tuple, ...]
-    a: tuple[Node, ...]
-    b: tuple[Node, ...]
-    scales: tuple[float, ...]
-    columns: int
+    weights: tuple[tuple, ...]  #: each is what `dequantize_4bit` takes, or a tuple of the dense weight [N_i, K] alone
+    a: tuple[Node, ...]  #: A_i, [r_i, K]
+    b: tuple[Node, ...]  #: B_i, [N_i, r_i]
+    scales: tuple[float, ...]  #: of the adapters
+    columns: int  #: K
 
     @property
     def quantized(self) -> bool:
@@ -34,7 +36,14 @@ class Frozen:
 
 
 def frozen(node: Node) -> list[Frozen] | None:
-    """Of a call of an adapted linear or MLP, or of its backward; None for others."""
+    """The frozen weights that a call reads.
+
+    Args:
+        node: of a joint graph, any.
+
+    Returns:
+        One for each matrix product of an adapted linear or MLP, or of its backward (an MLP has two: gate|up, and down); None for other nodes.
+    """
     args = _arguments(node)
     if args is None:
         return None
@@ -48,7 +57,15 @@ def frozen(node: Node) -> list[Frozen] | None:
 
 
 def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
-    """(target, arguments) of the same call, with a matrix for each of its products."""
+    """The same call, on matrices in which the weights stand beside their adapters.
+
+    Args:
+        node: one for which `frozen` is not None.
+        matrices: with room, as `lora_linear` describes them: one for each of its products.
+
+    Returns:
+        (target, arguments) of the new call.
+    """
     args, op = _arguments(node), OPS[node.target]
     if op in (lora_linear_nf4, lora_linear_nf4.backward_op):
         op = lora_linear.backward_op if op is lora_linear_nf4.backward_op else lora_linear

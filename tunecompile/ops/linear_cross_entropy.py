@@ -1,4 +1,7 @@
-"""The head of a language model and its loss as one op: the logits exist a chunk at a time only."""
+"""The head of a language model and its loss as one op: the logits exist a chunk at a time only.
+
+So do Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024, arXiv:2411.09009).
+"""
 
 from typing import Optional
 
@@ -8,15 +11,33 @@ from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
 
+__all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "workspace"]
+
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
 
 def chunk_rows(vocabulary: int) -> int:
+    """How many rows of hidden states make one chunk of logits.
+
+    Args:
+        vocabulary: columns of the logits.
+
+    Returns:
+        Rows: as many as `CHUNK_BYTES` hold in fp32, and 1,024 at least.
+    """
     return max(1024, CHUNK_BYTES // (4 * vocabulary))
 
 
 def workspace(weight: Tensor, rows: int) -> int:
-    """Bytes the op needs beside its inputs, on a GPU: a chunk of logits, and the gradients it returns."""
+    """What the op needs beside its inputs, on a GPU.
+
+    Args:
+        weight: [V, H], in the dtype of the logits.
+        rows: of hidden states.
+
+    Returns:
+        Bytes: of a chunk of logits, and of the gradients it returns.
+    """
     vocabulary, hidden = weight.shape
     return weight.element_size() * (min(rows, chunk_rows(vocabulary)) * vocabulary + 2 * rows * hidden) + 4 * weight.numel() * weight.requires_grad
 
@@ -25,15 +46,29 @@ def workspace(weight: Tensor, rows: int) -> int:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor], labels: Tensor,
                          scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
                          ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dhidden, dweight, dbias, dinner, douter) of sum over labelled rows of
-    cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))).
+    """The sum over labelled rows of cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))), and its gradients.
 
-    hidden: [T, H], weight: [V, H], labels: int64 [T], where `ignore_index` marks rows without a label; loss: fp32 scalar. inner: [T, r] and
-    outer: [V, r] are an adapter's, what its first matrix makes of the hidden states and its second one; both are trained.
     The gradients for d(loss) = 1 are computed in the forward pass, where each chunk of logits is at hand, so that no logit is
-    kept or computed twice (the idea of Liger's and Apple's fused losses). Untrained inputs get an empty gradient. fp16 hidden
-    gets its gradient in fp32: a loss scaler has not scaled it yet. Rows without a label cost nothing where counting them needs
-    no host synchronisation, that is on the CPU.
+    kept or computed twice. Rows without a label cost nothing where counting them needs no host synchronisation, that is on the CPU.
+
+    Args:
+        hidden: [T, H], any floating dtype.
+        weight: [V, H], in hidden's dtype.
+        bias: [V], in hidden's dtype, or None.
+        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If given, it is trained.
+        outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
+        labels: int64 [T], one class a row.
+        scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
+        softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
+        ignore_index: the label of rows without one.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of `torch.nn.functional.cross_entropy`.
+        train_hidden: whether hidden gets a gradient.
+        train_weight: whether weight and bias get one.
+
+    Returns:
+        (loss, dhidden, dweight, dbias, dinner, douter). The loss is a scalar in fp32, or fp64 for fp64; of the gradients those of trained
+        inputs have their shapes, the others [0]; in that dtype as well, but for dhidden, which is in hidden's: unless that is fp16, where no
+        loss scaler has scaled it yet.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     dhidden = torch.zeros(hidden.shape if train_hidden else (0,), dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
@@ -110,6 +145,14 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: fl
                                gives=("hidden", "weight", "bias", "inner", "outer"), cost=Cost.POINTWISE)
 def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor],
                                   outer: Optional[Tensor], out1: Tensor, out2: Tensor, out3: Tensor, out4: Tensor, out5: Tensor) -> list[Tensor]:
-    """[dhidden, dweight, dbias, dinner, douter]: what the forward pass computed, times d(loss)."""
+    """The gradients of `linear_cross_entropy`: what its forward pass computed, times d(loss).
+
+    Args:
+        grad: of the loss, a scalar in its dtype.
+        out1: dhidden, out2: dweight, out3: dbias, out4: dinner, out5: douter, as the forward pass returned them. The others are its inputs.
+
+    Returns:
+        [dhidden, dweight, dbias, dinner, douter], in the shapes of out1 to out5 and the inputs' dtypes.
+    """
     like = (hidden, weight, bias, inner, outer)
     return [(out * grad).to(weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]

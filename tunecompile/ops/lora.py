@@ -8,6 +8,8 @@ from torch import Tensor
 from tunecompile.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ops import fp8
 
+__all__ = ["lora_linear", "lora_linear_backward"]
+
 
 def _tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
@@ -24,15 +26,24 @@ def backward_flops(grad, *rest) -> int:
 @op(cost=Cost.MATMUL, flops=forward_flops)
 def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], a: Sequence[Tensor],
                 b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(y, xa): y = concat_i(x W_i^T + bias_i + scale_i (x_i A_i^T) B_i^T), xa = concat_i(x_i A_i^T).
+    """concat_i(x W_i^T + bias_i + scale_i (x_i A_i^T) B_i^T): linears with adapters (Hu et al., 2021, arXiv:2106.09685) that share x.
 
-    x: [..., K] in the dtype of the weights W_i: [N_i, K]; A_i: [r_i, K], B_i: [N_i, r_i] in any dtype; adapters compute in
-    `dtype` (PEFT keeps them in fp32 when there is no autocast). `inputs` holds the adapters' own inputs x_i, after dropout;
-    empty: they read x. `biases` is empty or one a weight. The weights are frozen. The adapter's term is added in the matrix
-    product's accumulator: base and delta are rounded once, together, which is closer to fp32 than adding two rounded results.
+    The adapter's term is added in the matrix product's accumulator: base and delta are rounded once, together, which is closer to fp32
+    than adding two rounded results.
 
-    In place of the W_i, `weights` may hold one matrix with room beside them: [[W, scale B], [A, 0]], the W_i below each other, every
-    adapter in columns and rows of its own, `padded` both ways.
+    Args:
+        x: [..., K], any floating dtype; T tokens in all.
+        inputs: the adapters' own inputs x_i, each as x in shape, after their dropout; empty where they read x.
+        weights: the frozen W_i, [N_i, K] in x's dtype. Or one matrix with room beside them, [[W, scale B], [A, 0]]: the W_i below each
+            other, every adapter in columns and rows of its own, padded both ways to multiples of 64.
+        biases: [N_i] each, or empty.
+        a: A_i, [r_i, K], any floating dtype.
+        b: B_i, [N_i, r_i], any floating dtype.
+        scales: factors, one a weight: alpha / r, or alpha / sqrt(r) where ranks are stabilised (Kalajdzievski, 2023, arXiv:2312.03732).
+        dtype: of the adapters' arithmetic. (PEFT keeps adapters in fp32 where there is no autocast.)
+
+    Returns:
+        (y, xa): y is [..., sum of N_i] in x's dtype; xa = concat_i(x_i A_i^T), [T, sum of r_i] in `dtype`, for the backward. It gets no gradient.
     """
     rows = _tokens(x)
     ys, xas = [], []
@@ -171,7 +182,15 @@ def below(a: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
 def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor],
                          a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
                          out1: Tensor) -> list[Tensor]:
-    """[dx, dx_i..., dbias_i..., dA_i..., dB_i...]. dY B and XA stay in `dtype` for dA and dB."""
+    """The gradients of `lora_linear`; dY B and XA stay in `dtype` for dA and dB.
+
+    Args:
+        grad: of y, [..., sum of N_i] in its dtype.
+        out1: xa, as `lora_linear` returned it. The others are its inputs.
+
+    Returns:
+        [dx, dx_i..., dbias_i..., dA_i..., dB_i...], in shape and dtype of what they are gradients of; without dx_i where `inputs` is empty.
+    """
     weights = bases(weights, b, x.shape[-1])
     grads = _tokens(grad).split([w.shape[0] for w in weights], 1)
     xas = out1.split([m.shape[0] for m in a], 1)

@@ -1,7 +1,8 @@
 """A gated MLP with LoRA on its three projections as one op, so that its backward passes once over what is wide.
 
 The gradients of gate and up are the largest tensors of a decoder layer. Joined, they are made together with the adapters' sums
-over them (`templates/lora_mlp.py`), where the next product reads them.
+over them (`tunecompile.templates.lora_mlp`), where the next product reads them. Gated linear units: Shazeer, 2020, arXiv:2002.05202;
+adapters: Hu et al., 2021, arXiv:2106.09685.
 """
 
 from typing import Sequence
@@ -12,6 +13,8 @@ from torch import Tensor
 from tunecompile.op import Cost, op, refuse_gpu
 from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.swiglu import gated_activation
+
+__all__ = ["lora_mlp", "lora_mlp_backward"]
 
 MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
 
@@ -90,11 +93,26 @@ def backward_flops(grad, x, *rest) -> int:
 def lora_mlp(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor], code: Sequence[Tensor],
              scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float],
              rows: Sequence[int], blocksize: int, quant_type: str, activation: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, gate_up, xa, xa_down): y = down(activation(gate(x)) * up(x)), each a frozen linear with an adapter, as `lora_linear`.
+    """down(activation(gate(x)) * up(x)): each projection is a frozen linear with an adapter, as `tunecompile.ops.lora.lora_linear`.
 
-    x: [..., K]; three each of a, b, scales and rows (F, F, K'), for gate, up and down. The weights are three dense ones, or, with
-    `weights` empty, three packed ones as `lora_linear_nf4` takes them. Everything computes in x's dtype. gate_up: [..., 2F],
-    xa: [T, r_gate + r_up], xa_down: [T, r_down]. `weights` may also be two matrices with room, of gate|up and of down.
+    Everything computes in x's dtype, adapters too. Lists have one member each for gate, up and down, in this order.
+    (Gated linear units: arXiv:2002.05202; adapters: arXiv:2106.09685.)
+
+    Args:
+        x: [..., K], any floating dtype; T tokens in all.
+        weights: three dense ones, [F, K], [F, K] and [K', F] in x's dtype; or two matrices with room (see `lora_linear`), of gate|up and of
+            down; or empty, where packed ones are given.
+        packed: uint8, three, or empty. This and absmax, code, scale, offset, blocksize and quant_type: as for
+            `tunecompile.ops.lora_nf4.lora_linear_nf4`.
+        a: A of each adapter, [r_gate, K], [r_up, K] and [r_down, F], any floating dtype.
+        b: B of each adapter, [F, r_gate], [F, r_up] and [K', r_down], any floating dtype.
+        scales: factors, one an adapter.
+        rows: (F, F, K').
+        activation: "silu", "gelu" or "gelu_tanh", as for `tunecompile.ops.swiglu.gated_activation`.
+
+    Returns:
+        (y, gate_up, xa, xa_down) in x's dtype: [..., K'], [..., 2F], [T, r_gate + r_up] and [T, r_down]. Only y gets a gradient; the others
+        are for the backward.
     """
     base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     gate_up, xa = lora.lora_linear.reference(x, [], base.dense(WIDE, x, x.shape[-1]), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype)
@@ -170,7 +188,15 @@ def lora_mlp_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], packed
                       code: Sequence[Tensor], scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor],
                       scales: Sequence[float], rows: Sequence[int], blocksize: int, quant_type: str, activation: str, out1: Tensor,
                       out2: Tensor, out3: Tensor) -> list[Tensor]:
-    """[dx, dA of gate, up and down, dB of the same]."""
+    """The gradients of `lora_mlp`; the activation is computed again from gate_up.
+
+    Args:
+        grad: of y, [..., K'] in its dtype.
+        out1: gate_up, out2: xa, out3: xa_down, as `lora_mlp` returned them. The others are its inputs.
+
+    Returns:
+        [dx, dA of gate, up and down, dB of the same], in shape and dtype of what they are gradients of.
+    """
     base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     gate, up = out1.split(list(rows[WIDE]), -1)
     act = gated_activation.reference(gate, up, activation)

@@ -2,7 +2,7 @@
 
 A layer's gate|up, its gradient and the activation are what a long batch needs most room for: 1.36 GiB for 8,192 tokens of an 8B
 model, while the hidden states between layers take 64 MiB. Only x is saved; the backward computes each piece's gate|up again.
-Weights are dequantised once for all pieces.
+Weights are dequantised once for all pieces. (As Arctic's TiledMLP: Bekman et al., 2025, arXiv:2506.13996.)
 """
 
 from typing import Sequence
@@ -15,6 +15,8 @@ from tunecompile.ops import lora
 from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp
 from tunecompile.ops.rms_norm import compute_dtype
 
+__all__ = ["lora_mlp_tiled", "lora_mlp_tiled_backward", "pieces"]
+
 
 def backward_flops(grad, x, *rest) -> int:
     """gate and up again, and the gradients of all three."""
@@ -22,7 +24,15 @@ def backward_flops(grad, x, *rest) -> int:
 
 
 def pieces(tokens: int, tiles: int) -> list[slice]:
-    """So many pieces of the tokens, alike but for the last, which takes what is over too; all at once where there are fewer tokens than that."""
+    """How the tokens are cut.
+
+    Args:
+        tokens: how many there are.
+        tiles: how many pieces are wanted.
+
+    Returns:
+        Slices of the tokens: `tiles` of them, alike but for the last, which takes what is over too; one where there are fewer tokens than that.
+    """
     tiles = tiles if tokens >= tiles else 1
     each = tokens // tiles
     return [slice(i * each, (i + 1) * each) for i in range(tiles - 1)] + [slice((tiles - 1) * each, tokens)]
@@ -38,7 +48,16 @@ def _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, qua
 def lora_mlp_tiled(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor], code: Sequence[Tensor],
                    scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float],
                    rows: Sequence[int], blocksize: int, quant_type: str, activation: str, tiles: int) -> Tensor:
-    """The y of `lora_mlp`, [..., rows[2]], in `tiles` pieces of x's tokens."""
+    """The y of `lora_mlp`, computed for one piece of the tokens after another (arXiv:2506.13996).
+
+    Args:
+        x: [..., K], any floating dtype. This and weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type and
+            activation: as for `tunecompile.ops.lora_mlp.lora_mlp`.
+        tiles: pieces of the tokens, see `pieces`.
+
+    Returns:
+        [..., K'] in x's dtype.
+    """
     tokens = x.reshape(-1, x.shape[-1])
     dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     y = [lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0] for piece in pieces(tokens.shape[0], tiles)]
@@ -79,7 +98,14 @@ def lora_mlp_tiled_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], 
                             code: Sequence[Tensor], scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor],
                             scales: Sequence[float], rows: Sequence[int], blocksize: int, quant_type: str, activation: str,
                             tiles: int) -> list[Tensor]:
-    """[dx, dA of gate, up and down, dB of the same]; the adapters' are summed over pieces in fp32."""
+    """The gradients of `lora_mlp_tiled`: each piece's gate|up is computed again, and adapters' gradients are summed over pieces in fp32 or wider.
+
+    Args:
+        grad: of y, [..., K'] in its dtype. The others are those of `lora_mlp_tiled`.
+
+    Returns:
+        [dx, dA of gate, up and down, dB of the same], in shape and dtype of what they are gradients of.
+    """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in (*a, *b)]

@@ -1,4 +1,7 @@
-"""LoRA over 4-bit weights as one op: the dequantised weights live in one scratch buffer, and only while a product reads them."""
+"""LoRA over 4-bit weights as one op: the dequantised weights live in one scratch buffer, and only while a product reads them.
+
+(QLoRA: Dettmers et al., 2023, arXiv:2305.14314.)
+"""
 
 from typing import Sequence
 
@@ -10,6 +13,8 @@ from tunecompile.ops import fp8
 from tunecompile.ops.lora import (adapter_gradients, base_gradient, base_gradient_in_fp8, below, extends, finish, forward_in_fp8, lora_linear,
                                   padded, with_xa)
 from tunecompile.ops.nf4 import BITSANDBYTES, dequantize_4bit
+
+__all__ = ["lora_linear_nf4", "lora_linear_nf4_backward"]
 
 
 def _arguments(packed, absmax, code, scale, offset, rows, columns, blocksize, quant_type, dtype) -> list[tuple]:
@@ -46,9 +51,21 @@ def lora_linear_nf4(x: Tensor, inputs: Sequence[Tensor], packed: Sequence[Tensor
                     scale: Sequence[Tensor], offset: Sequence[Tensor], biases: Sequence[Tensor], a: Sequence[Tensor],
                     b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, rows: Sequence[int], blocksize: int,
                     quant_type: str) -> tuple[Tensor, Tensor]:
-    """`lora_linear` over weights `dequantize_4bit` makes: W_i is [rows[i], K] in x's dtype.
+    """`lora_linear` over weights that `dequantize_4bit` makes: W_i is [rows[i], K] in x's dtype (QLoRA, arXiv:2305.14314).
 
-    packed, absmax: one each a weight; code, scale, offset: the three tensors of double quantisation, or empty.
+    Args:
+        x: [..., K]. This and inputs, biases, a, b, scales and dtype: as for `tunecompile.ops.lora.lora_linear`.
+        packed: one a weight, uint8 with rows[i] * K / 2 elements; all that follows as for `tunecompile.ops.nf4.dequantize_4bit`.
+        absmax: one a weight: fp32 [blocks], or uint8 with double quantisation.
+        code: one a weight, fp32 [256], with double quantisation; else empty.
+        scale: one a weight, fp32 [ceil(blocks / 256)], or empty.
+        offset: one a weight, fp32 of one element, or empty.
+        rows: N_i, the rows of each weight.
+        blocksize: weights a block, for all of them.
+        quant_type: "nf4" or "fp4", for all of them.
+
+    Returns:
+        (y, xa), as `lora_linear`: [..., sum of rows] in x's dtype, and [T, sum of r_i] in `dtype`.
     """
     weights = reference_weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.reference(x, inputs, weights, biases, a, b, scales, dtype)
@@ -155,7 +172,15 @@ def lora_linear_nf4_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], 
                              code: Sequence[Tensor], scale: Sequence[Tensor], offset: Sequence[Tensor], biases: Sequence[Tensor],
                              a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
                              rows: Sequence[int], blocksize: int, quant_type: str, out1: Tensor) -> list[Tensor]:
-    """[dx, dx_i..., dbias_i..., dA_i..., dB_i...], as `lora_linear_backward`."""
+    """The gradients of `lora_linear_nf4`, whose weights are dequantised once more.
+
+    Args:
+        grad: of y, [..., sum of rows] in its dtype.
+        out1: xa, as `lora_linear_nf4` returned it. The others are its inputs.
+
+    Returns:
+        [dx, dx_i..., dbias_i..., dA_i..., dB_i...], as `lora_linear_backward`: in shape and dtype of what they are gradients of.
+    """
     weights = reference_weights(packed, absmax, code, scale, offset, rows, x.shape[-1], blocksize, quant_type, x.dtype)
     return lora_linear.backward_op.reference(grad, x, inputs, weights, biases, a, b, scales, dtype, out1)
 

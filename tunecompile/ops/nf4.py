@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tunecompile.op import Cost, op
 
+__all__ = ["CODES", "block_scales", "dequantize_4bit"]
+
 CODES = {  #: the sixteen levels, index = code. NF4: quantiles of a normal distribution; FP4: 1 sign, 2 exponent, 1 mantissa bits.
     "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
             -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -20,10 +22,25 @@ CODES = {  #: the sixteen levels, index = code. NF4: quantiles of a normal distr
 def dequantize_4bit(packed: Tensor, absmax: Tensor, absmax_code: Optional[Tensor], absmax_scale: Optional[Tensor],
                     absmax_offset: Optional[Tensor], rows: int, columns: int, blocksize: int, quant_type: str,
                     dtype: torch.dtype) -> Tensor:
-    """Weight [rows, columns] in `dtype` from packed uint8 (two codes a byte, high nibble first).
+    """A weight from its 4-bit codes, with the values of bitsandbytes' own dequantisation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
 
-    absmax: fp32 [blocks], or with double quantisation uint8 [blocks], where block i has the scale
-    absmax_code[absmax[i]] * absmax_scale[i // 256] + absmax_offset. Same values as bitsandbytes' own dequantisation.
+    It has no backward: such weights are frozen.
+
+    Args:
+        packed: uint8, of any shape with rows * columns / 2 elements: two codes a byte, high nibble first, in row-major order.
+        absmax: fp32 [blocks], the scale of each block; with double quantisation its code, uint8 [blocks].
+        absmax_code: of double quantisation: fp32 [256], or None. Block i has the scale
+            `absmax_code[absmax[i]] * absmax_scale[i // 256] + absmax_offset`.
+        absmax_scale: fp32 [ceil(blocks / 256)], or None.
+        absmax_offset: fp32, one element, or None.
+        rows: of the weight.
+        columns: of the weight.
+        blocksize: weights a block, 64 as a rule; it divides rows * columns.
+        quant_type: "nf4" or "fp4", a key of `CODES`.
+        dtype: floating, of the result.
+
+    Returns:
+        [rows, columns] in `dtype`, rounded once from fp32.
     """
     scale = block_scales(absmax, absmax_code, absmax_scale, absmax_offset)
     table = torch.tensor(CODES[quant_type], dtype=torch.float32, device=packed.device)
@@ -33,7 +50,15 @@ def dequantize_4bit(packed: Tensor, absmax: Tensor, absmax_code: Optional[Tensor
 
 
 def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor], offset: Optional[Tensor]) -> Tensor:
-    """The fp32 scale of each block, [blocks]."""
+    """The scales of 4-bit blocks.
+
+    Args:
+        absmax: [blocks], fp32 scales, or their codes, uint8, if `code` is given.
+        code: fp32 [256] of double quantisation, or None. So are scale, fp32 [ceil(blocks / 256)], and offset, fp32, one element.
+
+    Returns:
+        fp32 [blocks].
+    """
     if code is None:
         return absmax.float()
     blocks = absmax.shape[0]

@@ -5,19 +5,34 @@ from torch import Tensor
 
 from tunecompile.op import Cost, op, refuse_gpu
 
+__all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "rms_norm", "rms_norm_backward"]
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Element-wise arithmetic runs in fp32, and in fp64 for fp64 tensors."""
+    """The dtype of element-wise arithmetic.
+
+    Args:
+        dtype: of a tensor, floating.
+
+    Returns:
+        fp32, or fp64 for fp64.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 @op(cost=Cost.POINTWISE)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension.
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    x: [..., H], weight: [H]. `offset` is 1 for models whose weight is stored as w - 1.
-    `round_first`: the normalised value is rounded to x's dtype before it is scaled (the result then has the promoted dtype of
-    x and weight); else everything is computed in fp32 and rounded once, to x's dtype.
+    Args:
+        x: [..., H], any floating dtype. Arithmetic is in `compute_dtype`.
+        weight: [H], any floating dtype.
+        eps: added to the mean of squares, in the units of x².
+        offset: added to the weight, in its units: 1 for models that store w - 1 (Gemma), else 0.
+        round_first: whether the normalised value is rounded to x's dtype before it is scaled (Llama), or all is rounded once (OLMo 2, Gemma).
+
+    Returns:
+        [..., H], in x's dtype; with `round_first` in that which x and weight promote to.
     """
     wide = x.to(compute_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -28,7 +43,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
 
 @rms_norm.backward(saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"))
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> list[Tensor]:
-    """[dx: as x, dweight: as weight]. 1/rms is computed again: cheaper than one more tensor to read."""
+    """The gradients of `rms_norm`. 1/rms is computed again: cheaper than one more tensor to read.
+
+    Args:
+        grad: of the result, [..., H] in its dtype. The others are those of `rms_norm`.
+
+    Returns:
+        [dx, dweight], in shape and dtype of x and weight; dweight is summed in `compute_dtype`.
+    """
     dx, dweight = _gradients(grad, x, weight, eps, offset, round_first)
     return [dx.to(x.dtype), dweight.to(weight.dtype)]
 
@@ -46,7 +68,16 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: floa
 
 @op(cost=Cost.POINTWISE)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total, ...), total) with total = x + residual, rounded to their common dtype: what the next residual reads."""
+    """A residual addition and the norm of its sum: one read of each, and their gradients meet in one pass (arXiv:1910.07467).
+
+    Args:
+        x: [..., H], any floating dtype.
+        residual: as x, in shape and dtype.
+        weight: [H]. This and eps (in the units of x²), offset and round_first: as for `rms_norm`.
+
+    Returns:
+        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: what the next residual addition reads.
+    """
     total = x + residual
     return rms_norm.reference(total, weight, eps, offset, round_first), total
 
@@ -54,7 +85,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 @add_rms_norm.backward(saves=("out1", "weight", "eps", "offset", "round_first"), gives=(("x", "residual"), "weight"), outputs=2)
 def add_rms_norm_backward(grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float,
                           round_first: bool) -> list[Tensor]:
-    """[dtotal, dweight]: the norm's gradient and the residual path's, added before the one rounding."""
+    """The gradients of `add_rms_norm`: the norm's and the residual path's are added before the one rounding.
+
+    Args:
+        grad: of the norm, [..., H] in its dtype.
+        grad_total: of the sum, as out1.
+        out1: the sum, x + residual. The others are those of `add_rms_norm`.
+
+    Returns:
+        [dtotal, dweight], in shape and dtype of out1 and weight. x and residual share the first.
+    """
     dx, dweight = _gradients(grad, out1, weight, eps, offset, round_first)
     return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
 

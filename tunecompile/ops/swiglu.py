@@ -7,12 +7,23 @@ from torch import Tensor
 from tunecompile.op import Cost, op, refuse_gpu
 from tunecompile.ops.rms_norm import compute_dtype
 
+__all__ = ["gated_activation", "gated_activation_backward"]
+
 GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
 
 
 @op(cost=Cost.POINTWISE)
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, element by element; activation is "silu", "gelu" or "gelu_tanh". The activation is not rounded."""
+    """activation(gate) * up, element by element (Shazeer, 2020, arXiv:2002.05202). The activation is not rounded before the product.
+
+    Args:
+        gate: [..., F], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        up: as gate in shape.
+        activation: "silu" (SwiGLU), "gelu" (by erf) or "gelu_tanh" (its approximation; both Hendrycks & Gimpel, 2016, arXiv:1606.08415).
+
+    Returns:
+        [..., F], in the dtype that gate and up promote to.
+    """
     wide = gate.to(compute_dtype(gate.dtype))
     if activation == "silu":
         value = F.silu(wide)
@@ -23,7 +34,14 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @gated_activation.backward(saves=("gate", "up", "activation"), gives=("gate", "up"))
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
-    """[dgate, dup], as gate and up."""
+    """The gradients of `gated_activation`; the activation is computed again.
+
+    Args:
+        grad: of the result, [..., F] in its dtype. The others are those of `gated_activation`.
+
+    Returns:
+        [dgate, dup], in shape and dtype of gate and up.
+    """
     x = gate.to(compute_dtype(gate.dtype))
     if activation == "silu":
         sigmoid = torch.sigmoid(x)
