@@ -13,14 +13,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+__all__ = ["is_aligned", "is_tracing", "launch", "multiprocessors", "next_power_of_2"]
+
 Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
 
 
 def is_tracing(args: Sequence[Any] = ()) -> bool:
-    """True when a launch must be recorded, not run: a dispatch mode is active, or an argument has no storage to read.
+    """Whether a launch must be recorded, not run.
 
     Any dispatch mode counts (proxy, fake, flop counter, ...): the modes that do not record run the
     wrapped kernel, so the only price of a wrong "yes" is host time.
+
+    Args:
+        args: of the launch.
+
+    Returns:
+        True where a dispatch mode is active, or an argument has no storage to read.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return True
@@ -28,7 +36,14 @@ def is_tracing(args: Sequence[Any] = ()) -> bool:
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, **constexprs: Any) -> None:
-    """Start ``kernel`` over ``grid``; ``num_warps`` and ``num_stages`` go among the keywords."""
+    """Start a kernel, on the device of the first tensor among its arguments; or record it, where the call is traced.
+
+    Args:
+        kernel: what ``triton.jit`` made.
+        grid: numbers of programs, or a function that gives them, of the constexprs.
+        args: tensors and integers. A float goes among the constexprs: Inductor would pass it as fp64.
+        constexprs: by name, ``num_warps`` and ``num_stages`` among them.
+    """
     if is_tracing(args):
         torch.library.wrap_triton(kernel)[grid](*args, **constexprs)
         return
@@ -41,17 +56,39 @@ def launch(kernel: Any, grid: Grid, *args: Any, **constexprs: Any) -> None:
 
 
 def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
-    """Whether the tensor starts at a multiple of ``to`` bytes of its storage (storages are aligned further than that)."""
+    """Whether a tensor's address is a multiple of some bytes.
+
+    Args:
+        tensor: fake ones too: what counts is where in its storage it starts, and storages are aligned further than that.
+        to: bytes.
+
+    Returns:
+        Whether it is.
+    """
     return tensor.storage_offset() * tensor.element_size() % to == 0
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n, for sizes known at trace time (a SymInt is specialised)."""
+    """The size of a Triton block that holds n elements.
+
+    Args:
+        n: elements, known at trace time (a SymInt is specialised).
+
+    Returns:
+        The smallest power of two >= n.
+    """
     return 1 << max(int(n) - 1, 0).bit_length()
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of the GPU; 4 where there is none (interpreter), so that loops over rows are tested."""
+    """For grids of as many programs as run at once.
+
+    Args:
+        device: of the tensors.
+
+    Returns:
+        The number of its streaming multiprocessors; 4 where there is no GPU (interpreter), so that loops over rows are tested.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

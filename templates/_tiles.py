@@ -5,31 +5,34 @@ Rows are tried in order and the first that fits wins. ``cc`` is the least comput
 (whatever size the kernel's file names) of the bucket; None fits all. A new measurement is a new row.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
 import torch
 
+__all__ = ["Row", "TABLE", "Tile", "find", "pick"]
+
 
 class Tile(NamedTuple):
-    """``block`` elements along the contiguous dimension, ``rows`` of them a program, ``step`` of those at a time."""
+    """What one program of a kernel computes, and with how many warps."""
 
-    block: int
-    rows: int = 1
-    num_warps: int = 4
-    num_stages: int = 1
-    step: int = 1
+    block: int  #: elements along the contiguous dimension; 0: as many as there are
+    rows: int = 1  #: how many rows of them
+    num_warps: int = 4  #: warps of 32 threads
+    num_stages: int = 1  #: stages of software pipelining, in a loop
+    step: int = 1  #: rows at a time, where a program loops over them
 
 
 class Row(NamedTuple):
-    tile: Tile
-    cc: int = 0
-    itemsize: int | None = None
-    upto: int | None = None
+    """A tile, and where it fits."""
+
+    tile: Tile  #: to take there
+    cc: int = 0  #: the least compute capability, times ten
+    itemsize: int | None = None  #: bytes an element of the large tensor; None: any
+    upto: int | None = None  #: the largest size, in the units that `TABLE` names for the kernel; None: any
 
 
+#: kernel -> rows, of which the first that fits is taken
 TABLE: dict[str, tuple[Row, ...]] = {
     # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
     "nf4": (
@@ -92,7 +95,20 @@ def _capability(index: int | None) -> int:
 
 
 def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
-    """The first row of ``kernel``'s table that fits."""
+    """The first row of a kernel's table that fits.
+
+    Args:
+        kernel: a key of ``TABLE``.
+        cc: compute capability, times ten.
+        itemsize: bytes an element.
+        size: in the units that the table names for the kernel: elements, rows or columns.
+
+    Returns:
+        Its tile.
+
+    Raises:
+        LookupError: none fits.
+    """
     for row in TABLE[kernel]:
         if cc >= row.cc and row.itemsize in (None, itemsize) and (row.upto is None or size <= row.upto):
             return row.tile
@@ -100,6 +116,15 @@ def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
 
 
 def pick(kernel: str, tensor: torch.Tensor, size: int) -> Tile:
-    """The tile of ``kernel`` for ``tensor``'s device and dtype and this ``size``."""
+    """The tile for a tensor's device and dtype.
+
+    Args:
+        kernel: a key of ``TABLE``.
+        tensor: the large one.
+        size: in the units that the table names for the kernel: elements, rows or columns.
+
+    Returns:
+        The first that fits; compute capability counts as 0 where the tensor is on no GPU.
+    """
     cc = _capability(tensor.device.index) if tensor.is_cuda and torch.cuda.is_available() else 0
     return find(kernel, cc, tensor.element_size(), size)

@@ -19,6 +19,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
+__all__ = ["loss_and_grad_"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -107,10 +108,25 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
                    grad=True, tile=None):
     """Loss and log-sum-exp of each row; with ``grad``, ``logits`` are overwritten by d(sum of the losses)/d(logits).
 
-    logits: [rows, V], bf16, fp16 or fp32, unit column stride. labels: [rows], int64 or int32, contiguous.
-    The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap) and contains
-    ``z_loss * lse**2``. Rows labelled ``ignore_index`` have loss, lse and gradient 0 and are not read.
-    Returns (loss, lse), fp32 [rows] each.
+    The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap), in fp32. Online softmax:
+    Milakov & Gimelshein, 2018, arXiv:1805.02867.
+
+    Args:
+        logits: [rows, V], bf16, fp16 or fp32, unit column stride.
+        labels: [rows], int64 or int32, contiguous. One out of range gives a NaN loss.
+        ignore_index: label of rows that have loss, lse and gradient 0 and are not read.
+        softcap: c of c * tanh(z / c), in the units of the logits; None for none.
+        scale: a positive factor of the logits.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
+        z_loss: factor of lse^2, which the loss contains (PaLM: Chowdhery et al., 2022, arXiv:2204.02311).
+        grad: whether ``logits`` become the gradient.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        (loss, lse), fp32 [rows] each.
+
+    Raises:
+        ValueError: shapes or strides do not fit, or the scale is not positive.
     """
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or labels.shape != (rows,) or not labels.is_contiguous():

@@ -1,8 +1,9 @@
-"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448), with low-rank adapters carried exactly beside them.
+"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448; arXiv:2209.05433), with low-rank adapters carried exactly beside them.
 
 ``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's term
 ``P @ Q^T`` (P: [T, R], Q: [N, R]) rides in the same accumulator as more columns. Rounded to 4 bits it would be lost, so each
-of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker, 1971, splits a double), and
+of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker, 1971,
+https://doi.org/10.1007/BF01397083, splits a double), and
 three of the four products are kept: ``[high P | low P | high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is
 what bf16 has. A row's scale covers its adapter columns as well, so nothing saturates.
 
@@ -19,6 +20,8 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 from .nf4 import block_scale, code_value
+
+__all__ = ["begin_weight", "quantize_rows", "write_dense", "write_nf4"]
 
 LARGEST = tl.constexpr(448.0)
 TINY = tl.constexpr(1e-30)  # a row of zeros has a scale too
@@ -68,9 +71,19 @@ def quantize_kernel(x, extra, out, scales, x_stride, extra_stride, COLUMNS: tl.c
 
 
 def quantize_rows(x, extra, width, *, tile=None):
-    """([x | extra, split | 0] in e4m3: [T, width], the rows' scales: fp32 [T, 1]).
+    """Activations, or gradients, as the left operand of an FP8 product, an adapter's columns beside them.
 
-    x: [T, C], extra: [T, R] or None, of any float dtypes, with unit column stride; width >= C + 3 R.
+    Args:
+        x: [T, C], any floating dtype, unit column stride.
+        extra: [T, R], any floating dtype, unit column stride; or None.
+        width: columns of the result, at least C + 3 R.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        ([x | extra, split | 0] in e4m3: [T, width], the rows' scales: fp32 [T, 1]).
+
+    Raises:
+        ValueError: strides or width do not fit.
     """
     (rows, columns), ranks = x.shape, 0 if extra is None else extra.shape[1]
     if x.stride(1) != 1 or extra is not None and extra.stride(1) != 1 or width < columns + 3 * ranks:
@@ -108,10 +121,18 @@ def adapter_kernel(adapter, largest, out, scales, n_rows, row_stride, rank_strid
 
 
 def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
-    """(out: e4m3 [rows, width], whose columns from ``columns`` on hold the adapter, split, and zeros; scales: fp32 [1, rows]).
+    """The right operand of an FP8 product, without the weight: that goes to its first columns, divided by its row's scale (``write_*``).
 
-    largest: fp32, one element, at least the size of any weight; adapter: [rows, R], any strides, or None. The weight itself
-    goes to columns 0..``columns`` of ``out``, divided by its row's scale: ``write_*``.
+    Args:
+        largest: fp32, one element, at least the size of any weight.
+        adapter: [rows, R], any floating dtype, any strides; or None.
+        rows: of the operand.
+        columns: that the weight takes.
+        width: columns of the operand, at least columns + 3 R.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        (out: e4m3 [rows, width], whose columns from ``columns`` on hold the adapter, split, and zeros; scales: fp32 [1, rows]).
     """
     ranks = 0 if adapter is None else adapter.shape[1]
     out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=largest.device)
@@ -137,7 +158,16 @@ def dense_kernel(weight, scales, out, n_rows, n_columns, row_stride, column_stri
 
 
 def write_dense(weight, scales, out, row=0, column=0, *, tile=None):
-    """``weight`` [n, k] of any strides (so transposed too) to ``out`` from (row, column) on, each row by its scale."""
+    """Put a plain weight into an operand that ``begin_weight`` made.
+
+    Args:
+        weight: [n, k], any floating dtype, any strides (so transposed too).
+        scales: fp32 [1, rows of ``out``], by which rows are divided.
+        out: e4m3 [rows, width], contiguous. Written from (row, column) on.
+        row: the first of the rows that are written.
+        column: the first of the columns that are written.
+        tile: a ``_tiles.Tile`` in place of the table's.
+    """
     tile = tile or _tiles.pick("fp8_dense", out, weight.numel())
     rows, columns = weight.shape
     launch(dense_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.block)), weight, scales, out, rows, columns,
@@ -173,8 +203,22 @@ def nf4_kernel(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales,
 
 def write_nf4(packed, absmax, shape, scales, out, row=0, column=0, *, transposed=False, blocksize=64, quant_type="nf4",
               absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
-    """The weight [N, K] = ``shape`` that ``nf4.dequantize`` makes, or its transpose, to ``out`` from (row, column) on, without a
-    stop in bf16. 8 divides K; ``packed`` starts at a multiple of 4 bytes; the rest as there."""
+    """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without a stop in bf16.
+
+    Args:
+        packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type, absmax_code, absmax_scale,
+            absmax_offset and absmax_blocksize: as for ``nf4.dequantize``.
+        shape: [N, K] of the weight; 8 divides K.
+        scales: fp32 [1, rows of ``out``], by which rows are divided.
+        out: e4m3 [rows, width], contiguous. Written from (row, column) on.
+        row: the first of the rows that are written.
+        column: the first of the columns that are written.
+        transposed: whether [K, N] is written.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Raises:
+        ValueError: 8 does not divide K.
+    """
     n, k = shape
     if k % 8:
         raise ValueError(f"eight weights are read at a time, and 8 does not divide {k}")

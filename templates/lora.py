@@ -1,4 +1,7 @@
-"""Small pieces put beside or below a large matrix, in place, so that one product reads them together."""
+"""Small pieces put beside or below a large matrix, in place, so that one product reads them together.
+
+They are those of low-rank adapters (Hu et al., 2021, arXiv:2106.09685): [X | XA] [W | s B]^T = X W^T + s XA B^T, in one accumulator.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import triton
 import triton.language as tl
 
 from ._launch import launch, next_power_of_2
+
+__all__ = ["append_columns", "append_rows", "write_beside", "write_pieces"]
 
 
 @triton.jit
@@ -19,8 +24,16 @@ def append_rows_kernel(source, out, row0, source_stride, n_columns, LDO: tl.cons
 
 
 def append_rows(source, out, row):
-    """Copy ``source`` [r, K] into rows ``row``.. of ``out`` [*, LDO >= K], cast to its dtype: LoRA's A below W, so that one
-    product with [dY | dY B] gives the whole dX."""
+    """Copy rows into a matrix: LoRA's A below W, so that one product with [dY | dY B] gives the whole dX.
+
+    Args:
+        source: [r, K], any dtype, unit column stride.
+        out: [*, LDO >= K], any dtype, unit column stride. Rows from ``row`` on are written, in its dtype; columns behind K stay.
+        row: the first.
+
+    Raises:
+        ValueError: strides or sizes do not fit.
+    """
     _check(source, out, row + source.shape[0], source.shape[1])
     block = 1024
     launch(append_rows_kernel, (source.shape[0], triton.cdiv(source.shape[1], block)), source, out, row, source.stride(0), source.shape[1],
@@ -39,8 +52,16 @@ def append_columns_kernel(source, out, column0, rows, width, source_stride, COLU
 
 
 def append_columns(source, out, column):
-    """Copy ``source`` [T, r] into columns ``column``.. of ``out`` [T, LDO], cast to its dtype: XA beside X, or dY B beside dY.
-    The columns behind are zeroed."""
+    """Copy columns into a matrix: XA beside X, or dY B beside dY. The columns behind are zeroed.
+
+    Args:
+        source: [T, r], any dtype, unit column stride.
+        out: [T or more, LDO], any dtype, unit column stride. Its first T rows are written, in its dtype.
+        column: the first; column + r is LDO at most.
+
+    Raises:
+        ValueError: strides or sizes do not fit.
+    """
     _check(source, out, source.shape[0], column + source.shape[1])
     rows = 64
     launch(append_columns_kernel, (triton.cdiv(source.shape[0], rows),), source, out, column, source.shape[0], out.shape[1], source.stride(0),
@@ -58,9 +79,18 @@ def write_beside_kernel(left, right, out, left_stride, right_stride, COLUMNS: tl
 
 
 def write_beside(left, right, out):
-    """[left | right | 0] into the first rows of ``out`` [*, LDO], all of its columns. left: [T, K], in its dtype; right: [T, r].
+    """[left | right | 0] into the first rows of ``out``, all of its columns.
 
-    What ``out`` held is overwritten, so one buffer serves piece after piece of a long batch, and no piece begins before the last is read."""
+    What ``out`` held is overwritten, so one buffer serves piece after piece of a long batch, and no piece begins before the last is read.
+
+    Args:
+        left: [T, K], in the dtype of ``out``, unit column stride.
+        right: [T, r], any dtype, unit column stride.
+        out: [T or more, LDO >= K + r], contiguous.
+
+    Raises:
+        ValueError: strides or sizes do not fit.
+    """
     _check(left, out, left.shape[0], left.shape[1] + right.shape[1])
     _check(right, out, left.shape[0], left.shape[1] + right.shape[1])
     if not out.is_contiguous():
@@ -102,8 +132,18 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def write_pieces(pieces):
-    """A function that writes ``target[...] = source * factor`` for many small matrices (source, target, factor) on one device, as often as it
-    is called: one launch for each pair of ``DTYPES``. Unit column strides; computed in fp32 and rounded once."""
+    """What writes ``target[...] = source * factor`` for many small matrices, by one launch for each pair of ``DTYPES``.
+
+    Args:
+        pieces: (source, target, factor) each: two matrices [n, k] on the same device, bf16, fp16 or fp32, of unit column strides, and a
+            number. Their memory must stay where it is.
+
+    Returns:
+        A function without arguments, to be called as often as sources change. It computes in fp32 and rounds once.
+
+    Raises:
+        ValueError: strides or sizes do not fit.
+    """
     groups, launches = {}, []
     for source, target, factor in pieces:
         _check(source, target, *source.shape)

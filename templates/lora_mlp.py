@@ -7,6 +7,8 @@ The products d_gate B and d_up B sum over columns instead; joined as well, their
 
 A program owns BLOCK columns of the halves and ROWS rows, and keeps its sums in registers. One part a row range leaves; the
 parts are added outside, in a fixed order, so the result does not change from run to run.
+
+Gated linear units: Shazeer, 2020, arXiv:2002.05202; adapters: Hu et al., 2021, arXiv:2106.09685.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 from .swiglu import ACTIVATIONS, _gate
+
+__all__ = ["backward", "backward_of_piece", "begin", "sums"]
 
 
 @triton.jit
@@ -76,12 +80,24 @@ def backward_kernel(
 
 
 def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, width=None, tile=None):
-    """(both, d_b_gate, d_b_up, d_a_down) of one gated MLP whose gate and up have adapters of these two ``ranks``.
+    """The gradients that one gated MLP's activation and adapters have of what is wide.
 
-    grad: [T, F], gradient of a = act(gate) * up; gate_up: [T, 2F]; down: [T, r], dY B of the down projection; xa: [T, sum(ranks)]:
-    all of one half-precision dtype and unit column stride. both: [T, width or 2F], d_gate | d_up | columns left as they are; where it
-    is given, it is written to, and gate_up may be its first columns.
-    The others are fp32: xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
+    Args:
+        grad: [T, F], of a = act(gate) * up. This and gate_up, down and xa are of one half-precision dtype and have unit column strides.
+        gate_up: [T, 2F], gate | up.
+        down: [T, r], dY B of the down projection.
+        xa: [T, sum(ranks)], XA of gate | of up.
+        ranks: (r_gate, r_up), of their adapters; meant for 64 and less, as r: the sums are kept in registers.
+        activation: one of ``swiglu.ACTIVATIONS``.
+        both: [T, >= 2F], where d_gate | d_up are written, columns behind left as they are; gate_up may be its first columns. None: new memory.
+        width: columns of that new memory; None for 2F.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        (both, d_b_gate, d_b_up, d_a_down): the last three in fp32, xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
+
+    Raises:
+        ValueError: the activation is unknown, or shapes or strides do not fit.
     """
     tile = tile or _pick(grad, ranks, down)
     parts = torch.empty(_shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device)
@@ -92,17 +108,46 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
 
 
 def begin(rows, columns, ranks, down, tile=None):
-    """Zeroed sums for ``backward_of_piece`` over pieces of at most so many ``rows``, F ``columns``; ``down``: as there, of any rows."""
+    """Zeroed sums, for ``backward_of_piece`` to add to.
+
+    Args:
+        rows: tokens of the largest piece.
+        columns: F.
+        ranks: (r_gate, r_up).
+        down: as there, [*, r] of any rows.
+        tile: as there.
+
+    Returns:
+        fp32 [row ranges, 3, rank, F], rank being the least power of two, 16 or more, that holds all ranks.
+    """
     return torch.zeros(_shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)), dtype=torch.float32, device=down.device)
 
 
 def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, both, *, tile=None):
-    """Write ``both`` of ``backward`` for a few of many tokens; what is summed over tokens is added to ``parts``, for ``sums`` to give at the end."""
+    """``backward`` for a few of many tokens.
+
+    Args:
+        grad: of this piece, [t, F]. gate_up, down, xa, ranks, activation and tile as for ``backward``, with t rows.
+        parts: what ``begin`` gave. What is summed over tokens is added to it, in fp32.
+        both: [t, >= 2F], where d_gate | d_up are written; gate_up may be its first columns.
+
+    Raises:
+        ValueError: the activation is unknown, or shapes or strides do not fit.
+    """
     _start(grad, gate_up, down, xa, ranks, activation, parts, True, both, tile or _pick(grad, ranks, down))
 
 
 def sums(parts, ranks, down_rank):
-    """(d_b_gate, d_b_up, d_a_down) in fp32, as ``backward`` gives them."""
+    """What was summed over all pieces.
+
+    Args:
+        parts: what ``begin`` gave, fp32 [row ranges, 3, rank, F].
+        ranks: (r_gate, r_up).
+        down_rank: r, of the down projection's adapter.
+
+    Returns:
+        (d_b_gate, d_b_up, d_a_down) in fp32, as ``backward`` gives them.
+    """
     d_b_gate, d_b_up, d_a = parts.sum(0)
     return d_b_gate[:ranks[0]], d_b_up[:ranks[1]], d_a[:down_rank]
 

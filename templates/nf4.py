@@ -22,6 +22,8 @@ import triton.language as tl
 from . import _tiles
 from ._launch import is_aligned, launch, next_power_of_2
 
+__all__ = ["Adapter", "Weight", "dequantize", "dequantize_siblings"]
+
 
 @triton.jit
 def _select4(i, a, b, c, d):
@@ -148,31 +150,42 @@ EXTRA_ROWS = 64
 
 
 class Weight(NamedTuple):
-    """A packed weight [rows, K]. ``packed``: uint8, rows * K / 2 bytes of any shape, contiguous. ``absmax``: [ceil(rows * K / blocksize)],
-    fp32, or uint8 with ``code`` (fp32 [256]), ``scale`` (fp32 [ceil(blocks / 256)]) and ``offset`` (fp32, one element)."""
+    """A packed weight [rows, K], as bitsandbytes stores it. The last three tensors are those of double quantisation."""
 
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    code: torch.Tensor | None
-    scale: torch.Tensor | None
-    offset: torch.Tensor | None
-    rows: int
+    packed: torch.Tensor  #: uint8, rows * K / 2 bytes of any shape, contiguous
+    absmax: torch.Tensor  #: [ceil(rows * K / blocksize)], fp32, or uint8 with ``code``
+    code: torch.Tensor | None  #: fp32 [256]
+    scale: torch.Tensor | None  #: fp32 [ceil(blocks / 256)]
+    offset: torch.Tensor | None  #: fp32, one element
+    rows: int  #: of the weight
 
 
 class Adapter(NamedTuple):
-    """LoRA's B [rows, r], any float dtype, unit column stride, times ``factor``: columns ``first``.. after K."""
+    """LoRA's B, to be written beside a weight (Hu et al., 2021, arXiv:2106.09685)."""
 
-    b: torch.Tensor
-    factor: float
-    first: int
+    b: torch.Tensor  #: [rows, r], any floating dtype, unit column stride
+    factor: float  #: of B
+    first: int  #: where its columns begin, counted from K
 
 
 def dequantize_siblings(weights: Sequence[Weight], k: int, out, adapters: Sequence[Adapter] = (), *, blocksize=64, quant_type="nf4",
                         absmax_blocksize=256, row=0, tile=None):
-    """The weights below each other into rows ``row``.. and columns 0..K of ``out`` [*, LDO >= K], one launch for three.
+    """Dequantise weights that share their input, below each other, one launch for three (Dettmers et al., 2023, arXiv:2305.14314).
 
-    With ``adapters``, one a weight, all columns of ``out`` are written: [W | 0 | factor * B | 0], so that [X | XA | 0] times its
-    transpose is the adapted product. Else the other elements stay as they are.
+    Args:
+        weights: of one format: all double-quantised, or none.
+        k: columns of each.
+        out: [*, LDO >= k], bf16, fp16 or fp32, unit column stride. Rows from ``row`` on are written, columns 0..k of them.
+        adapters: one a weight, or none. With them all columns of ``out`` are written: [W | 0 | factor * B | 0], so that [X | XA | 0] times
+            its transpose is the adapted product. Without, columns behind k stay as they are.
+        blocksize: weights a block.
+        quant_type: "nf4" or "fp4".
+        absmax_blocksize: blocks that share a ``scale`` of double quantisation.
+        row: the first of the rows that are written.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Raises:
+        ValueError: the quant_type is unknown, or dtypes, shapes or strides do not fit.
     """
     _check_out(out, row + sum(w.rows for w in weights), k)
     per_word = 8 if k % 8 == 0 and all(is_aligned(w.packed, to=4) for w in weights) else 1
@@ -210,7 +223,24 @@ def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blo
 
 def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
                absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
-    """The weight [N, K] = ``shape`` in ``dtype``, of one packed weight (see ``Weight``)."""
+    """One packed weight, bit-equal to bitsandbytes' (arXiv:2305.14314).
+
+    Args:
+        packed: uint8. This and absmax, absmax_code, absmax_scale and absmax_offset: as ``packed``, ``absmax``, ``code``, ``scale`` and
+            ``offset`` of ``Weight``.
+        shape: [N, K] of the weight.
+        dtype: bf16, fp16 or fp32.
+        blocksize: weights a block.
+        quant_type: "nf4" or "fp4".
+        absmax_blocksize: blocks that share an absmax_scale.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        [N, K] in ``dtype``.
+
+    Raises:
+        ValueError: the quant_type is unknown, or dtypes, shapes or strides do not fit.
+    """
     n, k = shape
     out = torch.empty((n, k), dtype=dtype, device=packed.device)
     dequantize_siblings([Weight(packed, absmax, absmax_code, absmax_scale, absmax_offset, n)], k, out, blocksize=blocksize,

@@ -16,6 +16,8 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, multiprocessors, next_power_of_2
 
+__all__ = ["backward", "forward"]
+
 
 @triton.jit
 def _start_of(row, n1, n2, s0, s1, s2):
@@ -95,10 +97,23 @@ def _rows(t):
 
 
 def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual=None, tile=None):
-    """y, contiguous in x's shape; with ``residual``: (y, x + residual rounded to x.dtype), y being the norm of that sum.
+    """xhat * (offset + weight), with xhat = x * rsqrt(mean(x^2) + eps) over the last dimension; fp32 inside.
 
-    x: [..., N], bf16, fp16 or fp32. weight: [N] of any float dtype, or None. y has x's dtype, or, rounded before the scale,
-    what x and weight promote to, as the PyTorch expression has.
+    Args:
+        x: [..., N], bf16, fp16 or fp32.
+        weight: [N], any floating dtype; or None.
+        eps: added to the mean of squares, in the units of x².
+        offset: added to the weight, in its units.
+        round_before_scale: whether xhat is rounded to x's dtype before it is scaled.
+        residual: as x in shape and dtype, added to it first; or None.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        y, contiguous in x's shape and dtype; rounded before the scale, in the dtype that x and weight promote to, as the PyTorch expression
+        has. With ``residual``: (y, x + residual rounded to x's dtype), y being the norm of that sum.
+
+    Raises:
+        ValueError: weight or residual do not fit x.
     """
     n = x.shape[-1]
     if weight is not None and weight.shape != (n,):
@@ -124,10 +139,20 @@ def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residua
 
 def backward(grad, x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual_grad=None, need_weight_grad=False,
              tile=None):
-    """dx, contiguous, in x's dtype; with ``need_weight_grad``: (dx, dweight fp32 [N]).
+    """The gradients of ``forward``. x is read again instead of xhat or the statistics.
 
-    grad: gradient of y. x: what was normed (the sum, when a residual was added). residual_grad: gradient that reaches x by
-    the residual path, added to dx. All [..., N], each with its own leading strides.
+    Args:
+        grad: of y, [..., N]. This, x and residual_grad have one shape, and leading strides of their own.
+        x: what was normed, bf16, fp16 or fp32 (the sum, when a residual was added).
+        weight: [N], any floating dtype; or None. This and eps (in the units of x²), offset, round_before_scale and tile: as for ``forward``.
+        residual_grad: what reaches x by the residual path, which is added to dx; or None.
+        need_weight_grad: whether dweight is returned.
+
+    Returns:
+        dx, contiguous, in x's dtype; with ``need_weight_grad``: (dx, dweight fp32 [N], summed in a fixed order).
+
+    Raises:
+        ValueError: shapes differ.
     """
     n = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

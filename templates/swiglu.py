@@ -16,7 +16,9 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+__all__ = ["ACTIVATIONS", "backward", "forward"]
+
+ACTIVATIONS = ("silu", "gelu_tanh")  #: by the names of `tunecompile.ops.swiglu.gated_activation`
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 
@@ -73,9 +75,20 @@ def _tile(gate, activation, tile):
 
 
 def forward(gate, up, activation="silu", *, out=None, tile=None):
-    """act(gate) * up, contiguous. gate, up: [..., F], equal shapes and dtypes, each with its own row stride; fp32 inside.
+    """act(gate) * up, element by element; fp32 inside.
 
-    out: a buffer [rows, >= F] of contiguous rows whose first F columns take the result; the others stay as they are.
+    Args:
+        gate: [..., F], bf16, fp16 or fp32, any row stride.
+        up: as gate in shape and dtype, any row stride.
+        activation: one of ``ACTIVATIONS``.
+        out: [rows or more, >= F], unit column stride: the first F columns take the result, the others stay as they are. None: new memory.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        ``out``, or [..., F] in gate's dtype, contiguous.
+
+    Raises:
+        ValueError: the activation is unknown.
     """
     tile, block = _tile(gate, activation, tile)
     if out is None:
@@ -88,9 +101,19 @@ def forward(gate, up, activation="silu", *, out=None, tile=None):
 
 
 def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False, tile=None):
-    """(d_gate, d_up), the two column halves of one [..., 2F] buffer; ``joined``: that buffer instead.
+    """The gradients of ``forward``, in one buffer.
 
-    ``recompute``: act(gate) * up comes last as well. grad: [..., F], any row stride.
+    Args:
+        grad: of the result, [..., F], any row stride. gate, up, activation and tile as for ``forward``.
+        joined: whether the buffer is returned as it is.
+        recompute: whether act(gate) * up comes last as well.
+
+    Returns:
+        (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype; ``joined``: that buffer. ``recompute``: a [..., F] result
+        behind them.
+
+    Raises:
+        ValueError: the activation is unknown.
     """
     tile, block = _tile(gate, activation, tile)
     shape = gate.shape
