@@ -19,6 +19,8 @@ from tunecompile.op import aten_name, has_triton
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.pipeline import Context, Pass
 
+__all__ = ["PASS"]
+
 ROOM = 2 << 30  #: bytes beside its results, from which on a call is split
 EACH = 1 << 30  #: that each of its parts may need then
 KERNELS = ("cudnn", "flash")  #: which read by stride all that they are given; "efficient" takes the output to be dense

@@ -17,6 +17,8 @@ from tunecompile.op import OPS, Op, returns_view
 from tunecompile.pipeline import Context, Pass
 from tunecompile.signature import signature
 
+__all__ = ["PASS"]
+
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):

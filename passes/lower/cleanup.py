@@ -9,6 +9,8 @@ from tunecompile.errors import LeftoverOp
 from tunecompile.op import OPS, returns_view
 from tunecompile.pipeline import Context, Pass
 
+__all__ = ["PASS"]
+
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 

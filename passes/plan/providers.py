@@ -7,6 +7,8 @@ from tunecompile.memory.menu import backward_nodes
 from tunecompile.op import OPS, Op, Provider
 from tunecompile.pipeline import Context, Pass
 
+__all__ = ["PASS"]
+
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 

@@ -15,6 +15,8 @@ from tunecompile.memory.menu import backward_nodes, cost, dear_nodes, random
 from tunecompile.op import Cost, returns_view
 from tunecompile.pipeline import Context, Pass
 
+__all__ = ["PASS"]
+
 SMALL = 1 / 16  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
 
 

@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 from tunecompile.op import OPS, Op
 from tunecompile.pipeline import Context, Pass
 
+__all__ = ["PASS"]
+
 
 def run(graph: Graph, context: Context) -> None:
     tiles = context.plan.tiles

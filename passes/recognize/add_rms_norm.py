@@ -8,6 +8,8 @@ from tunecompile.ops import add_rms_norm, rms_norm
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import apply, rewrite
 
+__all__ = ["PASS"]
+
 
 def _alike(match: Match) -> str | None:
     x, residual = value(match.bound["x"]), value(match.bound["residual"])

@@ -10,6 +10,8 @@ from tunecompile.ops import lora_linear
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate
 
+__all__ = ["PASS"]
+
 
 VIEWS = {"view", "view_as", "reshape", "transpose", "permute", "chunk", "split", "unflatten", "unsqueeze", "squeeze", "contiguous", "to", getitem, torch.chunk,
          torch.split, torch.transpose, torch.unsqueeze}

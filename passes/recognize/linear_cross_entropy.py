@@ -14,6 +14,8 @@ from tunecompile.ops import linear_cross_entropy
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import erase_dead, replace, where_from
 
+__all__ = ["PASS"]
+
 _DEFAULTS = {"weight": None, "size_average": None, "ignore_index": -100, "reduce": None, "reduction": "mean", "label_smoothing": 0.0}
 _NAMES = ("input", "target", *_DEFAULTS)
 

@@ -9,6 +9,8 @@ from tunecompile.ops import lora_linear
 from tunecompile.pipeline import recognize
 from tunecompile.rewrite import rewrite
 
+__all__ = ["PASS"]
+
 
 def _adapter(match: Match) -> str | None:
     bound = match.bound

@@ -10,6 +10,8 @@ from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate, erase_dead, where_from
 
+__all__ = ["PASS"]
+
 _LINEARS = (lora_linear.overload, lora_linear_nf4.overload)
 
 

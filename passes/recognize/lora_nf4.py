@@ -8,6 +8,8 @@ from tunecompile.ops import dequantize_4bit, lora_linear, lora_linear_nf4
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate, erase_dead
 
+__all__ = ["PASS"]
+
 
 def _same_format(node: Node, weights: list[Node]) -> bool:
     """All weights come from `dequantize_4bit`, are read here only, and agree in blocks, code, double quantisation and dtype."""

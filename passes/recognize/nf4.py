@@ -12,6 +12,8 @@ from tunecompile.ops.nf4 import CODES
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import erase_dead, replace, where_from
 
+__all__ = ["PASS"]
+
 _PARAMETERS = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", "absmax_8bit", "absmax_code", "absmax_offset")
 
 

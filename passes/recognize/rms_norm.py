@@ -10,6 +10,8 @@ from tunecompile.ops.rms_norm import compute_dtype
 from tunecompile.pipeline import recognize
 from tunecompile.rewrite import rewrite
 
+__all__ = ["PASS"]
+
 
 def _norm(x, eps):
     wide = cast(x)

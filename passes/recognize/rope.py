@@ -10,6 +10,8 @@ from tunecompile.ops import rope as op
 from tunecompile.pipeline import recognize
 from tunecompile.rewrite import rewrite
 
+__all__ = ["PASS"]
+
 
 def _halves(match: Match) -> str | None:
     x, half = value(match.bound["x"]), match.bound["half"]

@@ -11,6 +11,8 @@ from tunecompile.ops import gated_activation as op
 from tunecompile.pipeline import recognize
 from tunecompile.rewrite import rewrite
 
+__all__ = ["PASS"]
+
 
 def _same_shape(match: Match) -> str | None:
     gate, up = value(match.bound["gate"]), value(match.bound["up"])
