@@ -1,5 +1,6 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
 # make test    what needs no GPU, without the slow cases (make test-all has them)
+# make docs    the README and all docstrings as pages, reports/docs/index.html
 # make test-gpu, make wheel, make clean
 #
 # Both make their own .venv on the first call. On a machine that has torch and the rest already (a GPU image without
@@ -26,7 +27,7 @@ READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo test test-all test-gpu wheel clean links
+.PHONY: all demo docs test test-all test-gpu wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
@@ -52,6 +53,9 @@ test-all: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
+
+docs: $(READY)
+	PYTHONPATH=. $(PY) docs/build.py reports/docs
 
 wheel: $(READY)
 	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w dist .
