@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tunecompile.memory.planner import KEEP, Option, Plan, Stack, choose
-from tunecompile.memory.recordings import RECORDED, Recordings
+from tunecompile.memory.recordings import MAX_DROPPED, RECORDED, Recordings
 
 OPTIONS = (Option(KEEP, 100, 0, 0, 0.0), Option(Plan(None), 20, 0, 0, 1.0), Option(KEEP, 0, 0, 0, 0.5, offloaded=100))
 STACKS = [Stack(10, OPTIONS)]
@@ -61,7 +61,7 @@ def test_no_smaller_plan_is_known():
 @pytest.mark.parametrize("nbytes, needed, dropped", [(150, 1000, False), (250, 1000, True), (0, 2000, False)])
 def test_what_is_in_the_way_of_another_shape_is_dropped(nbytes, needed, dropped):
     made = recordings(nbytes=nbytes)
-    assert made.make_way(needed, 1200) == dropped == made.varied and made.bytes == (0 if dropped else nbytes)
+    assert made.make_way(needed, 1200) == dropped == bool(made.dropped) and made.bytes == (0 if dropped else nbytes)
 
 
 def test_what_is_recorded_needs_its_share_of_the_step_no_more():
@@ -70,7 +70,7 @@ def test_what_is_recorded_needs_its_share_of_the_step_no_more():
     allowance = made.replays.allowance
     assert allowance.admits(taken=190, recorded=0) and not allowance.admits(taken=200, recorded=0)
     assert allowance.admits(taken=690, recorded=5) and allowance.admits(taken=1190, recorded=10) and not allowance.admits(taken=1200, recorded=20)
-    made.varied = True  # a step of another shape may come, and finds nothing recorded
+    made.dropped = MAX_DROPPED  # a step of another shape may come again, and finds nothing recorded
     made.allow(choose(STACKS, 1200), 1200)
     assert not made.replays.allowance.admits(taken=690, recorded=5)
 

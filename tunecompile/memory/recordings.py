@@ -15,6 +15,7 @@ from tunecompile.graphs import Allowance, Replays
 from tunecompile.memory.planner import Choice, Stack, choose
 
 RECORDED = 1.5  #: times what a step needs is what it needs recorded. (8B on 2x512 tokens: 4.1 GiB for 2.8, forwards' scratch and backwards' apart)
+MAX_DROPPED = 3  #: from then on only what leaves room for any step beside it is recorded
 SHARES = (0.9, 0.8, 1 / RECORDED)  #: of the room, for a plan beside which there is some for recordings; the last, for all of them
 
 
@@ -26,7 +27,7 @@ class Recordings:
     device: torch.device
     launching: float = 0.0  #: milliseconds in which the host launches the forwards of one step, if kernels wait for it; 0 if that is not known
     short: bool = False  #: whether no plan was known that leaves room for all of them
-    varied: bool = False  #: whether steps of another shape were in their way
+    dropped: int = 0  #: how often they were in the way of a step of another shape
 
     @property
     def made(self) -> bool:
@@ -58,12 +59,12 @@ class Recordings:
         """So much, beside this choice."""
         if self.replays is not None:
             layers = sum(map(len, choice.options))
-            self.replays.allowance = Allowance(0 if choice.offloads else room, choice.peak, layers, not self.varied)
+            self.replays.allowance = Allowance(0 if choice.offloads else room, choice.peak, layers, self.dropped < MAX_DROPPED)
 
     def make_way(self, needed: int, room: int) -> bool:
         """For a step that is not what is recorded, and needs so much. Returns whether anything was dropped."""
         if not self.bytes or self.bytes + needed <= room:
             return False
         self.replays.forget()
-        self.varied = True
+        self.dropped += 1
         return True
