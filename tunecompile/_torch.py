@@ -1,4 +1,4 @@
-"""Every private torch import of the project, in one place. Checked on torch 2.11 and 2.13."""
+"""Every private torch import of the project, in one place. Checked on torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.utils.checkpoint import CheckpointPolicy
+
+from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
@@ -111,8 +113,8 @@ def start_compile_workers() -> None:
 
 def grow_segments() -> None:
     """Let torch's CUDA allocator map pages to segments that grow, and so leave less between blocks unused: 0.4 GiB instead of 1.0 under a
-    budget of 10 GiB (8B, 4x2048). What the user configured stands, and pools with
-    allocators of their own, as vLLM has, want whole segments (pytorch#147851)."""
+    budget of 10 GiB (8B, 4x2048). What the user configured stands, and vLLM exports memory to other processes in a way that wants whole segments
+    (vllm#42609)."""
     configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")) \
         or getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()
     if sys.platform != "linux" or configured or "vllm" in sys.modules or torch.cuda.get_allocator_backend() != "native":
@@ -150,10 +152,11 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
             code.current_callable = around(code.current_callable)
         return code
 
-    # mix_order_reduction may give silently wrong gradients (pytorch#193061, #190796). combo_kernels joins small independent kernels (casts
-    # of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model. Templates start as Inductor's own kernels do, without
-    # a run of the C compiler for each, 0.1 s a kernel.
-    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "triton.mix_order_reduction": False, "combo_kernels": True}
+    # combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model.
+    # Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a kernel.
+    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "combo_kernels": True}
+    if upstream.MIX_ORDER_REDUCTION.present:
+        patches["triton.mix_order_reduction"] = False
     if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
         patches["static_launch_user_defined_triton_kernels"] = True
     with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached):  # what comes from that cache is not wrapped

@@ -62,7 +62,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
             8B model, for a millisecond a step of 8,192 tokens. They stay tensors of the GPU for everybody who reads them. A table that is
             trained or shared (with the head, say) stays where it is, and the report says so.
         precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit floating
-            point (e4m3), where the GPU has compute capability 9.0 or 10.0 and activations are bf16: nearly half of the
+            point (e4m3), where the GPU has compute capability 8.9, 9.0 or 10.0 and activations are bf16: nearly half of the
             matrix products' time, for results that are off by a few per cent each. Adapters keep their precision; attention,
             norms, other linears, head and loss stay as they are. `tunecompile.report(model)` says what could not run in it,
             and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` shows the loss curves beside each other.

@@ -11,7 +11,7 @@ from typing import Callable, Literal, Sequence
 import torch
 from torch.fx import GraphModule
 
-from tunecompile import _torch, sdpa
+from tunecompile import _torch, sdpa, upstream
 from tunecompile.canonical import canonicalize
 from tunecompile.drawing.snapshot import replacements, snapshot
 from tunecompile.dump import Dump
@@ -106,6 +106,8 @@ class Backend:
         work.recompile()
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
+        if self.executor == "inductor" and _device_type(inputs) == "cuda" and upstream.MIX_ORDER_REDUCTION.present:
+            context.notes.append(str(upstream.MIX_ORDER_REDUCTION))
         with self._attention(gm, inputs, context):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
                             cached=self.plan is not None and not self.plan.weights and context.cached)

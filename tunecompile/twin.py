@@ -117,6 +117,6 @@ class _Dequantized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         import bitsandbytes as bnb
 
-        with torch._C.DisableTorchFunction():  # asked for fp64 by `Float64`, bitsandbytes would leave part of the result unwritten
+        with torch._C.DisableTorchFunction():  # `Float64` would ask for fp64: upstream.DEQUANTIZED_IN_FP64
             weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
         return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))

@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 
 from tests.ops.checks import error
 from tests.ops.test_lora import arguments, leaves, with_leaves
+from tunecompile import upstream
 from tunecompile._torch import trace
 from tunecompile.op import OPS
 from tunecompile.ops import fp8, lora_linear, lora_linear_nf4
@@ -162,6 +163,17 @@ def traced(run, args, mode) -> list[str]:
         return list(run(*pytree.tree_unflatten(filled, spec)))
 
     return [str(node.target) for node in trace(call, tuple(flat[i] for i in where), mode).graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("capability, version, reason", [((8, 9), "2.11.0", "pytorch#177651"), ((8, 9), "2.12.0", None), ((9, 0), "2.11.0", None),
+                                                         ((8, 6), "2.13.0", "this GPU has 8.6")])
+def test_which_gpus_take_it(capability, version, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fp8, "has_triton", lambda: True)
+    monkeypatch.setattr(upstream, "installed", lambda package: upstream.TorchVersion(version))
+    with FakeTensorMode():
+        refused = fp8.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
+    assert refused is None if reason is None else reason in refused
 
 
 @pytest.mark.parametrize("nested", [True, False])

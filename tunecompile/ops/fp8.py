@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import has_triton
+from tunecompile.upstream import ROW_SCALES_ON_ADA
 
 __all__ = ["FAST_BACKWARD", "FAST_FORWARD", "Operand", "dense_operand", "product", "project", "quantize", "refuse", "width_of"]
 
@@ -43,9 +44,10 @@ def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
         return f"the weight is {n}x{k}, and FP8 products need multiples of 16 up to {WIDEST}"
     if x.is_cuda and not has_triton():
         return "Triton is not installed"
-    if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) not in ((9, 0), (10, 0)):
-        # Ada has e4m3 as well, but there torch (< 2.12) starts the row-scaled product on another stream: pytorch#177651.
-        return f"torch scales FP8 products by row on compute capability 9.0 and 10.0; this GPU has {capability[0]}.{capability[1]}"
+    if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) not in ((8, 9), (9, 0), (10, 0)):
+        return f"torch scales FP8 products by row on compute capability 8.9, 9.0 and 10.0; this GPU has {capability[0]}.{capability[1]}"
+    if x.is_cuda and capability == (8, 9) and ROW_SCALES_ON_ADA.present:
+        return str(ROW_SCALES_ON_ADA)
     return None
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, op
+from tunecompile.upstream import BLOCKS_ACROSS_ROWS
 
 __all__ = ["CODES", "block_scales", "dequantize_4bit"]
 
@@ -70,10 +71,9 @@ BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
 
 
 def _refuse_bitsandbytes(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> str | None:
-    """Its CPU kernel (0.50) begins a new block at each row; its quantiser and its GPU kernels do not."""
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
         return "bitsandbytes is not loaded"
-    return None if packed.is_cuda or columns % blocksize == 0 else f"its CPU kernel is wrong for rows of {columns}, which no block of {blocksize} divides"
+    return str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not packed.is_cuda and columns % blocksize else None
 
 
 @dequantize_4bit.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)

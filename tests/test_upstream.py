@@ -1,0 +1,92 @@
+"""Each known fault of another package, shown on the version installed: as long as it is there its test must fail, and where it is not must pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tunecompile import upstream
+
+ROOT = Path(__file__).parent.parent
+
+
+def shows(name: str, *raises: type[Exception]):
+    """The test says how it should be. It fails where the fault should show and does not, and where it should be gone and shows."""
+    fault = getattr(upstream, name)
+    passing = f"where this passes, it is fixed upstream in {fault.package} {upstream.installed(fault.package)}: narrow {name} in tunecompile/upstream.py"
+    return pytest.mark.xfail(fault.present, reason=passing, strict=True, raises=(AssertionError, *raises))
+
+
+@pytest.mark.gpu
+@shows("MIX_ORDER_REDUCTION")
+def test_mix_order_reduction():
+    """Two norms whose scales and shifts are slices of one parameter, on enough rows for Inductor to join their reductions."""
+    def norms(x, table):
+        first, shift, second, other = table.chunk(4, dim=1)
+        x = x + F.layer_norm(x, x.shape[-1:]) * (1 + first) + shift
+        x = x + F.layer_norm(x, x.shape[-1:]) * (1 + second) + other
+        return x.square().mean()
+
+    x, table = (torch.randn(1, n, 1024, device="cuda", requires_grad=True) for n in (32768, 4))
+    expected = torch.autograd.grad(norms(x, table), (x, table))
+    got = torch.autograd.grad(torch.compile(norms)(x, table), (x, table))
+    assert all((g - e).norm() < 1e-3 * e.norm() for g, e in zip(got, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (8, 9), reason="needs a GPU of the Ada generation")
+@shows("ROW_SCALES_ON_ADA")
+def test_row_scales_on_ada():
+    """What is queued on a stream has to wait for what stands before it there. (Few rows: many hang the GPU.)"""
+    scales = torch.ones(64, 1, device="cuda"), torch.ones(1, 128, device="cuda")
+    a, b = (torch.zeros(n, 256, device="cuda").to(torch.float8_e4m3fn) for n in (64, 128))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        a.copy_(torch.ones_like(a))
+        b.copy_(torch.ones_like(b))
+        product = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    assert (product == 256).all()
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX512: bitsandbytes has code of its own for these")
+@shows("BLOCKS_ACROSS_ROWS")
+def test_blocks_across_rows():
+    packed, state, values = quantized(8, 160)
+    got = torch.ops.bitsandbytes.dequantize_4bit.default(packed, state.absmax, 64, "nf4", [8, 160], torch.float32)
+    torch.testing.assert_close(got, values)
+
+
+@shows("DEQUANTIZED_IN_FP64")
+def test_dequantized_in_fp64():
+    packed, state, values = quantized(8, 64)
+    got = torch.ops.bitsandbytes.dequantize_4bit.default(packed, state.absmax, 64, "nf4", [8, 64], torch.float64)
+    torch.testing.assert_close(got, values.double())
+
+
+def quantized(rows: int, columns: int):
+    """(codes, what bitsandbytes knows of them, the values they stand for)."""
+    packed, state = pytest.importorskip("bitsandbytes").functional.quantize_4bit(torch.randn(rows, columns), blocksize=64, quant_type="nf4")
+    codes = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), -1).reshape(-1)
+    return packed, state, (state.code[codes.long()] * state.absmax.repeat_interleave(64)).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("name", upstream.FAULTS)
+def test_every_fault_is_shown_and_avoided(name):
+    assert f"test_{name.lower()}" in globals()
+    sources = [path for folder in ("tunecompile", "passes", "templates") for path in (ROOT / folder).rglob("*.py") if path.name != "upstream.py"]
+    assert any(name in path.read_text(encoding="utf-8") for path in sources), "nothing asks for it any more: leave it out"
+
+
+@pytest.mark.parametrize("version, present", [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.15.0a0+git1234567", True), ("2.15.0", False),
+                                              (None, False)])
+def test_a_fault_is_where_its_versions_say(version, present, monkeypatch):
+    monkeypatch.setattr(upstream, "installed", lambda package: version and upstream.TorchVersion(version))
+    assert upstream.Fault("torch", "It fails", "It is left out", since=(2, 10), fixed=(2, 15)).present == present
+    assert not present or upstream.Fault("torch", "It fails", "It is left out").present
+
+
+def test_a_fault_in_words():
+    fault = upstream.Fault("torch", "it fails", "It is left out", issue="pytorch#1")
+    assert str(fault) == f"torch {torch.__version__}: it fails (pytorch#1). It is left out"
