@@ -50,6 +50,13 @@ def test_row_scales_on_ada():
     assert (product == 256).all()
 
 
+@shows("GROUPED_MM_IN_FP32", torch._dynamo.exc.TorchRuntimeError)
+def test_grouped_mm_in_fp32():
+    rows, weights, ends = torch.randn(8, 16), torch.randn(2, 16, 8), torch.tensor([3, 8], dtype=torch.int32)
+    expected = torch._grouped_mm(rows, weights, offs=ends)
+    torch.testing.assert_close(torch.compile(lambda *args: torch._grouped_mm(*args), backend="eager")(rows, weights, ends), expected)
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX512: bitsandbytes has code of its own for these")
 @shows("BLOCKS_ACROSS_ROWS")
 def test_blocks_across_rows():

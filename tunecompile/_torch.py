@@ -11,7 +11,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_metrics_context
 from torch._functorch.aot_autograd import make_boxed_func
@@ -31,9 +31,10 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols",
-    "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation",
-    "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers", "trace", "trace_artifact",
+    "TorchRuntimeError", "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
+    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
+    "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast

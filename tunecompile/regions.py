@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tunecompile._torch import HOOKS, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
+from tunecompile.errors import summary
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
@@ -159,7 +160,21 @@ class Variant:
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.recompiles: list[str] = []
         self.attends = False  #: whether its attention is ours, which knows of offsets
-        self.call = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
+        self.refused = ""  #: why it cannot be traced
+        self._compiled = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
+
+    def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output. Where an op refuses fake tensors, and would take real ones (upstream.GROUPED_MM_IN_FP32), by the layer's own code."""
+        refused = self.refused
+        if not refused:
+            try:
+                return self._compiled(layer, *args, **kwargs)
+            except TorchRuntimeError as error:
+                refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
+        output = layer._call_impl(*args, **kwargs)  # a mistake of the caller's raises here as well, and is forgotten
+        layer._compiled_call_impl.note_eager()
+        self.refused = refused
+        return output
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
@@ -230,7 +245,7 @@ class Region:
             if not variant.graphs and not variant.eager:  # its own function ran under Dynamo, but nothing in it could be traced
                 said.append(f"{self.name} ran eagerly: it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile")
             if variant.eager:
-                why = "Dynamo could not trace it" if variant.graphs < torch._dynamo.config.recompile_limit else \
+                why = f"Dynamo could not trace it{variant.refused and f' ({variant.refused})'}" if variant.graphs < torch._dynamo.config.recompile_limit else \
                     f"Dynamo's limit of {torch._dynamo.config.recompile_limit} graphs is reached (layers, adapters or arguments differ too much)"
                 said.append(f"{self.name} ran eagerly {variant.eager} times: {why}")
         if self.bypassed:

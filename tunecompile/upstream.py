@@ -53,6 +53,10 @@ ROW_SCALES_ON_ADA = Fault(
     "torch", "FP8 products scaled by row run outside the current stream on Ada", "There frozen products stay as they are",
     fixed=(2, 12), issue="pytorch#177651")
 
+GROUPED_MM_IN_FP32 = Fault(
+    "torch", "grouped_mm is refused in fp32 while a graph is traced, and computed outside", "Experts that call it run eagerly",
+    since=(2, 10), fixed=(2, 15))
+
 BLOCKS_ACROSS_ROWS = Fault(
     "bitsandbytes", "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",
     "Rows that no block divides are dequantised by the op's own reference")

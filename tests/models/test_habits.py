@@ -157,6 +157,36 @@ def test_a_layer_that_is_kept_from_dynamo():
     assert report.compiles == 0 and any("eagerly" in note for note in report.notes), report
 
 
+@torch.library.custom_op("tunecompile_tests::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
+
+
+@picky.register_fake
+def _(x):
+    raise RuntimeError("expected inputs of another type")
+
+
+class Picky(Habit):
+    def forward(self, x):
+        return self.step(x + picky(x.detach()))
+
+
+def test_an_op_that_takes_real_tensors_only():
+    report = check(Stack(Picky), X)
+    assert any("ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note for note in report.notes), report
+
+
+def test_a_callers_mistake_is_told_as_without_us_and_forgotten():
+    model = tunecompile.optimize(Stack(Habit).train(), executor="eager")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.randn(2, 7, WIDTH + 1))
+    assert type(raised.value) is RuntimeError
+    model(X).sum().backward()
+    report = tunecompile.report(model)
+    assert report.compiles and not any("eagerly" in note for note in report.notes), report
+
+
 class Failing(Habit):
     def forward(self, x):
         if x.shape[1] == 5:
