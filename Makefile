@@ -1,6 +1,7 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
 # make test    what needs no GPU, without the slow cases (make test-all has them)
 # make docs    the README and all docstrings as pages, reports/docs/index.html
+# make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
 # make test-gpu, make wheel, make clean
 #
 # Both make their own .venv on the first call. On a machine that has torch and the rest already (a GPU image without
@@ -14,7 +15,6 @@ SYSTEMS ?= eager,tunecompile
 OUT ?= reports/demo
 ARGS ?=
 
-TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_FLAGS := --disable-pip-version-check -q
 
 ifdef NO_VENV
@@ -27,15 +27,22 @@ READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo docs test test-all test-gpu wheel clean links
+.PHONY: all demo docs test test-all test-gpu test-versions wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
-$(VENV)/.ready: constraints.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[all,test]'
+define environment
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' $<)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $< -e '.[all,test]'
 	touch $@
+endef
+
+$(VENV)/.ready: constraints.txt pyproject.toml
+	$(environment)
+
+.venv-%/.ready: constraints-%.txt pyproject.toml
+	$(environment)
 
 # What an installation does by its package mapping, done by two links that git ignores.
 links:
@@ -57,8 +64,11 @@ test-gpu: $(READY)
 docs: $(READY)
 	PYTHONPATH=. $(PY) docs/build.py reports/docs
 
+test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter-out tested,$(or $(ARGS),oldest newest)))
+	$(PY) -m tests.versions $(ARGS)
+
 wheel: $(READY)
 	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) build dist reports .pytest_cache *.egg-info tunecompile/passes tunecompile/templates
+	rm -rf $(VENV) .venv-* build dist reports .pytest_cache *.egg-info tunecompile/passes tunecompile/templates
