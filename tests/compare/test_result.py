@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("pydantic")
+
 from tunecompile.compare.errors import NotAResult, UnknownSchema
 from tunecompile.compare.result import Result, load_result
 
