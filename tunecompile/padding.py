@@ -1,4 +1,5 @@
 """Padded batches reach the layers without their padding: [B, T] tokens become [1, N] real ones, and the last hidden states [B, T, H] again.
+Packed ones, whose positions begin anew inside a row, do so without the mask that would keep their sequences apart.
 
 Only what runs between the module that owns the layers and its output changes, so head, loss and trainer see the shapes they know.
 Attention learns where a row begins from `offsets`, through the attention interface of transformers: a function under a name of our
@@ -6,6 +7,7 @@ own, without a mask function, so that no mask is made. The models' configs carry
 
 What the padded run computes at padding is given up: hidden states there are zero. So a batch is flattened only where the labels,
 seen at the optimized model's entry, tell that no loss reads them. In all other cases the padded run stays, and the report says why.
+A packed batch has no padding, and gives up nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunecompile import packing
 from tunecompile._torch import in_checkpoint
 from tunecompile.ops import varlen_attention
 
@@ -30,6 +33,8 @@ INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of t
 OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
 LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
 IGNORED = -100
+TOGETHER = "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = False makes none)"
+PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
 UNPADDED = 8  #: so many batches are looked at to say why a padded one would not be flattened
 
 _varlen = varlen_attention.overload
@@ -99,12 +104,24 @@ class Flat:
     def of(real: Tensor, count: int) -> "Flat":
         """From where tokens are, [B, T], and how many."""
         rows, length = real.shape
-        multiple = 128 if real.is_cuda else 8  # what comes in many sizes costs plans and recordings
-        total = -(-count // multiple) * multiple
+        total = _rounded(count, real.device)
         order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
         offsets = torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)])
         longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
         return Flat(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
+
+    @staticmethod
+    def packed(starts: Tensor, device: torch.device) -> "Flat":
+        """From where sequences begin, bool [B, T] on the host: every row's first token, and others."""
+        count, total = starts.numel(), _rounded(starts.numel(), device)
+        offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
+        longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
+        return Flat(F.pad(torch.arange(count, device=device), (0, total - count)), offsets.to(device, torch.int32), longest, count, tuple(starts.shape))
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether hidden states of padding are not computed."""
+        return self.real < self.shape[0] * self.shape[1]
 
     def flatten(self, values: Tensor) -> Tensor:
         """[B, T, ...] -> [1, N, ...]"""
@@ -139,40 +156,48 @@ class Flat:
         return type(output)(**{name: self.outputs(item) for name, item in output.items()})
 
 
+def _rounded(count: int, device: torch.device) -> int:
+    """What comes in many sizes costs plans and recordings."""
+    multiple = 128 if device.type == "cuda" else 8
+    return -(-count // multiple) * multiple
+
+
 class Padding:
     """Decides for each batch of one owner of layers, and keeps why padded ones were not flattened."""
 
     def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any):
-        self.owner, self.step = owner, step
+        self.owner, self.layers, self.step = owner, layers, step
+        self.apart: dict[tuple, bool] = {}  #: whether packed sequences do not see each other, by how the model is called
         self.notes: dict[str, None] = {}
         self.looks = UNPADDED
-        self.flattened = 0
+        self.flattened = self.packed = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
         self.refused = _refuse(owner, layers, self.parameters)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
-        self.flat = False  #: whether the last call was flattened
+        self.flat = False  #: whether the last call gave up what stands at padding
 
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call, flattened where that changes no gradient."""
         given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
         flat = self.decide(given)
-        self.flat = flat is not None
+        self.flat = flat is not None and flat.gives_up
         if flat is None:
-            return self.owner._call_impl(*args, **kwargs)
+            return self._as_it_comes(given, args, kwargs)
         try:
             with self.attention():
                 output = flat.outputs(self.owner._call_impl(**flat.inputs(given)))
         except CannotFlatten as reason:
-            self.refuse(str(reason))
+            self.refuse(str(reason), PADDED if self.flat else PACKED)
             return self.owner._call_impl(*args, **kwargs)
-        self.flattened += 1
+        self.flattened += flat.gives_up
+        self.packed += not flat.gives_up
         return output
 
-    def refuse(self, reason: str) -> None:
-        """From now on every batch runs padded."""
+    def refuse(self, reason: str, batches: str = PADDED) -> None:
+        """From now on every batch runs as it comes."""
         self.refused, self.flat = reason, False
-        self._note(reason)
+        self._note(reason, batches)
 
     def logits_are_read(self) -> None:
         """Somebody beside the loss reads logits of the last call: what stands at padding may matter to them."""
@@ -180,8 +205,8 @@ class Padding:
             self.refuse("logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)")
             log.warning("tunecompile: %s", next(reversed(self.notes)))
 
-    def _note(self, reason: str) -> None:
-        self.notes[f"padded batches are not flattened: {reason}"] = None
+    def _note(self, reason: str, batches: str = PADDED) -> None:
+        self.notes[f"{batches}: {reason}"] = None
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
@@ -197,13 +222,15 @@ class Padding:
 
     def decide(self, given: dict) -> Flat | None:
         """The batch without its padding, or None where it has none or must keep it."""
-        mask = given.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            return None
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see `_changed`
             return None
-        labels = self.step.labels
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if mask is None and isinstance(tokens, Tensor) and isinstance(positions, Tensor):
+            return self._decide_packed(given, tokens, positions)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        labels = self.step.labels
         reason = self.refused or self._changed() or _refuse_call(given, mask, tokens, labels)
         if reason:
             self._look(mask, reason)
@@ -221,12 +248,39 @@ class Padding:
             return None
         return Flat.of(real, count)
 
-    def _look(self, mask: Tensor, reason: str) -> None:
-        """Note the reason if there is padding at all: a host read, so only for the first batches."""
+    def _decide_packed(self, given: dict, tokens: Tensor, positions: Tensor) -> Flat | None:
+        """The batch with its sequences told apart, where a mask would do so."""
+        if positions.dim() != 2 or positions.shape[0] not in (1, len(tokens)) or positions.shape[1] != tokens.shape[1]:
+            return None
+        starts, apart = packing.beginnings(positions, tokens.shape[:2]), self._keeps_apart(given, tokens)
+        reason = TOGETHER if apart is False else "its masks are not understood" if apart is None else \
+            self.refused or self._changed() or _refuse_arguments(given) or _observed(self.owner)
+        if reason:
+            self._look(~starts[:, 1:], reason, PACKED)
+            return None
+        starts = starts.cpu()  # the one host read of the step
+        return Flat.packed(starts, tokens.device) if int(starts.sum()) > len(starts) else None
+
+    def _keeps_apart(self, given: dict, tokens: Tensor) -> bool | None:
+        """Asked once for each way in which the model can be called."""
+        way = given.get("use_cache"), getattr(self.owner.config, "use_cache", None), getattr(self.owner, "gradient_checkpointing", None)
+        if way not in self.apart:
+            self.apart[way] = packing.keeps_apart(self.owner, self.layers, given, tokens)
+        return self.apart[way]
+
+    def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
+        """Without a cache, see `EntryHook`, sequences would no longer see each other: a mask keeps it so."""
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None and self._keeps_apart(given, tokens) is False:
+            return self.owner._call_impl(**{**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)})
+        return self.owner._call_impl(*args, **kwargs)
+
+    def _look(self, plain: Tensor, reason: str, batches: str = PADDED) -> None:
+        """Note the reason if there is padding, or packing, at all: a host read, so only for the first batches."""
         if self.looks:
             self.looks -= 1
-            if not bool(mask.all()):
-                self._note(reason)
+            if not bool(plain.all()):
+                self._note(reason, batches)
 
     def _changed(self) -> str:
         """What the user may set at any time."""
@@ -242,6 +296,7 @@ class Padding:
 
     def report(self) -> list[str]:
         said = [f"padding is left out of the layers ({self.flattened} batches)"] if self.flattened else []
+        said += [f"packed sequences are told apart without a mask ({self.packed} batches)"] if self.packed else []
         return said + list(self.notes)
 
 
@@ -317,8 +372,11 @@ def _refuse_call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tenso
         return "mask, tokens and positions are not all [B, T]"
     if labels is None:
         return "no labels are given to the model, so a loss may read what stands at padding"
-    if labels.shape != mask.shape:
-        return "labels are not [B, T]"
+    return "labels are not [B, T]" if labels.shape != mask.shape else _refuse_arguments(given)
+
+
+def _refuse_arguments(given: dict) -> str:
+    """What the owner's forward is given beside tokens, mask and positions."""
     for name, value in given.items():
         if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
             return f"{name} is asked for"

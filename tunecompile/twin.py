@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch import reparametrized
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.packing import keeps_apart
 from tunecompile.regions import find_layers
 
 
@@ -53,6 +54,8 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         twin.forward = twin._original_forward
     if getattr(getattr(twin, "config", None), "use_cache", None):
         twin.config.use_cache = False  # a layer that is computed again would fill it twice
+        for stack in find_layers(twin):
+            stack.owner.register_forward_pre_hook(functools.partial(_as_with_cache, list(stack.members)), with_kwargs=True)
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = False  # layers are checkpointed here
@@ -63,6 +66,16 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for layer in layers:
         layer.forward = functools.partial(_checkpointed, layer, layer.forward, dtype)
     return twin
+
+
+def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Packed sequences see each other where transformers makes a cache. Without one, a mask has to say so."""
+    tokens = next((value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None), None)
+    if tokens is None or kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not None:
+        return None
+    if keeps_apart(owner, layers, {**kwargs, "use_cache": True}, tokens) is not False:
+        return None
+    return args, {**kwargs, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)}
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 import tunecompile
 from tests.models import zoo
 from tests.models.test_gpu import build, median
+from tests.models.test_packing import batches, packed
 from tests.models.test_padding import flattened, padded
 from tunecompile.ops import varlen_attention
 
@@ -52,6 +53,22 @@ def test_no_further_from_fp32_than_eager(family, mode, autocast, side):
     region = tunecompile.report(model).regions[0]
     assert region.providers["varlen_attention: flash"] and region.providers["varlen_attention_backward: flash"], region
     assert region.compiles <= 2, region
+
+
+def test_packed_sequences_no_further_from_fp32_than_eager():
+    """Eager has a dense mask; flash attention is told where each sequence begins."""
+    model = build("llama", "lora")
+    model.config.use_cache = False
+    reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
+    tunecompile.optimize(model)
+    for seed, rows in enumerate([[(300, 1, 500, 223)], [(700, 400), (90, 1010)], [(64,) * 20]]):
+        inputs = {name: value.to("cuda") for name, value in packed(*rows, seed=seed, vocabulary=4099).items()}
+        (_, exact), (_, eager), (_, ours) = zoo.step(reference, inputs), zoo.step(plain, inputs, torch.bfloat16), zoo.step(model, inputs, torch.bfloat16)
+        theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
+        assert median(mine.values()) <= 1.02 * median(theirs.values())
+    assert batches(model) == 3
+    region = tunecompile.report(model).regions[0]
+    assert region.providers["varlen_attention: flash"] and region.compiles <= 2, region
 
 
 def test_full_precision_keeps_its_padding():
