@@ -28,7 +28,7 @@ PEERS = ("Liger", "Unsloth", "bitsandbytes")
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every result of training steps, in the order of its first run's model, mode and shape."""
     results = [json.loads(path.read_text()) for path in folder.glob("*.json")
-               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified"))]
+               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified", "batches"))]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -91,6 +91,16 @@ def render_longest(folder: Path = RESULTS) -> str:
         return ""
     return "\n".join(["", "The longest rows that were tried and went through a whole step, with the process held to so much of the GPU; the first step, compilation and the",
                       "pinning of host memory included.", "", "| model | within, GiB | tokens | peak, GiB | reserved | step, s |", "|---|---|---|---|---|---|", *lines]) + "\n"
+
+
+def render_batches(folder: Path = RESULTS) -> str:
+    """More and more rows within one budget, of each file of end_to_end.py that is called so."""
+    lines = []
+    for result in (json.loads(path.read_text()) for path in sorted(folder.glob("batches-*.json"))):
+        runs = [run for run in result["runs"] if run["status"] == "ok"]
+        figures = ", ".join(f"{run['tokens_per_s']:,.0f} tokens/s on {run['shape']} ({run['peak_gib']:.1f} GiB, {run['peak_reserved_gib']:.1f} reserved)" for run in runs)
+        lines += ["", f"{runs[0]['model']}, {runs[0]['mode']}, one process within {runs[0]['budget_gib']:.0f} GiB, one shape after the other: {figures}."]
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def render_peaks(folder: Path = RESULTS) -> str:
@@ -163,7 +173,7 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
 
 def section() -> str:
     """All that the README shows of the results."""
-    return render(load_results()) + render_longest() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
+    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
 
 
 def draw(results: list[dict], path: Path) -> None:
