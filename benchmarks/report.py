@@ -28,7 +28,7 @@ PEERS = ("Liger", "Unsloth", "bitsandbytes")
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every result of training steps, in the order of its first run's model, mode and shape."""
     results = [json.loads(path.read_text()) for path in folder.glob("*.json")
-               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified", "batches"))]
+               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified", "batches", "families"))]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -133,6 +133,27 @@ def render_verified(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_families(folder: Path = RESULTS) -> str:
+    """Gradients of each family in bf16 and under autocast: the median parameter's error, and by how much it is nearer to fp32 than eager's."""
+    lines = []
+    for path in sorted(folder.glob("families*.json")):
+        result, rows = json.loads(path.read_text()), {}
+        for run in result["runs"]:
+            if run["status"] == "ok":
+                rows.setdefault(run["family"], {})[run["precision"]] = run
+        lines += ["", f"The same for two layers of each family of transformers under LoRA, {result['shape']} tokens, on {result['machine']['gpu'] or result['machine']['cpu']} "
+                      f"(`benchmarks/families.py`): the error of the median parameter, and by how much it is smaller than eager's.", "",
+                  "| family | bf16 | smaller by | autocast | smaller by |", "|---|---|---|---|---|"]
+        for family, precisions in rows.items():
+            cells = [cell for name in ("bf16", "autocast") for cell in _error_cells(precisions.get(name))]
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _error_cells(run: dict | None) -> list[str]:
+    return ["", ""] if run is None else [f"{run['error']:.4f}", f"{100 * (1 - run['error'] / run['eager_error']):.0f} %"]
+
+
 def load_one(name: str, folder: Path = RESULTS) -> dict | None:
     path = folder / name
     return json.loads(path.read_text()) if path.exists() else None
@@ -173,7 +194,7 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
 
 def section() -> str:
     """All that the README shows of the results."""
-    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_verified() + render_kernels(load_one(KERNELS))
+    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_verified() + render_families() + render_kernels(load_one(KERNELS))
 
 
 def draw(results: list[dict], path: Path) -> None:

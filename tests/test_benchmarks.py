@@ -123,3 +123,20 @@ def test_one_budget_after_another(tmp_path, monkeypatch):
     rows = [{**common, **run, "system": name, "peak_gib": peak} for name, run, peak in (("tunecompile@1TiB", roomy, 2.0), ("tunecompile@1KiB", tight, 1.0))]
     report.draw_budgets({"runs": [*rows, {**rows[0], "system": "unsloth"}]}, tmp_path / "memory.svg")
     assert (tmp_path / "memory.svg").stat().st_size > 5000
+
+
+def test_gradients_of_families(tmp_path, monkeypatch, capsys):
+    """One that is there, and one that is not: its row says so, and the others stay."""
+    pytest.importorskip("peft")
+    families, report = script("families"), script("report")
+    monkeypatch.setattr(families, "SIZES", {**families.zoo.SMALL, "num_hidden_layers": 2})
+    monkeypatch.setattr(families, "FOLLOWING", {})
+    monkeypatch.setattr(families, "LENGTH", 32)
+    monkeypatch.setitem(families.zoo.NAMES, "nothing", ("Nothing", {}))
+    monkeypatch.setattr(sys, "argv", ["families.py", "--families", "llama,nothing", "--out", str(tmp_path / "families.json")])
+    assert families.main() == 1
+    runs = json.loads((tmp_path / "families.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["ok", "ok", "failed", "failed"] and "Nothing" in runs[2]["reason"]
+    assert all(run["passed"] and 0 < run["error"] < 1.02 * run["eager_error"] < 0.1 and run["matches"]["rope"] == [2, 2] for run in runs[:2]), runs
+    (row,) = [line for line in report.render_families(tmp_path).splitlines() if line.startswith("| llama")]
+    assert row.count("%") == 2 and "nothing" not in report.render_families(tmp_path)
