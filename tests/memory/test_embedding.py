@@ -49,6 +49,7 @@ def test_a_cpu_has_nothing_to_move():
     assert model.get_input_embeddings().weight.data_ptr() == where
 
 
+@pytest.mark.slow
 def test_an_estimate_leaves_them_out():
     model = zoo.adapt(zoo.make("llama", tie_word_embeddings=False))
     table = model.get_input_embeddings().weight.nbytes

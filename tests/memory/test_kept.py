@@ -216,6 +216,7 @@ def test_dense_weights_are_not_kept():
     assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
 
 
+@pytest.mark.slow
 def test_a_bigger_batch_takes_their_room():
     roomy = build()
     step(roomy)

@@ -76,6 +76,7 @@ def test_as_much_as_fits_is_not_in_pieces():
     assert {plan["tiles"] for plan in plans(kept)} == {1}
 
 
+@pytest.mark.slow
 def test_sizes_that_change():
     """From the second on they are symbols."""
     model, reference = make("1KiB"), make(None)

@@ -121,6 +121,7 @@ def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered
     assert f"step {STEPS + 1}" in page(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_bigger_batch_is_sampled_again():
     model = build("1TiB")
     for rows in (2, 2, 2, 2, 2, 3, 2):

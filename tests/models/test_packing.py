@@ -31,8 +31,8 @@ def batches(model) -> int:
     return int(said.split(TOLD_APART)[1].split("(")[1].split()[0]) if TOLD_APART in said else 0
 
 
-@pytest.mark.parametrize("family, changes", [("llama", {}), ("gemma3", {"sliding_window": 4}),
-                                             *(pytest.param(*each, marks=pytest.mark.slow) for each in (("qwen3", {}), ("mistral", {"sliding_window": 4})))])
+@pytest.mark.parametrize("family, changes", [("gemma3", {"sliding_window": 4}),
+                                             *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 4})))])
 def test_families(family, changes):
     model, reference = pair(lambda: zoo.make(family, use_cache=False, **changes))
     equal(model, reference, packed((5, 1, 9)))
@@ -51,7 +51,7 @@ def test_each_sequence_is_as_if_it_were_alone():
         assert torch.allclose(part, model(input_ids=ids).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adapters_under_checkpointing(quantized):
     pytest.importorskip("peft")
 
@@ -135,7 +135,7 @@ def test_a_collator_of_transformers():
     assert batches(model) == 1
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_verified_step(use_cache):
     """What is compared sees the same tokens: with a cache, as in an eager step with one."""
     reference = zoo.make("llama", use_cache=use_cache).train()

@@ -55,7 +55,7 @@ def flattened(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", {}), ("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
+@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), ("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
                                              ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})])
 def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))
@@ -245,7 +245,7 @@ def without(inputs: dict, *names: str, **more) -> dict:
     (lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
      "a row is not in one piece"),
     (lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for"),
-    (lambda b: without(b, use_cache=True), "a cache is used"),
+    pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
 ], ids=["unmasked", "first token", "holes", "hidden states", "cache"])
 def test_batches_that_keep_their_padding(change, said):
     model, reference = pair(lambda: zoo.make("llama"))
@@ -267,7 +267,7 @@ def test_a_loss_of_the_users_own_may_read_padding():
 
 
 @pytest.mark.parametrize("build, said", [
-    (lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention"),
+    pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
     (lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "follow the length"),
     (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
     (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
