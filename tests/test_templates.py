@@ -10,9 +10,10 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in this process")
-def test_in_tritons_interpreter():
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_tritons_interpreter(cases):
     pytest.importorskip("triton")
     folder = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(folder / "templates")], cwd=folder.parent,
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", f"not gpu and {cases}", str(folder / "templates")], cwd=folder.parent,
                           env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

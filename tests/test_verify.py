@@ -293,6 +293,7 @@ def test_a_model_that_is_one_region():
     assert [note for note in tunecompile.report(model).notes if "verified" in note]
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
     monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     model = tunecompile.optimize(build(), executor="eager", verify=True)

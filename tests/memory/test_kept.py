@@ -129,6 +129,7 @@ def test_adapters_of_other_targets_and_ranks():
         equal(model, reference)
 
 
+@pytest.mark.slow
 def test_a_pending_backward_outlives_the_plan():
     """Of another adapter than the one that ran last, when a bigger batch takes the matrices' room."""
     roomy = build(target_modules=["q_proj", "v_proj"])

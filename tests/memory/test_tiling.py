@@ -68,6 +68,7 @@ def test_a_budget_that_nothing_else_fits(surveyed):
     assert surveyed[Plan(tiles=4)].returned < surveyed[KEEP].returned
 
 
+@pytest.mark.slow
 def test_as_much_as_fits_is_not_in_pieces():
     model = make("1TiB")
     step(model, **SHAPE)

@@ -213,6 +213,7 @@ def test_batches_of_one_row_one_token_and_no_label():
     assert not fell_back(model)
 
 
+@pytest.mark.slow
 def test_twenty_shapes_compile_a_handful_of_times():
     model, reference = pair()
     shapes = random.Random(0)

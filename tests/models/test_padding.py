@@ -55,8 +55,8 @@ def flattened(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), ("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
-                                             ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})])
+@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), ("gemma3", {"sliding_window": 4}), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("mistral", {"sliding_window": 4}),
+                                             ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})))])
 def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))
     for seed in range(2):
@@ -142,7 +142,8 @@ def test_gradient_checkpointing(reentrant):
     assert flattened(model) == 2
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_the_users_own(reentrant):
     """Around a layer: recomputed in the backward pass, when no flattened call is under way."""
     def around(module, forward):
@@ -168,6 +169,7 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
     assert flattened(model) == 0 and any("checkpoint" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_accumulation_over_batches_with_and_without_padding():
     model, reference = pair(lambda: zoo.make("llama"))
     whole = zoo.batch(rows=4, length=20) | {"attention_mask": torch.ones(4, 20, dtype=torch.long)}
@@ -244,7 +246,7 @@ def without(inputs: dict, *names: str, **more) -> dict:
      "labels stand at padding"),
     (lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
      "a row is not in one piece"),
-    (lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for"),
+    pytest.param(lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow),
     pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
 ], ids=["unmasked", "first token", "holes", "hidden states", "cache"])
 def test_batches_that_keep_their_padding(change, said):
