@@ -23,6 +23,7 @@ def result(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_templates_and_references_run_in_every_case(result):
     own = [row for row in result["rows"] if row["system"] in ("template", "Inductor", "")]
     assert not [row for row in own if "failed" in row]
@@ -31,6 +32,7 @@ def test_templates_and_references_run_in_every_case(result):
     assert {row["family"] for row in own} == {"rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8"}
 
 
+@pytest.mark.slow
 def test_results_agree(result):
     off = [row for row in result["rows"] if row.get("error", 0.0) > 0.02 and row["family"] not in WRONG_IN_THE_INTERPRETER
            and not row["system"].startswith(("Liger", "Unsloth"))]
@@ -45,6 +47,7 @@ def script(name):
     return module
 
 
+@pytest.mark.slow
 def test_the_readmes_table_names_the_fastest_peer(result):
     report = script("report")
     row = {"family": "swiglu", "case": "8x4 forward", "shown": "SwiGLU", "percent": 91.4}
@@ -93,6 +96,7 @@ def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
     assert fitted <= 40_000 and len(rows) < 12 and (rows[-1]["status"] == "ok" or failed - fitted <= 0.1 * failed)
 
 
+@pytest.mark.slow
 def test_rows_of_given_lengths_under_a_budget_of_their_own(longest):
     _, run = longest
     rows = run("--lengths", "64,128", "--memory", "1KiB")
@@ -107,6 +111,7 @@ def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
     assert 1024 <= row["length"] < 1 << 20 and row["length"] % 1024 == 0
 
 
+@pytest.mark.slow
 def test_one_budget_after_another(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     import tunecompile

@@ -98,7 +98,7 @@ def test_a_right_step_is_verified(of, monkeypatch):
     assert model_holds(SUBJECTS[of], monkeypatch)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=f"{fault.of}: {fault.what}", marks=[] if fault is CAUGHT_BY_A_MODEL[fault.of] else pytest.mark.slow)
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=f"{fault.of}: {fault.what}", marks=[] if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of in ("NF4", "attention", "RMS norm", "RoPE") else pytest.mark.slow)
                                    for fault in FAULTS if SUBJECTS[fault.of].model])
 def test_verification_of_a_model_shows_it(fault, monkeypatch):
     plant(monkeypatch, SUBJECTS[fault.of], fault.old, fault.new)

@@ -27,6 +27,7 @@ def test_a_worker_measures_and_talks(tmp_path):
     assert len(gradients) == 28 and all(g.norm() > 0 for g in gradients.values())
 
 
+@pytest.mark.slow
 def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, monkeypatch):
     """TUNECOMPILE=0 makes the optimized system eager: the comparison's own noise is nil."""
     monkeypatch.setenv("TUNECOMPILE", "0")

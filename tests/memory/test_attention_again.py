@@ -50,6 +50,7 @@ def test_other_lengths():
     assert follows(model) == ("everything", "attention")
 
 
+@pytest.mark.slow
 def test_dropout_in_attention_is_never_drawn_twice():
     model, reference = deep("1KiB", attention_dropout=0.3), deep(None, attention_dropout=0.3)
     same(step(model), step(reference))

@@ -64,6 +64,7 @@ def test_any_budget_gives_the_same_bits(dropout):
     assert min(recomputing) == 0 and max(recomputing) >= LAYERS - 1
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_saved_for_a_smaller_budget():
     whole, saved = needed(), []
     for share in (1.1, 0.6, 0.05):
@@ -257,6 +258,7 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     assert budget.plans == made  # until there is a new peak
 
 
+@pytest.mark.slow
 def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
     from tunecompile import api
 
@@ -270,6 +272,7 @@ def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
     assert any(p["recompute"] for p in tunecompile.report(model).memory["plans"])
 
 
+@pytest.mark.slow
 def test_batches_of_many_sizes_are_not_planned_each():
     model = build(int(1.5 * needed()))
     for length in (16, 15, 14, 17, 20, 9, 18):
@@ -326,6 +329,7 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     assert not any(1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls)  # xa
 
 
+@pytest.mark.slow
 def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
     inner, broken = menu.survey, []
 

@@ -77,6 +77,7 @@ def test_the_model_can_be_freed(memory):
     assert weight() is None
 
 
+@pytest.mark.slow
 def test_an_optimized_model_is_estimated_with_its_own_options_and_stays_as_it_is():
     reference, model = (tunecompile.optimize(make(), memory="300KiB", executor="eager") for _ in range(2))
     first = step(reference), step(model)
@@ -103,6 +104,7 @@ def test_bytes_follow_tokens():
     assert found[0].gradients == sum(4 * p.numel() for p in model.parameters() if p.requires_grad) == found[0].optimizer / 2
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_a_batch_that_does():
     model = make()
     allowed = int(0.6 * tunecompile.estimate(model, (2, 64)).peak) + resident(tunecompile.estimate(model, SHAPE)) // 2

@@ -194,6 +194,7 @@ def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
         assert kept(model).bytes == held
 
 
+@pytest.mark.slow
 def test_matrices_are_freed():
     model = build()
     step(model)

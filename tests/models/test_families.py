@@ -17,8 +17,8 @@ def matches(model) -> dict[str, tuple[int, int]]:
     return {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
 
 
-@pytest.mark.parametrize("family, mode", [(family, mode) for family in zoo.FAMILIES for mode in ("full", "lora", "qlora")
-                                          if family != "mistral" or mode == "lora"])  # its layers are llama's
+@pytest.mark.parametrize("family, mode", [pytest.param(family, mode, marks=[] if mode == "lora" or family == "gemma3" else pytest.mark.slow) for family in zoo.FAMILIES
+                                          for mode in ("full", "lora", "qlora") if family != "mistral" or mode == "lora"])  # its layers are llama's
 def test_gradients_are_those_of_eager(family, mode):
     model = zoo.make(family)
     if mode == "qlora":
@@ -45,8 +45,8 @@ def test_gradients_are_those_of_eager(family, mode):
         assert found["nf4"] == (7, 7), tunecompile.report(model)
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-@pytest.mark.parametrize("autocast", [torch.bfloat16, None])
+@pytest.mark.parametrize("mode", ["lora", "qlora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, pytest.param(None, marks=pytest.mark.slow)])
 def test_half_precision_is_no_worse_than_eager(mode, autocast):
     """Error against fp32 (on the same dequantised weights), with eager's own as the yardstick. One batch's rounding is noise
     of a third either way, so the errors of four are averaged."""

@@ -34,6 +34,7 @@ def curve(model, steps: int = 12, lr: float = 1e-2) -> list[float]:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.slow
 def test_losses_fall_along_those_of_bf16(quantized):
     if quantized:
         pytest.importorskip("bitsandbytes")

@@ -181,6 +181,7 @@ def test_a_forward_without_a_backward(pair):
     assert max(zoo.errors(same_as, gradients(reference)).values()) < 1e-4 and before
 
 
+@pytest.mark.slow
 def test_hidden_states_that_are_kept(pair):
     model, reference = pair
     warm(model)
@@ -189,6 +190,7 @@ def test_hidden_states_that_are_kept(pair):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
 
 
+@pytest.mark.slow
 def test_shapes_come_and_go(pair):
     model, reference = pair
     lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2

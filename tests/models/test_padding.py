@@ -77,7 +77,7 @@ def test_in_double_precision():
     assert flattened(model) == 1
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrapped", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_adapters(quantized, wrapped):
     pytest.importorskip("peft")
@@ -132,6 +132,7 @@ def test_hidden_states_at_padding_are_zero():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.slow
 def test_gradient_checkpointing(reentrant):
     model, reference = pair(lambda: zoo.make("llama"))
     for m in (model, reference):
@@ -192,6 +193,7 @@ def test_one_compilation_for_all_lengths():
     assert tunecompile.report(model).compiles == 1
 
 
+@pytest.mark.slow
 def test_an_exception_leaves_everything_as_it_was():
     model, reference = pair(lambda: zoo.make("llama"))
 
@@ -208,6 +210,7 @@ def test_an_exception_leaves_everything_as_it_was():
     assert not [m for m in model.modules() if m._compiled_call_impl is not None] and not model._forward_hooks and not model._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path):
     import transformers as tf
 
@@ -224,6 +227,7 @@ def test_trainer(tmp_path):
     assert flattened(model) == 6
 
 
+@pytest.mark.slow
 def test_trl_sft(tmp_path):
     from tests.models.test_trainers import curve, sft
 

@@ -49,7 +49,7 @@ def curve(trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{"bf16": True, "gradient_checkpointing": False},
-                                     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+                                     pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow),
                                      pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, marks=pytest.mark.slow)],
                          ids=["bf16", "re-entrant", "not re-entrant"])
 def test_trainer(options, tmp_path):
@@ -89,7 +89,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
 
 
-@pytest.mark.parametrize("options", [{"packing": True}, {"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}],
+@pytest.mark.parametrize("options", [{"packing": True}, pytest.param({"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow)],
                          ids=["packed", "padded"])
 def test_trl_sft(options, tmp_path):
     model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "down_proj"]))
