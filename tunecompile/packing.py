@@ -26,6 +26,16 @@ def beginnings(positions: Tensor, shape: torch.Size) -> Tensor:
     return F.pad(positions.diff() != 1, (1, 0), value=True).expand(shape)
 
 
+def tokens_of(given: dict[str, Any]) -> Any:
+    """Ids, or embeddings, among what an owner of layers is called with."""
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
+def seeing_all(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """With a mask of ones, beside which transformers does not look at positions: every token sees the sequences before its own, too."""
+    return {**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)}
+
+
 def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, Any], tokens: Tensor) -> bool | None:
     """Whether every layer would get a mask under which a token sees its own sequence alone, as far back as a window reaches; False where every
     token would see the sequences before its own, too; None where nobody knows.

@@ -225,7 +225,7 @@ class Padding:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see `_changed`
             return None
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        tokens = packing.tokens_of(given)
         if mask is None and isinstance(tokens, Tensor) and isinstance(positions, Tensor):
             return self._decide_packed(given, tokens, positions)
         if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -270,9 +270,9 @@ class Padding:
 
     def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
         """Without a cache, see `EntryHook`, sequences would no longer see each other: a mask keeps it so."""
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        tokens = packing.tokens_of(given)
         if given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None and self._keeps_apart(given, tokens) is False:
-            return self.owner._call_impl(**{**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)})
+            return self.owner._call_impl(**packing.seeing_all(given, tokens))
         return self.owner._call_impl(*args, **kwargs)
 
     def _look(self, plain: Tensor, reason: str, batches: str = PADDED) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch import reparametrized
 from tunecompile.errors import CannotVerify, summary
-from tunecompile.packing import keeps_apart
+from tunecompile.packing import keeps_apart, seeing_all, tokens_of
 from tunecompile.regions import find_layers
 
 
@@ -70,12 +70,12 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Packed sequences see each other where transformers makes a cache. Without one, a mask has to say so."""
-    tokens = next((value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None), None)
+    tokens = args[0] if args and args[0] is not None else tokens_of(kwargs)
     if tokens is None or kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not None:
         return None
     if keeps_apart(owner, layers, {**kwargs, "use_cache": True}, tokens) is not False:
         return None
-    return args, {**kwargs, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)}
+    return args, seeing_all(kwargs, tokens)
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
