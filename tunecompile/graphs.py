@@ -200,15 +200,22 @@ class Replays:
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
-        recorded = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
-        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1] and (self.allowance is None or self.allowance.admits(self.bytes, recorded)):
-            if self.allowance is not None and not recorded:
-                self.recorder.release()  # once: what comes next is recorded
+        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1] and self._admitted():
             return True
         full = f"recordings hold {self.bytes / 2**30:.1f} GiB: further layers or shapes get no CUDA graph"
         if self.bytes and full not in self.failures:
             self.failures.append(full)
         return False
+
+    def _admitted(self) -> bool:
+        """By the plan of memory, where there is one."""
+        if self.allowance is None:
+            return True
+        recorded = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
+        admitted = self.allowance.admits(self.bytes, recorded)
+        if admitted and not recorded:
+            self.recorder.release()  # once: what comes next is recorded
+        return admitted
 
     def record(self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None) -> Recording | None:
         """Record one call. None where it cannot be recorded; the reason is kept."""
