@@ -81,7 +81,7 @@ def render(results: list[dict]) -> str:
 def render_longest(folder: Path = RESULTS) -> str:
     """The longest row that went through a whole step, of each file of longest.py; ratios to nobody: no rival was run."""
     lines = []
-    for result in sorted((json.loads(path.read_text()) for path in folder.glob("longest-*.json")), key=lambda r: r["runs"][0]["budget_gib"]):
+    for result in sorted(load_all("longest-*.json", folder), key=lambda r: r["runs"][0]["budget_gib"]):
         fitted = [run for run in result["runs"] if run["status"] == "ok"]
         if fitted:
             run = max(fitted, key=lambda run: int(run["shape"][2:]))
@@ -96,7 +96,7 @@ def render_longest(folder: Path = RESULTS) -> str:
 def render_batches(folder: Path = RESULTS) -> str:
     """More and more rows within one budget, of each file of end_to_end.py that is called so."""
     lines = []
-    for result in (json.loads(path.read_text()) for path in sorted(folder.glob("batches-*.json"))):
+    for result in load_all("batches-*.json", folder):
         runs = [run for run in result["runs"] if run["status"] == "ok"]
         figures = ", ".join(f"{run['tokens_per_s']:,.0f} tokens/s on {run['shape']} ({run['peak_gib']:.1f} GiB, {run['peak_reserved_gib']:.1f} reserved)" for run in runs)
         lines += ["", f"{runs[0]['model']}, {runs[0]['mode']}, one process within {runs[0]['budget_gib']:.0f} GiB, one shape after the other: {figures}."]
@@ -106,7 +106,7 @@ def render_batches(folder: Path = RESULTS) -> str:
 def render_peaks(folder: Path = RESULTS) -> str:
     """What rows of other lengths take at least, of each file of `longest.py --lengths`, and the line through them."""
     lines = []
-    for result in (json.loads(path.read_text()) for path in sorted(folder.glob("peaks-*.json"))):
+    for result in load_all("peaks-*.json", folder):
         runs = [run for run in result["runs"] if run["status"] == "ok"]
         if len(runs) < 2:
             continue
@@ -119,7 +119,7 @@ def render_peaks(folder: Path = RESULTS) -> str:
 
 def render_verified(folder: Path = RESULTS) -> str:
     """Gradients of whole models, and what it took to verify them."""
-    runs = [run for path in sorted(folder.glob("verified-*.json")) for run in json.loads(path.read_text())["runs"]]
+    runs = [run for result in load_all("verified-*.json", folder) for run in result["runs"]]
     if not runs:
         return ""
     lines = ["", "Gradients of one step with small random adapters, against fp32 (`tunecompile.verify`, by `benchmarks/verification.py`): the relative error of the median parameter, and of",
@@ -136,8 +136,8 @@ def render_verified(folder: Path = RESULTS) -> str:
 def render_families(folder: Path = RESULTS) -> str:
     """Gradients of each family in bf16 and under autocast: the median parameter's error, and by how much it is nearer to fp32 than eager's."""
     lines = []
-    for path in sorted(folder.glob("families*.json")):
-        result, rows = json.loads(path.read_text()), {}
+    for result in load_all("families*.json", folder):
+        rows = {}
         for run in result["runs"]:
             if run["status"] == "ok":
                 rows.setdefault(run["family"], {})[run["precision"]] = run
@@ -151,7 +151,14 @@ def render_families(folder: Path = RESULTS) -> str:
 
 
 def _error_cells(run: dict | None) -> list[str]:
-    return ["", ""] if run is None else [f"{run['error']:.4f}", f"{100 * (1 - run['error'] / run['eager_error']):.0f} %"]
+    from tunecompile.compare.render import nearer
+
+    return ["", ""] if run is None else [f"{run['error']:.4f}", nearer(run["eager_error"], run["error"])]
+
+
+def load_all(pattern: str, folder: Path) -> list[dict]:
+    """The files of one benchmark, by name."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
 
 
 def load_one(name: str, folder: Path = RESULTS) -> dict | None:
