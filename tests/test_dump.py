@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
+from tests.models import zoo
 from tunecompile import dump
 from tunecompile.partition import Lowering
 from tunecompile.passes import PIPELINE
@@ -34,17 +35,6 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     model.zero_grad()
     model.train()(torch.linspace(-1, 1, 3 * 16).reshape(3, 16)).backward()
@@ -54,7 +44,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def trained(**options) -> nn.Module:
     """Optimized, and trained for one step as it would have been."""
     torch._dynamo.reset()
-    model = Model()
+    model = zoo.Stack(Layer)
     expected = gradients(model)
     tunecompile.optimize(model, executor="eager", **options)
     for ours, eager in zip(gradients(model), expected, strict=True):

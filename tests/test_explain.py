@@ -37,17 +37,6 @@ class Layer(nn.Module):
         return self.second * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-class Model(nn.Module):
-    def __init__(self, layer: type[nn.Module] = Layer):
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def trained(model: nn.Module, *rows: int) -> nn.Module:
     tunecompile.optimize(model.train(), executor="eager")
     for n in rows or (3,):
@@ -73,7 +62,7 @@ def context_of(model: nn.Module, place: int = -1):
 def test_what_cannot_be_shown_is_said(monkeypatch, tmp_path):
     with pytest.raises(NotOptimized):
         tunecompile.explain(nn.Linear(2, 2), tmp_path / "page.html")
-    model = tunecompile.optimize(Model(), executor="eager")
+    model = tunecompile.optimize(zoo.Stack(Layer), executor="eager")
     assert "Nothing is compiled yet" in tunecompile.explain(model, tmp_path / "page.html").read_text()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "jinja2" else find(name, *rest))
@@ -130,7 +119,7 @@ def test_nothing_heavy_is_kept(llama):
 
 
 def test_a_near_miss_is_red_in_both_graphs_and_says_why(tmp_path):
-    model = trained(Model(), 3, 5)
+    model = trained(zoo.Stack(Layer), 3, 5)
     html = tunecompile.explain(model, tmp_path / "page.html").read_text()
     missed = re.findall(r'class="box call missed" data-name="(\w+)"', html)
     assert len(missed) == 4 and missed[:2] == missed[2:]
@@ -149,21 +138,21 @@ class Prints(Layer):
 
 
 def test_pieces_of_a_broken_graph_are_all_drawn(tmp_path):
-    html = tunecompile.explain(trained(Model(Prints)), tmp_path / "page.html").read_text()
+    html = tunecompile.explain(trained(zoo.Stack(Prints)), tmp_path / "page.html").read_text()
     assert "Graph break: " in html and re.search(r"\d other graphs? of this region", html) and html.count("<svg") >= 4
 
 
 def test_times_of_attention_stand_beside_each_other(monkeypatch, tmp_path):
     times = (("cudnn", 1.25), ("flash", 2.5))
     monkeypatch.setattr(sdpa, "choose", lambda gm, device: sdpa.Choice(("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times))
-    (region,) = fields(trained(Model())._tunecompile)["regions"]
+    (region,) = fields(trained(zoo.Stack(Layer))._tunecompile)["regions"]
     told = region["graphs"][0]["attention"]
     assert told["rows"] == [{"kernel": "cudnn", "ms": 1.25, "times": 1.0}, {"kernel": "flash", "ms": 2.5, "times": 2.0}]
     assert (told["taken"], told["why"]) == ("cudnn", "cudnn 1.25 ms, flash 2.50 ms")
 
 
 def test_code_from_a_cache_is_said_to_be(tmp_path):
-    model = trained(Model())
+    model = trained(zoo.Stack(Layer))
     context = context_of(model)
     for left_out, says in ((), ""), (("lower",), "passes of lower do not run"), (("plan", "lower"), "passes of plan and lower do not run"):
         context.ran = {"recognize", "plan", "lower"} - set(left_out) if left_out else context.ran
@@ -173,7 +162,7 @@ def test_code_from_a_cache_is_said_to_be(tmp_path):
 
 def test_a_graph_that_cannot_be_read_costs_its_picture_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(snapshots, "_boxes", lambda *_: 1 / 0)
-    model = trained(Model())
+    model = trained(zoo.Stack(Layer))
     html = tunecompile.explain(model, tmp_path / "page.html").read_text()
     assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["add_rms_norm"] == 1
     assert "<svg" not in html and "This graph cannot be drawn" in html

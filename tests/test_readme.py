@@ -23,24 +23,13 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x) / 30.0) * 30.0)
 
 
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_the_pass_in_the_readme_runs(monkeypatch):
     code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "PASS" in block)
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     names = {}
     exec(code, names)  # noqa: S102: our own README
     monkeypatch.setattr(passes, "PIPELINE", [names["PASS"], *passes.PIPELINE])
-    model, plain = Stack(), Stack()
+    model, plain = zoo.Stack(Block, 3), zoo.Stack(Block, 3)
     plain.load_state_dict(model.state_dict())
     tunecompile.optimize(model, executor="eager")
     x = torch.randn(4, 16)

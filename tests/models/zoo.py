@@ -27,6 +27,19 @@ NAMES: dict[str, tuple[str, dict]] = {
 }
 
 
+class Stack(nn.Module):
+    """Layers of one kind, one after the other, and a scalar of what the last one gives."""
+
+    def __init__(self, layer: type[nn.Module], count: int = 2):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 

@@ -37,7 +37,7 @@ class Box:
     inputs: tuple[str, ...]  #: names of boxes
     weights: tuple[str, ...]  #: of the layer, by the layer's own names, with shapes
     module: str  #: in which the layer computes it
-    line: str  #: of the user's code: "modeling_llama.py:64"
+    line: str  #: of the user's code: "modeling_mine.py:64"
     code: str  #: what stands there
     gives: tuple[str, ...] = ()  #: nodes of the graph as it came, whose values it computes in their place
     missed: str = ""  #: why it was not rewritten, if a family looked for such an operation
