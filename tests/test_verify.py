@@ -52,6 +52,17 @@ def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
     assert all(verdict.passed for verdict in result.verdicts[2:]), str(result)  # medians of so small a model are those of chance
 
 
+def test_adapters_over_experts_are_wide_when_computed_again():
+    """PEFT puts a parametrisation on experts while they run and takes it off again: what it puts back has to be widened the next time too."""
+    model = zoo.adapt(zoo.make("qwen3_moe").to(torch.bfloat16)).train()
+    twin = twin_of(model, torch.float32)
+    for _ in range(2):
+        _, gradients = zoo.step(twin, zoo.batch())
+    assert len(gradients) == sum(p.requires_grad for p in twin.parameters())
+    assert all(gradient.dtype is torch.float32 and gradient.norm() > 0 for gradient in gradients.values())
+    assert {p.dtype for p in twin.base_model.model.model.layers.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
 def test_4_bit_weights_in_double_precision():
     """bitsandbytes has no fp64: what it is asked for must stay fp32 where the model's own code computes in fp64."""
     pytest.importorskip("bitsandbytes")

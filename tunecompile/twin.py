@@ -80,7 +80,8 @@ def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwarg
 
 def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        wide = {name: p.to(dtype) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
+        # parameters: what PEFT's wrapper of experts puts back is a buffer otherwise, which would stay as it is when the layer is computed again
+        wide = {name: nn.Parameter(p.to(dtype), requires_grad=False) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
         with mode(dtype), reparametrized(layer, wide):  # the mode here, since a layer is computed again by another thread
             return forward(*args, **kwargs)
 
