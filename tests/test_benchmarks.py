@@ -138,7 +138,7 @@ def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(families, "FOLLOWING", {})
     monkeypatch.setattr(families, "LENGTH", 32)
     monkeypatch.setitem(families.zoo.NAMES, "nothing", ("Nothing", {}))
-    monkeypatch.setattr(sys, "argv", ["families.py", "--families", "llama,nothing", "--out", str(tmp_path / "families.json")])
+    monkeypatch.setattr(sys, "argv", ["families.py", "--families", "llama,nothing", "--processes", "1", "--out", str(tmp_path / "families.json")])
     assert families.main() == 1
     runs = json.loads((tmp_path / "families.json").read_text())["runs"]
     assert [run["status"] for run in runs] == ["ok", "ok", "failed", "failed"] and "Nothing" in runs[2]["reason"]
