@@ -69,7 +69,7 @@ def equal(model, reference, run=step):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
 def test_training_is_the_same(options):
     model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
@@ -99,7 +99,7 @@ def test_an_optimizer_that_writes_behind_autograds_back():
     equal(model, reference)
 
 
-@pytest.mark.parametrize("rank", [4, 70])
+@pytest.mark.parametrize("rank", [4, pytest.param(70, marks=pytest.mark.slow)])
 def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
     for m in (model, reference):
@@ -118,6 +118,7 @@ def test_another_adapter_between_forward_and_backward(rank):
     equal(model, reference, interleaved)
 
 
+@pytest.mark.slow
 def test_adapters_of_other_targets_and_ranks():
     model, reference = build(target_modules=["q_proj", "k_proj", "v_proj"]), build("eager", target_modules=["q_proj", "k_proj", "v_proj"])
     for m in (model, reference):

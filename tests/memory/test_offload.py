@@ -82,7 +82,8 @@ def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
         assert empty(offload) and not files(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("checkpointed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "checkpointed"])
 def test_compiled_layers(mode):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")

@@ -104,7 +104,7 @@ def test_in_the_final_norm():
 # -- gradients that are there already, and those who watch them ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
 def test_accumulated_gradients_are_kept(where):
     model, reference = guarded(), build(None)
     for m in (model, reference):

@@ -101,7 +101,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
 
 
 @pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options, refused", [({"modules_to_save": ["lm_head"]}, None), ({"target_modules": ["q_proj", "lm_head"]}, None),
+@pytest.mark.parametrize("options, refused", [pytest.param({"modules_to_save": ["lm_head"]}, None, marks=pytest.mark.slow), ({"target_modules": ["q_proj", "lm_head"]}, None),
                                               ({"target_modules": ["lm_head"], "use_rslora": True}, None),
                                               ({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout"),
                                               pytest.param({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "the head is a Linear", marks=pytest.mark.slow)], ids=str)
@@ -179,7 +179,7 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, self.weight) * 0.5
 
 
-@pytest.mark.parametrize("head", [InPlace, ByShape, Rounded, RoundedWeight, Keeps, Scaled])
+@pytest.mark.parametrize("head", [InPlace, ByShape, Rounded, *(pytest.param(head, marks=pytest.mark.slow) for head in (RoundedWeight, Keeps, Scaled))])
 def test_heads_that_do_more_than_multiply(head):
     model = small()
     model.lm_head.__class__ = head

@@ -113,6 +113,7 @@ def test_positions_and_embeddings_of_the_callers():
     assert flattened(model) == 2
 
 
+@pytest.mark.slow
 def test_half_precision_under_autocast():
     model, reference = pair(lambda: zoo.make("llama"))
     _, exact = zoo.step(reference, padded())
