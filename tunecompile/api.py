@@ -24,7 +24,6 @@ from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
 from tunecompile.memory.recovery import Recovery, sharded
 from tunecompile.monitor.pulse import Pulse, describe
-from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
@@ -287,7 +286,7 @@ class State(NotCopied):
             device = next(iter(devices))
             if device.type == "cuda":
                 grow_segments()
-            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self._tail_bytes, self._offload(device), self.replays,
+            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self.heads, self._offload(device), self.replays,
                                       self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
         self.step.budget.begin()
         self.step.recovery.begin()
@@ -295,10 +294,6 @@ class State(NotCopied):
     def _offload(self, device: torch.device) -> Offload | None:
         """On a CPU there is nowhere else to go."""
         return Offload(device, self.host_bytes, self.offload_dir) if device.type == "cuda" and self.host_bytes != 0 else None
-
-    def _tail_bytes(self, tokens: int) -> int:
-        """What head and loss need beside what the layers hold."""
-        return sum(workspace(head.module.weight, tokens) for head in self.heads)
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
@@ -381,7 +376,12 @@ class State(NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
-                         + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self.step.budget and self.step.budget.summary())
+                         + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
+
+    def _memory(self) -> dict[str, Any] | None:
+        """What the budget says, and what a step took."""
+        planned = self.step.budget and self.step.budget.summary()
+        return planned and {**planned, "measured_ms": self.pulse.step_ms}
 
 
 def _empty(module: nn.Module, slot: Any) -> None:

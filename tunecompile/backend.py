@@ -117,7 +117,7 @@ class Backend:
         choice = sdpa.choose(gm, _device_type(inputs))
         if choice is None:
             return contextlib.nullcontext()
-        context.attention, context.attention_ms = choice.order, dict(choice.times)
+        context.attention, context.attention_ms, context.attention_rate = choice.order, dict(choice.times), choice.rate
         if choice.why:
             context.notes += [f"attention of {self.region}: {choice.why}", *sdpa.notes()]
         return _torch.attention_order(choice.order)

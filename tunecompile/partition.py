@@ -53,7 +53,7 @@ class _Hook:
         return str, (self.uuid(),)
 
 
-Decide = Callable[[Graph, Cut], Plan]
+Decide = Callable[[Graph, Cut, "float | None"], Plan]  #: of the joint graph, what cuts it, and attention's floating point operations a millisecond
 
 
 class Partitioner(_Hook, CustomPartitionerFn):
@@ -66,7 +66,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         decide, self.decide = self.decide, None  # the compiled function may hold this for good, and it the model
         if decide is not None:
-            self.context.plan = decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}))
+            self.context.plan = decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}), self.context.attention_rate)
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)

@@ -66,6 +66,7 @@ class Context:
     before: Snapshot | None = None  #: the graph as it came, each operation in its one spelling
     after: Snapshot | None = None  #: with what was recognised
     attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
+    attention_rate: float | None = None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
     ran: set[str] = field(default_factory=set)  #: stages that saw a graph: the others were left out, since code came from a cache
 
     @property

@@ -78,6 +78,9 @@ class Report:
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
     measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
     lines = [f"  memory: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
+    if memory["predicted_ms"]:
+        took = f", measured {memory['measured_ms']:.0f} ms" if memory.get("measured_ms") else ""
+        lines.append(f"    a step predicted {memory['predicted_ms']:.0f} ms{took}")
     kept = [f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}"] if memory["kept_weights"] else []
     return lines + plan_lines(memory["plans"]) + kept + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
 

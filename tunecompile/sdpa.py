@@ -56,6 +56,11 @@ class Call:
         return self.batch * self.heads * self.length * self.kv_length * (self.head_dim + self.value_dim)
 
     @property
+    def flops(self) -> int:
+        """Of forward and backward, seven products in all, as if nothing were masked."""
+        return 7 * self.work
+
+    @property
     def bytes(self) -> int:
         """Of query, key, value, the gradient of the output, and the mask."""
         wide = getattr(torch, self.dtype).itemsize
@@ -83,6 +88,7 @@ class Choice:
     order: tuple[str, ...]
     why: str
     times: tuple[tuple[str, float], ...] = ()  #: milliseconds, forward and backward, of those that were timed; the fastest first
+    rate: float | None = None  #: floating point operations a millisecond of the fastest, as if nothing were masked
 
 
 def choose(gm: GraphModule, device: str, time: Callable[[Call, str, torch.device], float] | None = None) -> Choice | None:
@@ -119,7 +125,8 @@ def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: st
     ranked = rank(times, enabled)
     said = ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
-    return Choice(ranked, f"{said} ({whole}, {origin})", tuple((name, times[name]) for name in ranked if name in times))
+    timed = tuple((name, times[name]) for name in ranked if name in times)
+    return Choice(ranked, f"{said} ({whole}, {origin})", timed, call.flops / timed[0][1] if timed else None)
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from tunecompile._torch import CheckpointPolicy
 from tunecompile.memory.liveness import tensor_bytes
-from tunecompile.memory.menu import backward_nodes, cost, dear_nodes, random
+from tunecompile.memory.menu import backward_nodes, dear_nodes, random
+from tunecompile.memory.work import cost
 from tunecompile.op import Cost, returns_view
 from tunecompile.pipeline import Context, Pass
 

@@ -242,3 +242,6 @@ def test_the_peak_is_the_measured_one(share):
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(estimate.peak, rel=0.1)
     assert estimate.fits and estimate.milliseconds > 0
+    told = tunecompile.report(model).memory
+    if memory is not None:
+        assert told["predicted_ms"] == pytest.approx(estimate.milliseconds, rel=0.1) and told["measured_ms"] > 0

@@ -64,7 +64,7 @@ def test_a_budget_that_nothing_else_fits(surveyed):
     whole, half, quarter = surveyed[RECOMPUTE], surveyed[Plan(None, 2)], surveyed[Plan(None, 4)]
     assert quarter.forward < half.forward < 0.7 * whole.forward and quarter.backward < half.backward < 0.7 * whole.backward
     assert quarter.returned == half.returned == whole.returned
-    assert quarter.backward_flops == pytest.approx(whole.backward_flops, rel=0.05)
+    assert quarter.back.flops == pytest.approx(whole.back.flops, rel=0.05)
     assert surveyed[Plan(tiles=4)].returned < surveyed[KEEP].returned
 
 

@@ -91,7 +91,7 @@ def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
     text = page(model, tmp_path)
     assert "LlamaForCausalLM" in text and "data:image/svg+xml;base64," in text and "a CPU keeps no count" in text
     assert not any(far in text for far in ("http:", "https:", "<script", "<link", "url("))
-    assert timeline.work_ms(budget_of(model)) > 0 and "at least" in text
+    assert budget_of(model).step_ms() is None  # the rates of one kernel say little of another's on a CPU
     assert model._tunecompile.pulse.step_ms and f"{model._tunecompile.pulse.step_ms:,.1f}" in text
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import nn
@@ -18,9 +18,11 @@ from tunecompile.memory.kept import Kept, matrix_bytes
 from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
-from tunecompile.memory.rates import ALLOWANCE, Rates, rates
+from tunecompile.memory.rates import Rates, rates
 from tunecompile.memory.recordings import RECORDED, Recordings
 from tunecompile.memory.trace import Trace
+from tunecompile.memory.work import beside_layers
+from tunecompile.ops.linear_cross_entropy import workspace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
@@ -35,6 +37,7 @@ class Menu:
     names: tuple[str, ...] = ()  #: of the values that plans call by number
     weights: int = 0  #: bytes a layer's frozen weights take as products read them
     whole: bool = False  #: whether there is no more to survey
+    attention: float | None = None  #: its floating point operations a millisecond, where it was timed
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Admission:
 class Budget:
     """Gives every layer its plan, within the bytes the user allows.
 
-    `layers` are the slots of the model's layers in running order, each with its `region`; `tail(tokens)` are the bytes head and loss need.
+    `layers` are the slots of the model's layers in running order, each with its `region`; `heads` those whose loss is computed with them, each with its `module`.
     """
 
     spec: Spec
@@ -67,7 +70,7 @@ class Budget:
     gauge: Gauge
     device: torch.device
     layers: Sequence[Any]
-    tail: Callable[[int], int]
+    heads: Sequence[Any]
     offload: Offload | None = None
     replays: Replays | None = None
     kept: Kept | None = None
@@ -97,7 +100,7 @@ class Budget:
         self.recordings = Recordings(self.replays, self.device)
         self.offloading = False
         self.trace = Trace(self.gauge)
-        self.speed = Rates(float("inf"), float("inf"))  #: not known, as long as no plan had to choose
+        self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
     def forget_step(self) -> None:
         """What the device held since the last step was not the training's."""
@@ -119,6 +122,17 @@ class Budget:
             self.surplus += max(0, peak - self.admitted.peak - self.recordings.bytes)
             self.slack = max(self.slack, held - peak)
             self.exceeded = held > self._limit()
+
+    def tail(self, tokens: int) -> int:
+        """Bytes that head and loss need beside what the layers hold."""
+        return sum(workspace(head.module.weight, tokens) for head in self.heads)
+
+    def step_ms(self) -> float | None:
+        """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
+        if self.admitted is None or not self.speed.launches:
+            return None
+        others = beside_layers([head.module.weight for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], self.admitted.tokens)
+        return self.admitted.choice.work + others.ms(self.speed)
 
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
@@ -157,8 +171,8 @@ class Budget:
             self.offload.settle()
         self.trace.note("tail")
 
-    def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
-        """Inside the compilation of the running layer: survey its graph and plan for all layers."""
+    def decide(self, graph: Graph, cut: menu.Cut, attention: float | None = None) -> Plan:
+        """Inside the compilation of the running layer: survey its graph and plan for all layers. attention: as in its `Menu`."""
         region, tokens = id(self.running.region), self.tokens
         before = self.menus.get(region)
         try:
@@ -166,7 +180,7 @@ class Budget:
             rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
             for candidates in menu.courses(graph):
                 rows += menu.survey(cut, candidates)
-                self.menus[region] = Menu(tuple(rows), tokens, names, weights)
+                self.menus[region] = Menu(tuple(rows), tokens, names, weights, attention=attention)
                 self._admit(tokens)
                 if self._satisfied():
                     break
@@ -267,8 +281,6 @@ class Budget:
         self.recordings.allow(choice, room - weights)
         self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
         self.plans += 1
-        if self.tight:
-            self._rates()  # while there is memory to measure with: it may be needed when there is none
         self.shortfall = None
         self.offloading = choice.offloads
         if self.offload is not None:
@@ -284,7 +296,7 @@ class Budget:
             return 0.0
         known = next(iter(self.menus.values()))
         found = [self.menus.get(id(slot.region), known) for slot in self.layers]
-        return ALLOWANCE * sum(each.rows[0].forward_flops * tokens / each.tokens for each in found) / self._rates().flops
+        return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in found)
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
@@ -319,19 +331,22 @@ class Budget:
             if not slots or slots[-1][-1].region is not slot.region:
                 slots.append([])
             slots[-1].append(slot)
-        if any(len(found.rows) > 1 for found in self.menus.values()):
-            self.speed = self._rates()
+        self.speed = self._rates()  # while there is memory to measure with: it may be needed when there is none
         stacks = []
         for layers in slots:
             if id(layers[0].region) not in self.menus and self._all_seen():
                 stacks.append(Stack(len(layers), (Option(KEEP, 0, 0, 0, 0.0),)))
                 continue
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self.speed, self.offload is not None and len(found.rows) > 1)))
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self._rates_of(found, self.speed), self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
 
     def _rates(self) -> Rates:
         return rates(self.device, self._dtype())
+
+    def _rates_of(self, found: Menu, speed: Rates | None = None) -> Rates:
+        speed = speed or self._rates()
+        return replace(speed, attention=found.attention) if found.attention else speed
 
     def _dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
@@ -364,11 +379,11 @@ class Budget:
         return self.notes + ([self.shortfall] if self.shortfall else [])
 
     def summary(self) -> dict[str, Any] | None:
-        """For the report: budget, predicted and measured peak (bytes), and how many layers follow each plan."""
+        """For the report: budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
         if self.admitted is None:
             return None
         return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
-                "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
+                "predicted_ms": self.step_ms(), "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": self.plans_by_layer()}
 

@@ -27,12 +27,11 @@ from tunecompile.memory.embedding import tables
 from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
-from tunecompile.memory.rates import ALLOWANCE, rates
+from tunecompile.memory.work import beside_layers
 from tunecompile.partition import Decide
 from tunecompile.plugins import pipeline
 from tunecompile.regions import Region, Sizes, Slot, Variant, tensors_in
 from tunecompile.report import plan_lines
-from tunecompile.tail import Head
 
 UNBOUNDED = 1 << 60  #: bytes
 
@@ -41,8 +40,9 @@ UNBOUNDED = 1 << 60  #: bytes
 class Estimate:
     """What a training step would need. Printable; `to_dict()` for machines. All amounts are bytes, unless they say otherwise.
 
-    `milliseconds` are `flops` at the rate at which this GPU multiplies large matrices, a quarter more for all else (norms, dequantisation, launches),
-    and what the plan costs; the optimizer's step and data loading are not in it. Too low for short steps, whose launches show.
+    `milliseconds` are those of the layers' kernels, by their operations or by the bytes they read and write, at rates measured on this GPU, with head,
+    loss, AdamW, and what the plan costs. Data loading is not in it, nor what a host takes that launches kernels more slowly than they run: too low
+    for short steps without CUDA graphs.
     """
 
     model: str  #: its class
@@ -123,7 +123,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     ledger = Ledger(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
                     gauge(device))
     rehearsal, notes = _rehearse(stage, ledger, spec, device, batch_shape)
-    return _read(name, tuple(batch_shape), ledger, rehearsal, stage.heads, notes)
+    return _read(name, tuple(batch_shape), ledger, rehearsal, notes)
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,13 @@ class Rehearsal(Budget):
     bounded: bool = True  #: whether there is a budget to plan for
     attends: bool = False  #: whether any layer's attention is fused
 
-    def decide(self, graph: Graph, cut: menu.Cut) -> Plan:
+    def decide(self, graph: Graph, cut: menu.Cut, attention: float | None = None) -> Plan:
         self.attends = self.attends or any(node.op == "call_function" and "attention" in str(node.target) for node in graph.nodes)
         if self.bounded and len({id(slot.region) for slot in self.layers}) == 1:
-            return super().decide(graph, cut)
+            return super().decide(graph, cut, attention)
         candidates = menu.plans(graph) if self.bounded else [KEEP, RECOMPUTE]
-        self.menus[id(self.running.region)] = Menu(tuple(menu.survey(cut, candidates)), self.tokens, tuple(map(menu.name, menu.dear_nodes(graph))))
+        self.menus[id(self.running.region)] = Menu(tuple(menu.survey(cut, candidates)), self.tokens, tuple(map(menu.name, menu.dear_nodes(graph))),
+                                                 attention=attention)
         self._admit(self.tokens)
         return self.options[id(self.running)].plan
 
@@ -180,11 +181,11 @@ class Rehearsal(Budget):
         return low
 
     def flops(self) -> int:
-        """Of all layers' forward and backward, nothing computed again."""
+        """Of all layers' forward and backward, nothing computed again, and of the heads."""
         known = next(iter(self.menus.values()))
         found = [self.menus.get(id(slot.region), known) for slot in self.layers]
         kept = [(next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens) for each in found]
-        return int(sum((row.forward_flops + row.backward_flops) * scale for row, scale in kept))
+        return int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept)) + beside_layers([head.module.weight for head in self.heads], (), self.tokens).flops
 
     def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
         stacks, slots = super()._stacks(tokens)
@@ -282,7 +283,7 @@ def _rehearse(stage: State, ledger: Ledger, spec: Spec, device: torch.device, sh
     offload = Offload(device, stage.host_bytes, stage.offload_dir) if cuda and bounded and stage.host_bytes != 0 else None
     device = device if cuda else torch.device("cpu")
     rehearsal = stage.step.budget = Rehearsal(spec if bounded else "auto" if cuda else UNBOUNDED, stage.model, ledger, device, stage.slots,
-                                              stage._tail_bytes, offload, bounded=bounded)
+                                              stage.heads, offload, bounded=bounded)
     seen: dict[tuple, tuple[Glimpse, Any]] = {}
     for slot in stage.slots:
         slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)
@@ -310,19 +311,15 @@ UNFUSED = "attention is traced without a fused kernel: its scores are counted, w
 ABSENT = "traced as on a CPU: the GPU's context (about 0.5 GiB) is not counted, and nothing waits on the host"
 
 
-def _read(name: str, shape: tuple[int, int], ledger: Ledger, rehearsal: Rehearsal, heads: Sequence[Head], notes: list[str]) -> Estimate:
+def _read(name: str, shape: tuple[int, int], ledger: Ledger, rehearsal: Rehearsal, notes: list[str]) -> Estimate:
     """What the rehearsal found out."""
-    made, tokens = rehearsal.admitted, shape[0] * shape[1]
+    made = rehearsal.admitted
     known = rehearsal.bounded or rehearsal.device.type == "cuda"
     fits = made.choice.fits
-    flops = rehearsal.flops() + sum(2 * tokens * head.module.weight.numel() * (2 + head.module.weight.requires_grad) for head in heads)
-    time = None
-    if rehearsal.device.type == "cuda":
-        time = ALLOWANCE * flops / rates(rehearsal.device, rehearsal._dtype()).flops + made.choice.ms
     limit = rehearsal._limit()
     return Estimate(name, shape, ledger.weights, ledger.gradients, ledger.optimizer, made.choice.peak, made.peak, limit if known else None,
                     int(MARGIN * limit) if known else 0, fits if known else None, max(0, made.choice.peak - made.room),
-                    None if fits else rehearsal.most_tokens(), rehearsal.summary()["plans"], flops, time, notes)
+                    None if fits else rehearsal.most_tokens(), rehearsal.summary()["plans"], rehearsal.flops(), rehearsal.step_ms(), notes)
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -38,14 +38,29 @@ def tensor_bytes(value: Any) -> int:
     return size_hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
+class Memory:
+    """Which of a graph's values lie in memory."""
+
+    def __init__(self, graph: Graph):
+        self.roots: dict[Node, Node | None] = {}
+        for node in graph.nodes:
+            self.roots[node] = _root(node, self.roots)
+
+    def writes(self, node: Node) -> bool:
+        """Whether the value has memory of its own."""
+        return self.roots[node] is node
+
+    def reads(self, node: Node) -> set[Node]:
+        """Whose memory is read when the value is computed, the graph's inputs among them."""
+        return _reads(node, self.roots, inputs=True)
+
+
 def extent(graph: Graph) -> Extent:
     """Walk the graph in order, as the generated code runs."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     output = nodes[-1]
-    roots: dict[Node, Node | None] = {}
-    for node in nodes:
-        roots[node] = _root(node, roots)
+    roots = Memory(graph).roots
     reads = {node: set() if node.op == "placeholder" else _reads(node, roots) for node in nodes}
     last: dict[Node, int] = {}
     for node in nodes:
@@ -146,8 +161,8 @@ def _needs_memory(user: Node) -> bool:
     return not _fused(user)
 
 
-def _reads(node: Node, roots: dict[Node, Node | None]) -> set[Node]:
-    """Whose memory is read when this node is computed, through all that is fused into it."""
+def _reads(node: Node, roots: dict[Node, Node | None], inputs: bool = False) -> set[Node]:
+    """Whose memory is read when this node is computed, through all that is fused into it; with the graph's inputs, if they are asked for."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         source = pending.pop()
@@ -155,8 +170,8 @@ def _reads(node: Node, roots: dict[Node, Node | None]) -> set[Node]:
             continue
         seen.add(source)
         root = roots[source]
-        if root is not None and root is not node:
-            found.add(root)
+        if root is not None and root is not node or inputs and source.op == "placeholder":
+            found.add(root or source)
         elif root is None and source.op == "call_function":
             pending.extend(source.all_input_nodes)
     return found

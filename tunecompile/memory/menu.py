@@ -11,39 +11,30 @@ from typing import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.flop_counter import FlopCounterMode
 
-from tunecompile._torch import fake_mode_of, size_hint
+from tunecompile._torch import size_hint
 from tunecompile.memory.attention import repeatable
 from tunecompile.memory.liveness import extent, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
-from tunecompile.memory.rates import ALLOWANCE, Rates
+from tunecompile.memory.rates import Rates
+from tunecompile.memory.work import Work, cost, flops, work
 from tunecompile.op import OPS, Cost, aten_name
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
 Cut = Callable[[Plan], tuple[GraphModule, GraphModule]]  #: a plan -> the lowered forward and backward graph
 
 
 @dataclass(frozen=True)
 class Row:
     """One plan of one region at the sizes of one batch: bytes a layer returns from its forward (what it saves and hands on), those of its largest
-    tensor if no other comes near, bytes its forward and backward need beside, and floating point operations of both."""
+    tensor if no other comes near, bytes its forward and backward need beside, and the work of both."""
 
     plan: Plan
     returned: int
     largest: int
     forward: int
     backward: int
-    forward_flops: int
-    backward_flops: int
-
-
-def cost(node: Node) -> Cost | None:
-    """Of an op, or of an ATen call; None where the partitioner knows best."""
-    if node.target in OPS:
-        return OPS[node.target].cost
-    name = aten_name(node.target)
-    return Cost.MATMUL if name in _PRODUCTS or (_is_attention(node) and "backward" not in name) else None
+    ahead: Work
+    back: Work
 
 
 def random(node: Node) -> bool:
@@ -73,30 +64,6 @@ def name(node: Node) -> str:
     largest = max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes) if isinstance(value, (tuple, list)) else value
     called = OPS[node.target].name if node.target in OPS else aten_name(node.target)
     return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
-
-
-def flops(node: Node) -> int:
-    """Floating point operations of a dear call, at the hinted sizes; 0 where nobody counts them."""
-    args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
-    if (op := OPS.get(node.target)) is not None and op.flops is not None:
-        return size_hint(op.flops(*args, **kwargs))
-    if _is_attention(node):
-        return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
-    run = node.target if op is None else op.reference
-    with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
-        run(*args, **kwargs)
-    return size_hint(counter.get_total_flops())
-
-
-def _is_attention(node: Node) -> bool:
-    return "attention" in aten_name(node.target)
-
-
-def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
-    """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
-    backward = "backward" in aten_name(node.target)
-    q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
-    return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
 
 
 def courses(graph: Graph) -> Iterator[list[Plan]]:
@@ -154,11 +121,7 @@ def survey(cut: Cut, candidates: Sequence[Plan]) -> list[Row]:
 def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> Row:
     ahead, back = extent(forward.graph), extent(backward.graph)
     largest, next_one = (*ahead.pieces, 0, 0)[:2]
-    return Row(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, _total_flops(forward.graph), _total_flops(backward.graph))
-
-
-def _total_flops(graph: Graph) -> int:
-    return sum(flops(node) for node in graph.nodes if node.op == "call_function" and (cost(node) is Cost.MATMUL or _is_attention(node)))
+    return Row(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, work(forward.graph), work(backward.graph))
 
 
 def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> tuple[Option, ...]:
@@ -171,11 +134,11 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
     found = []
     for row in rows:
         held, forward, backward = (int(n * scale) for n in (row.returned, row.forward, row.backward))
-        extra = (row.backward_flops - kept.backward_flops) * scale / rates.flops
-        found.append(Option(row.plan, held, forward, backward, extra))
+        extra = max(0.0, row.back.dear_ms(rates, scale) - kept.back.dear_ms(rates, scale))
+        ahead, back = row.ahead.ms(rates, scale), row.back.ms(rates, scale)
+        found.append(Option(row.plan, held, forward, backward, extra, work=ahead + back))
         for stays in dict.fromkeys((0, int(row.largest * scale))) if offload else ():
             copy = (held - stays) / rates.copy
-            ms = extra + sum(max(0.0, copy - ALLOWANCE * work * scale / rates.flops) for work in (row.forward_flops, row.backward_flops)) + 0.02 * copy
-            found.append(Option(row.plan, stays, forward, backward, ms, held - stays))
+            waited = max(0.0, copy - ahead) + max(0.0, copy - back) + 0.02 * copy
+            found.append(Option(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited))
     return tuple(found)
-

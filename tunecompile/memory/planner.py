@@ -43,7 +43,7 @@ WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer 
 @dataclass(frozen=True)
 class Option:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
-    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option."""
+    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included."""
 
     plan: Plan
     held: int
@@ -51,6 +51,7 @@ class Option:
     backward: int
     ms: float
     offloaded: int = 0
+    work: float = 0.0
 
     def leaves(self, nbytes: int) -> bool:
         """Whether a saved tensor of so many bytes goes to the host. (A batch may be smaller than the one this is the option of.)"""
@@ -81,6 +82,11 @@ class Choice:
     @property
     def ms(self) -> float:
         return sum(option.ms for stack in self.options for option in stack)
+
+    @property
+    def work(self) -> float:
+        """Milliseconds of all layers."""
+        return sum(option.work for stack in self.options for option in stack)
 
     @property
     def offloads(self) -> bool:

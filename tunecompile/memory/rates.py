@@ -1,8 +1,9 @@
-"""How fast this machine multiplies and copies to the host: measured once a process, in a few milliseconds."""
+"""How fast this machine multiplies, reads and writes its memory, and copies to the host: measured once a process, in a few milliseconds."""
 
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Callable
@@ -14,15 +15,19 @@ from tunecompile._torch import outside_compilation
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating point operations, and bytes copied from device to host, a millisecond."""
+    """Floating point operations of a product, bytes copied from device to host, bytes that a kernel reads and writes, and attention's floating point
+    operations, as if nothing were masked: a millisecond each. `launches`: whether there is a time from one kernel to the next."""
 
     flops: float
     copy: float
+    bandwidth: float = float("inf")
+    attention: float = float("inf")
+    launches: bool = False
 
 
 SIZE = 8192  #: of the product that is timed: long enough for the rate a GPU sustains, 1.6 ms on an H200
 COPIED = 64 << 20  #: bytes
-ALLOWANCE = 1.25  #: a step's time by that of its products and attention alone. 8B on an H200: 1.22 at 4x2048, 1.65 at 2x512
+WARM = 0.03  #: seconds of work before the clock runs: a GPU that idled is slower at first, and one that multiplies all the time as well
 
 
 @functools.cache
@@ -36,26 +41,31 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     size = SIZE if device.type == "cuda" else 512
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         left = torch.randn(size, size, device=device, dtype=dtype)
-    product = _milliseconds(lambda: left @ left, device)
+    flops = 2 * size**3 / _milliseconds(lambda: left @ left, device)
     if device.type != "cuda":
-        return Rates(2 * size**3 / product, float("inf"))
+        return Rates(flops, float("inf"), attention=flops)
     source, target = torch.empty(COPIED, dtype=torch.uint8, device=device), torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-    return Rates(2 * size**3 / product, COPIED / _milliseconds(lambda: target.copy_(source, non_blocking=True), device))
+    copy = COPIED / _milliseconds(lambda: target.copy_(source, non_blocking=True), device)
+    bandwidth = 2 * left.nbytes / _milliseconds(left.neg_, device)
+    return Rates(flops, copy, bandwidth, flops, launches=True)
 
 
 def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> float:
-    """Of one run, the median of a few; the first one, which loads kernels, is not counted."""
+    """Of one run, the median of a few; the first ones, which load kernels and wake the device, are not counted."""
+    run()
     times = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            run()
-            ended.record()
-            ended.synchronize()
-            times.append(begun.elapsed_time(ended))
-        else:
+    if device.type != "cuda":
+        for _ in range(repeats):
             started = time.perf_counter()
             run()
             times.append((time.perf_counter() - started) * 1e3)
-    return sorted(times[1:])[repeats // 2]
+        return statistics.median(times)
+    until = time.perf_counter() + WARM
+    while time.perf_counter() < until or len(times) < repeats:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        run()
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended))
+    return statistics.median(times[-repeats:])

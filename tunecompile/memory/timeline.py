@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,12 +187,12 @@ def totals(state: State) -> list[tuple[str, str, str]]:
     """(what, predicted, measured)."""
     budget = state.step.budget
     plan, steps = budget.admitted, state.pulse.step_ms
-    own, again = work_ms(budget), plan.choice.ms
+    own, again = budget.step_ms(), plan.choice.ms
     lines = [("Budget, for tensors", shown(budget.summary()["budget"]), ""),
              ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.others()) if budget.present else ""),
              *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
              ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
-             ("Step, ms", f"at least {own:,.1f} (the layers' products)" if own else "", f"{steps:,.1f}" if steps else ""),
+             ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
              ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", "")]
     if not budget.offloading:
         return lines
@@ -203,17 +203,6 @@ def totals(state: State) -> list[tuple[str, str, str]]:
         ("Copied to the host, and back", shown(sum(o.offloaded for stack in plan.choice.options for o in stack)), shown(copies["bytes_out"])),
         ("Copies, ms", "", f"{moved:,.1f}"), ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
         ("Waited for copies, ms", "", f"{waited:,.1f}")]
-
-
-def work_ms(budget: Budget) -> float:
-    """Milliseconds of the layers' matrix products and attention under the plan, at the rate this device multiplies. 0 where no plan had to know
-    it: timing it now would take memory, and move the allocator's peak."""
-    operations = 0.0
-    for slot in budget.layers:
-        option, found = budget.options.get(id(slot)), budget.menus.get(id(slot.region))
-        row = next((row for row in found.rows if row.plan == replace(option.plan, weights=False)), None) if found and option else None
-        operations += (row.forward_flops + row.backward_flops) * budget.admitted.tokens / found.tokens if row else 0
-    return operations / budget.speed.flops
 
 
 def notes(budget: Budget) -> list[str]:
@@ -229,6 +218,5 @@ def notes(budget: Budget) -> list[str]:
     if budget.replays is not None and budget.replays.bytes:
         said.append(f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level.")
     said.append("The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
-                "what is predicted leaves out all but the layers' products, so it is the least a step can take, "
-                "and is known only where a plan had to choose.")
+                "what is predicted is by its kernels alone, and by AdamW: on a GPU only.")
     return said + budget.said()
