@@ -117,6 +117,21 @@ def render_peaks(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def render_predictions(folder: Path = RESULTS) -> str:
+    """What `tunecompile.estimate` says of a step, beside what was measured: all runs in whose process it was asked."""
+    lines = []
+    for result in load_all("*.json", folder):
+        for run in result.get("runs", ()):
+            if run["status"] == "ok" and (told := run.get("predicted", {})).get("step_ms"):
+                case, system = f"{run['model']}, {run['mode']}, {run['shape']}", shown(run["system"]).replace("*", "")
+                pairs = [(told["peak_gib"], run["peak_gib"], ".2f"), (told["step_ms"], run["step_ms"]["median"], ",.0f")]
+                lines.append(f"| {case} | {system} | " + " | ".join(f"{said:{form}} | {was:{form}} | {100 * (said / was - 1):+.1f} %" for said, was, form in pairs) + " |")
+    if not lines:
+        return ""
+    return "\n".join(["", "What `tunecompile.estimate` says of a step before one is run, and what was measured. A step whose kernels are launched more slowly than they run takes longer.", "",
+                      "| case | system | peak predicted, GiB | measured | off by | step predicted, ms | measured | off by |", "|---|---|---|---|---|---|---|---|", *sorted(set(lines))]) + "\n"
+
+
 def render_verified(folder: Path = RESULTS) -> str:
     """Gradients of whole models, and what it took to verify them."""
     runs = [run for result in load_all("verified-*.json", folder) for run in result["runs"]]
@@ -135,19 +150,18 @@ def render_verified(folder: Path = RESULTS) -> str:
 
 def render_families(folder: Path = RESULTS) -> str:
     """Gradients of each family in bf16 and under autocast: the median parameter's error, and by how much it is nearer to fp32 than eager's."""
-    lines = []
-    for result in load_all("families*.json", folder):
-        rows = {}
-        for run in result["runs"]:
-            if run["status"] == "ok":
-                rows.setdefault(run["family"], {})[run["precision"]] = run
-        lines += ["", f"The same for two layers of each family of transformers under LoRA, {result['shape']} tokens, on {result['machine']['gpu'] or result['machine']['cpu']} "
-                      f"(`benchmarks/families.py`): the error of the median parameter, and by how much it is smaller than eager's.", "",
-                  "| family | bf16 | smaller by | autocast | smaller by |", "|---|---|---|---|---|"]
-        for family, precisions in rows.items():
-            cells = [cell for name in ("bf16", "autocast") for cell in _error_cells(precisions.get(name))]
-            lines.append(f"| {family} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n" if lines else ""
+    rows, results = {}, load_all("families*.json", folder)
+    for run in (run for result in results for run in result["runs"] if run["status"] == "ok"):
+        rows.setdefault(run["family"], {})[run["precision"]] = run
+    if not rows:
+        return ""
+    on = results[0]["machine"]["gpu"] or results[0]["machine"]["cpu"]
+    lines = ["", f"The same for two layers of each family of transformers under LoRA, {results[0]['shape']} tokens, on {on} (`benchmarks/families.py`): the error of the median parameter, "
+                 "and by how much it is smaller than eager's.", "", "| family | bf16 | smaller by | autocast | smaller by |", "|---|---|---|---|---|"]
+    for family, precisions in rows.items():
+        cells = [cell for name in ("bf16", "autocast") for cell in _error_cells(precisions.get(name))]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _error_cells(run: dict | None) -> list[str]:
@@ -201,7 +215,7 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
 
 def section() -> str:
     """All that the README shows of the results."""
-    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_verified() + render_families() + render_kernels(load_one(KERNELS))
+    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_kernels(load_one(KERNELS))
 
 
 def draw(results: list[dict], path: Path) -> None:

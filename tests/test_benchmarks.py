@@ -130,6 +130,15 @@ def test_one_budget_after_another(tmp_path, monkeypatch):
     assert (tmp_path / "memory.svg").stat().st_size > 5000
 
 
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
+    run = {"system": "tunecompile@auto", "model": "m", "mode": "qlora", "shape": "4x2048", "status": "ok", "peak_gib": 10.0, "step_ms": {"median": 200.0},
+           "predicted": {"peak_gib": 9.5, "step_ms": 210.0}}
+    (tmp_path / "a.json").write_text(json.dumps({"runs": [run, {**run, "predicted": {"failed": "why"}}, {"status": "oom"}]}))
+    (row,) = [line for line in script("report").render_predictions(tmp_path).splitlines() if line.startswith("| m")]
+    assert row == "| m, qlora, 4x2048 | tunecompile, memory=auto | 9.50 | 10.00 | -5.0 % | 210 | 200 | +5.0 % |"
+    assert script("report").render_predictions(tmp_path / "nothing") == ""
+
+
 def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     """One that is there, and one that is not: its row says so, and the others stay."""
     pytest.importorskip("peft")

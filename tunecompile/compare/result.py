@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -57,6 +57,7 @@ class Run(Part):
     saved_bytes: int | None = None
     first_step_s: float | None = None
     losses: list[float] | None = None  # a step each
+    predicted: dict[str, Any] | None = None  # peak_gib and step_ms, of tunecompile's own runs
     held_out_before: float | None = None  # nats a learned token
     held_out_after: float | None = None
 

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tunecompile.compare.spec import REFERENCE, Job
+from tunecompile.compare.spec import REFERENCE, Job, Shape
 
 
 def prepare_process(job: Job) -> None:
@@ -41,6 +41,9 @@ def random_runs(job: Job) -> dict:
         batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw, job.steps)
         runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
         models.set_initial_adapter(model, job.draw)
+    if job.engine == "tunecompile" and job.device == "cuda":  # last: what it measures on the GPU must not spare the first step anything
+        for run in runs:
+            run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
         batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed + 1, 1)[0]
         gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
@@ -104,6 +107,23 @@ def measured(model, job: Job, train) -> dict:
         figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))
         trained.optimizer.zero_grad(set_to_none=True)
     return figures | {"status": "ok"}
+
+
+def predicted(model, job: Job, shape: Shape) -> dict:
+    """What `tunecompile.estimate` says of a step on such a batch, to be held against what was measured."""
+    import tunecompile
+    from tunecompile.compare.meters import GIB
+    from tunecompile.compare.models import precision
+    from tunecompile.errors import CannotEstimate
+
+    if shape.padded:
+        return {}
+    try:
+        with precision(job):
+            told = tunecompile.estimate(model, (shape.rows, shape.length))
+    except CannotEstimate as error:
+        return {"predicted": {"failed": str(error)}}
+    return {"predicted": {"peak_gib": told.peak / GIB, "step_ms": told.milliseconds}}
 
 
 def held_out_loss(model, batches: list[dict], job: Job) -> float:

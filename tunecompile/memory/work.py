@@ -20,7 +20,7 @@ from tunecompile.op import OPS, Cost, aten_name
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
 RIDGE = 160  #: operations a byte below which a product waits for memory. H200: 690 TFLOPS by 4.1 TB/s
-SUSTAINED = 0.87  #: of the rate of a product that runs alone: a GPU that multiplies all the time lowers its clock. Measured over whole steps on an H200: 0.86 to 0.88
+SUSTAINED = 0.94  #: of the rate of a product that runs alone: a GPU that multiplies all the time lowers its clock. From whole steps on an H200: 0.90 to 0.97
 GAP = 0.004  #: milliseconds from one kernel to the next. Whole steps on an H200: 3.5 to 4 us
 
 
