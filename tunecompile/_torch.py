@@ -232,6 +232,12 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def current_frame() -> int | None:
+    """Which function Dynamo compiles now: the same one once more keeps its number. None outside of a compilation."""
+    made = torch._guards.CompileContext.current_compile_id()
+    return made and made.frame_id
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A size, or of a symbol the size it was compiled for; 0 without one."""
     if isinstance(size, int):

@@ -57,7 +57,7 @@ class Backend:
                 return gm.forward
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region))
+        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region), frame=_torch.current_frame())
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:

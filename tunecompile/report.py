@@ -99,16 +99,19 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         contexts = [c for backend in region.backends.values() for c in backend.contexts]
         notes += region.notes()
         notes += [note for context in contexts for note in context.notes]
-        training = contexts_of(region)
+        training, pieces = contexts_of(region), pieces_of(region)
         notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
                   for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
-        providers = Counter(training[-1].providers) if training else Counter()
-        reasons = {name: [reason for reason in said if reason] for name, said in training[-1].reasons.items()} if training else {}
+        providers: Counter[str] = sum((c.providers for c in pieces), Counter())
+        reasons: dict[str, dict[str, None]] = {}
+        for name, said in (item for c in pieces for item in c.reasons.items()):
+            reasons.setdefault(name, {}).update(said)
         recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
-        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [saved_bytes(c.saved) for c in training],
-                                 dict(providers), reasons, list(training[-1].changes) if training else [],
-                                 [reason for variant in region.variants.values() for reason in variant.breaks]))
-        for tally in training[-1].tallies if training else []:
+        saved = [saved_bytes(c.saved) for c in training if c not in pieces]
+        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
+                                 dict(providers), {name: [reason for reason in said if reason] for name, said in reasons.items()},
+                                 [change for c in pieces for change in c.changes], [reason for variant in region.variants.values() for reason in variant.breaks]))
+        for tally in (tally for c in pieces for tally in c.tallies):
             total = matches.setdefault(tally.family, Tally(tally.family))
             total.found += tally.found
             total.rewritten += tally.rewritten
@@ -124,6 +127,15 @@ def contexts_of(region: Region) -> list[Context]:
     """What was recorded of the graphs that save anything for a backward, or of all where none does; the last compiled comes last."""
     contexts = [c for backend in region.backends.values() for c in backend.contexts]
     return [c for c in contexts if c.saved] or contexts
+
+
+def pieces_of(region: Region) -> list[Context]:
+    """What was recorded of the layer that was compiled last: one graph, or one for each piece of it, under one plan."""
+    backends = [backend.contexts for backend in region.backends.values() if backend.contexts]
+    last = next((made for made in reversed(backends) if any(c.saved for c in made)), backends[-1] if backends else [])
+    if len({c.frame for c in last}) < 2:
+        return ([c for c in last if c.saved] or last)[-1:]
+    return list({c.frame: c for c in last}.values())
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:
