@@ -20,6 +20,8 @@ ADAPTED = {"linear_cross_entropy": (1, 1), "lora": (7, 7), "grouped_linear": (5,
 NARROW = {"linear_cross_entropy": (1, 1), "lora": (6, 6), "grouped_linear": (3, 3)}  #: an MLP of two linears, or whose first are one
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 
+MOE = LLAMA | {"lora": (4, 4), "grouped_linear": (3, 3)}
+
 GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, and family
     **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma"), LLAMA),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}),
@@ -38,8 +40,25 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
     "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
     "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
     "opt": NARROW,
-    "qwen3_moe": LLAMA | {"lora": (4, 4), "grouped_linear": (3, 3), "rms_norm": (4, 4)},  # compiled in pieces: PEFT puts a parametrisation on experts
+    # experts under adapters are compiled in pieces: PEFT puts a parametrisation on them
+    **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
+    "mixtral": MOE,
+    "gpt_oss": {name: count for name, count in MOE.items() if name != "swiglu"},  # its activation is clamped and has another slope
+    "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
+    # two kinds of layers: the first is dense
+    "glm4_moe": ADAPTED | {"lora": (8, 8), "grouped_linear": (6, 6), "rope": (4, 4), "rms_norm": (4, 4), "add_rms_norm": (2, 2), "swiglu": (3, 3)},
+    "deepseek_v3": ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 0), "rms_norm": (8, 8), "add_rms_norm": (2, 2), "swiglu": (3, 3)},  # pairs become halves
+    "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
+    "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
+    "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 0)},  # its linears hold their weights the other way round
+    "falcon": {"linear_cross_entropy": (1, 1), "lora": (4, 0), "rope": (2, 2), "swiglu": (1, 0)},  # a product with a transposed weight
 }}
+
+#: where layers with experts run eagerly in fp32: what is found in the others
+EAGER_EXPERTS: dict[str, Row] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"), {"linear_cross_entropy": (1, 1)}),
+    "glm4_moe": LLAMA, "deepseek_v3": LLAMA | {"lora": (8, 8), "grouped_linear": (4, 4), "rms_norm": (4, 4)},
+}
 
 
 def expected(family: str) -> tuple[Row, bool]:
@@ -49,8 +68,8 @@ def expected(family: str) -> tuple[Row, bool]:
         KeyError: there is no table yet for this major version of transformers.
     """
     transformers = installed("transformers")
-    if family == "qwen3_moe" and transformers < (5, 3) and GROUPED_MM_IN_FP32.present:  # 5.3 has an op of its own for what torch refuses
-        return {"linear_cross_entropy": (1, 1)}, True
+    if family in EAGER_EXPERTS and transformers < (5, 3) and GROUPED_MM_IN_FP32.present:  # 5.3 has an op of its own for what torch refuses
+        return EAGER_EXPERTS[family], True
     return GOLDEN[int(transformers.partition(".")[0])][family], False
 
 

@@ -24,6 +24,14 @@ NAMES: dict[str, tuple[str, dict]] = {
     "ministral": ("Ministral", {"head_dim": 16}), "apertus": ("Apertus", {}), "arcee": ("Arcee", {}), "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}), "lfm2": ("Lfm2", {}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}), "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}), "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}), "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "pad_token_id": 0, "eos_token_id": 1}), "deepseek_v3": ("DeepseekV3", {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1, "n_shared_experts": 1}), "glm4_moe": ("Glm4Moe", {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id": 0}), "phi": ("Phi", {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": ("GPTNeoX", {}), "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}), "falcon": ("Falcon", {"new_decoder_architecture": True,
+        "num_kv_heads": 2, "alibi": False}), "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
 }
 
 
@@ -46,7 +54,7 @@ def make(family: str, **changes) -> nn.Module:
     name, settings = NAMES[family]
     config = getattr(tf, name + ("TextConfig" if family == "gemma3" else "Config"))(**{**SMALL, **settings, **changes})
     torch.manual_seed(0)
-    return getattr(tf, name + "ForCausalLM")(config)
+    return getattr(tf, name + "ForCausalLM", getattr(tf, name + "LMHeadModel", None))(config)
 
 
 def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True) -> nn.Module:
