@@ -32,7 +32,22 @@ class Float64(TorchFunctionMode):
 
         if function is torch.Tensor.float:
             function = torch.Tensor.double
+        elif function in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
+            function = _grouped_mm
         return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Of rows with the matrix of their group, in any dtype: torch's has no fp64. a: [T, K]; b: [G, K, N]; offs: [G], int32, where each group ends;
+    without it, products one by one."""
+    if offs is None:
+        return a @ b
+    begins, made = 0, []
+    for group, ends in enumerate(offs.tolist()):
+        rows = a[begins:ends] @ b[group]
+        made.append(rows if bias is None else rows + bias[group])
+        begins = ends
+    return torch.cat([*made, a.new_zeros(len(a) - begins, b.shape[-1])])
 
 
 def mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
