@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from tunecompile import parametrised
 from tunecompile._torch import grow_segments, start_compile_workers
 from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision, summary
@@ -162,6 +163,7 @@ class State(NotCopied):
     notes: list[str] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     paddings: list[Padding] = field(default_factory=list)
+    parametrising: list[nn.Module] = field(default_factory=list)  #: that run as they are, inside layers
     embeddings: nn.Module | None = None
     replicated: bool = False  #: whether nn.DataParallel ever ran a replica
     replays: Replays = field(default_factory=Replays)
@@ -205,6 +207,7 @@ class State(NotCopied):
             slot = Slot(self.step, layer, kinds[kind])
             layer._compiled_call_impl = slot
             self.slots.append(slot)
+            self.parametrising += parametrised.keep_from_dynamo(layer)
         self._attach_norms(stack)
         self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner, counts), with_kwargs=True))
         if stack.owner._compiled_call_impl is None:
@@ -340,6 +343,8 @@ class State(NotCopied):
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = function.function
+        for module in self.parametrising:
+            parametrised.give_back(module)
         for padding in self.paddings:
             if isinstance(slot := padding.owner._compiled_call_impl, OwnerSlot):
                 _empty(padding.owner, slot)
@@ -375,7 +380,7 @@ class State(NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
-                         said(self.passes) + self.notes + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
+                         said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()] + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 
     def _memory(self) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ ADAPTED = {"linear_cross_entropy": (1, 1), "lora": (7, 7), "grouped_linear": (5,
 NARROW = {"linear_cross_entropy": (1, 1), "lora": (6, 6), "grouped_linear": (3, 3)}  #: an MLP of two linears, or whose first are one
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 
-MOE = LLAMA | {"lora": (4, 4), "grouped_linear": (3, 3)}
+MOE = {name: count for name, count in LLAMA.items() if name != "swiglu"} | {"lora": (4, 4), "grouped_linear": (3, 3)}
 
 GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, and family
     **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma"), LLAMA),
@@ -40,14 +40,14 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
     "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
     "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
     "opt": NARROW,
-    # experts under adapters are compiled in pieces: PEFT puts a parametrisation on them
+    # experts under adapters run as they are, between compiled pieces: PEFT puts a parametrisation on them
     **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
     "mixtral": MOE,
-    "gpt_oss": {name: count for name, count in MOE.items() if name != "swiglu"},  # its activation is clamped and has another slope
+    "gpt_oss": MOE,  # its activation is clamped and has another slope
     "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
     # two kinds of layers: the first is dense
-    "glm4_moe": ADAPTED | {"lora": (8, 8), "grouped_linear": (6, 6), "rope": (4, 4), "rms_norm": (4, 4), "add_rms_norm": (2, 2), "swiglu": (3, 3)},
-    "deepseek_v3": ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 0), "rms_norm": (8, 8), "add_rms_norm": (2, 2), "swiglu": (3, 3)},  # pairs become halves
+    "glm4_moe": ADAPTED | {"lora": (8, 8), "grouped_linear": (6, 6), "rope": (4, 4), "rms_norm": (4, 4), "add_rms_norm": (2, 2), "swiglu": (2, 2)},
+    "deepseek_v3": ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 0), "rms_norm": (8, 8), "add_rms_norm": (2, 2), "swiglu": (2, 2)},  # pairs become halves
     "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
     "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
     "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 0)},  # its linears hold their weights the other way round
