@@ -67,7 +67,7 @@ class Context:
     after: Snapshot | None = None  #: with what was recognised
     attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
     attention_rate: float | None = None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
-    frame: int | None = None  #: which of Dynamo's functions this is a graph of: a layer that it cannot trace in one piece has several
+    frame: int | None = None  #: number, by Dynamo's count, of the function that this is a graph of: a layer that is not traced in one piece has several
     ran: set[str] = field(default_factory=set)  #: stages that saw a graph: the others were left out, since code came from a cache
 
     @property
