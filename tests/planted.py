@@ -164,6 +164,10 @@ def rotated(x, cos, sin):
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
+def rotated_in_pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
 def adapted(x, weight, a, b, bias=None):
     return F.linear(x, weight, bias) + F.linear(F.linear(x, a), b) * 0.5
 
@@ -197,6 +201,12 @@ def a_lora(**options) -> dict[str, Any]:
 def a_norm(spelled, offset, first, model, dtype=torch.float32) -> Subject:
     return Subject("rms_norm", "rms_norm", spelled, lambda op, x, w: op(x, w, 0.1, offset, first), lambda dtype: [random(3, 6, dtype=dtype), random(6, dtype=dtype)],
                    ((f"{RECOGNIZE}.rms_norm", "op"),), ("rms_norm",), model, dtype=dtype)
+
+
+def a_rotation(spelled, interleaved, model) -> Subject:
+    return Subject("rope", "rope", spelled, lambda op, x, cos, sin: op(x, cos, sin, interleaved),
+                   lambda dtype: [random(2, 3, 5, 4, dtype=dtype), *(random(2, 1, 5, 4, dtype=dtype, grad=False) for _ in range(2))],
+                   ((f"{RECOGNIZE}.rope", "op"),), ("rope",), model)
 
 
 def a_gate(activation, model) -> Subject:
@@ -251,9 +261,8 @@ SUBJECTS = {
                              ((f"{RECOGNIZE}.add_rms_norm", "add_rms_norm"),), ("rms_norm", "add_rms_norm"), lambda: model(full=True)),
     "SwiGLU": a_gate("silu", model),
     "GeGLU": a_gate("gelu_tanh", lambda: model("gemma2")),
-    "RoPE": Subject("rope", "rope", rotated, lambda op, x, cos, sin: op(x, cos, sin),
-                    lambda dtype: [random(2, 3, 5, 4, dtype=dtype), *(random(2, 1, 5, 4, dtype=dtype, grad=False) for _ in range(2))],
-                    ((f"{RECOGNIZE}.rope", "op"),), ("rope",), model),
+    "RoPE": a_rotation(rotated, False, model),
+    "RoPE of pairs": a_rotation(rotated_in_pairs, True, lambda: model("helium")),
     "LoRA": Subject(**a_lora(), model=model),
     "LoRA and bias": Subject(**a_lora(bias=True), model=lambda: model("qwen2")),
     "NF4": Subject("nf4", "dequantize_4bit", lambda x, layer: layer(x), dequantised, lambda dtype: [random(4, 128, dtype=dtype), quantised()],

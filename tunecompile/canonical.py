@@ -172,6 +172,25 @@ def _dropout(node: Node) -> Spelling | None:
     return None if not found or found[3] else ("call_function", F.dropout, tuple(found[:3]), {})
 
 
+def _stack(node: Node) -> Spelling | None:
+    found = _arguments(node, tensors=..., dim=0)
+    return found and ("call_function", torch.stack, (tuple(found[0]), found[1]), {})
+
+
+def _flatten(node: Node) -> Spelling | None:
+    found = _arguments(node, input=..., start_dim=0, end_dim=-1)
+    return found and ("call_method", "flatten", tuple(found), {})
+
+
+def _reshape(node: Node) -> Spelling | None:
+    """What is stacked along a new last dim, and takes its old shape again, is flattened. (Other shapes say what they mean.)"""
+    before, after = value(node.args[0]) if node.args else None, value(node)
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or node.args[0].target is not torch.stack:
+        return None
+    merged = (*before.shape[:-2], before.shape[-2] * before.shape[-1])
+    return ("call_method", "flatten", (node.args[0], -2, -1), {}) if tuple(after.shape) == merged else None
+
+
 def _chunk(node: Node) -> Spelling | None:
     found = _arguments(node, input=..., chunks=..., dim=0)
     return found and ("call_function", torch.chunk, tuple(found), {})
@@ -192,6 +211,7 @@ TABLE.update({
     "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
     torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
     F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, F.relu: _activation(F.relu), torch.relu: _activation(F.relu), "relu": _activation(F.relu),
+    torch.stack: _stack, "flatten": _flatten, torch.flatten: _flatten, **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
     "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
 })
 

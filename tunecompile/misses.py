@@ -21,7 +21,7 @@ def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[No
 def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> str | None:
     missed: list[Miss] = []
     reasons: list[str] = []
-    for pattern in patterns:
+    for pattern in [pattern for pattern in patterns if pattern.calls(anchor)] or patterns:  # one that has no such operation is read around it at best
         for match in matcher.around(pattern, anchor, missed):
             if (flaw := matcher.flaw(match)) is None:
                 return None

@@ -23,17 +23,16 @@ LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "
 MOE = {name: count for name, count in LLAMA.items() if name != "swiglu"} | {"lora": (4, 4), "grouped_linear": (3, 3)}
 
 GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, and family
-    **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma", "helium", "ernie4_5"), LLAMA),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}),
     **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
-    **dict.fromkeys(("helium", "ernie4_5"), {name: count for name, count in LLAMA.items() if name != "rope"}),  # pairs lie beside each other
-    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "swiglu": (1, 1), "lora_mlp": (1, 0)}),  # a mean is taken off
+    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)}),  # a mean is taken off
     "gemma2": LLAMA | {"rms_norm": (4, 4)},
     "gemma3": LLAMA | {"rms_norm": (6, 6)},
     "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
     "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"} | {"lora": (4, 4), "lora_mlp": (1, 0)},  # its siblings are one linear
-    "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "swiglu": (1, 1), "lora_mlp": (1, 0)},
-    "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+    "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+    "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
     "starcoder2": NARROW | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
     "stablelm": ADAPTED | {"rope": (2, 2), "swiglu": (1, 1)},
     "nemotron": NARROW | {"rope": (2, 2)},

@@ -34,6 +34,10 @@ SAME = {
     "mean": [lambda x: x.mean(-1, keepdim=True), lambda x: torch.mean(x, -1, True), lambda x: x.mean(dim=(-1,), keepdim=True), lambda x: torch.mean(x, dim=[-1], keepdim=True)],
     "cat": [lambda x: torch.cat((x, x), -1), lambda x: torch.cat([x, x], dim=-1), lambda x: torch.concat(tensors=(x, x), dim=-1)],
     "chunk": [lambda x: torch.chunk(x, 2, -1)[1], lambda x: x.chunk(2, dim=-1)[1]],
+    "stack": [lambda x: torch.stack((x, x), -1), lambda x: torch.stack([x, x], dim=-1), lambda x: torch.stack(tensors=(x, x), dim=-1)],
+    "flatten": [lambda x: x.flatten(0), lambda x: torch.flatten(x), lambda x: x.flatten(start_dim=0, end_dim=-1), lambda x: torch.flatten(input=x, start_dim=0)],
+    "pairs": [lambda x: torch.stack((x, x), -1).flatten(-2, -1), lambda x: torch.stack((x, x), -1).flatten(-2), lambda x: torch.stack((x, x), -1).reshape(4, 8),
+              lambda x: torch.stack((x, x), -1).view(4, -1), lambda x: torch.reshape(torch.stack((x, x), -1), (4, 8))],
     "linear": [lambda x: F.linear(x, x), lambda x: F.linear(x, weight=x), lambda x: F.linear(x, x, None), lambda x: F.linear(input=x, weight=x, bias=None)],
     "silu": [lambda x: F.silu(x), lambda x: F.silu(x, inplace=False), torch.nn.SiLU()],
     "relu": [lambda x: F.relu(x), lambda x: F.relu(x, inplace=False), lambda x: torch.relu(x), lambda x: x.relu(), torch.nn.ReLU()],
@@ -64,7 +68,9 @@ DIFFERENT = [lambda x: torch.add(x, x, alpha=3), lambda x: x.sub(x.sin(), alpha=
              lambda x: x.mean(-1, dtype=torch.float64), lambda x: x.mean((0, 1), keepdim=True), lambda x: 2.0 - x, lambda x: 2.0 / x, lambda x: 2.0**x, lambda x: x**x, lambda x: x**3,
              lambda x: x.pow(0.5), lambda x: F.gelu(x, approximate="tanh"), lambda x: x.to("cpu"), lambda x: x.to(torch.float64, copy=True), lambda x: x.to(x), lambda x: torch.cat((x, x)),
              lambda x: torch.cat((x, x), 0), lambda x: x.chunk(3)[1], lambda x: x.type(torch.float64), lambda x: x.type_as(x.double()), lambda x: x.mean(axis=-1),
-             lambda x: x.to(torch.bfloat16).to(torch.float32), lambda x: x.half().float(), lambda x: torch.rsub(x, 1.0, alpha=2), lambda x: torch.mul(2.0, x), lambda x: x.__rmul__(3)]
+             lambda x: x.to(torch.bfloat16).to(torch.float32), lambda x: x.half().float(), lambda x: torch.rsub(x, 1.0, alpha=2), lambda x: torch.mul(2.0, x), lambda x: x.__rmul__(3),
+             lambda x: torch.stack((x, x)), lambda x: torch.stack((x, x), 1).reshape(8, 4), lambda x: torch.stack((x, x), -1).reshape(8, 4),
+             lambda x: torch.stack((x, x), -1).view(-1), lambda x: x.reshape(2, 8), lambda x: x.unflatten(0, (2, 2)).flatten(0, 1)]
 
 
 @pytest.mark.parametrize("i", range(len(DIFFERENT)))

@@ -286,6 +286,24 @@ def test_a_near_miss_says_what_was_expected_and_found_and_where(fn, name, expect
     assert (tally.found, tally.rewritten) == (1, 0) and tally.refused == [expected.format(*lines)]
 
 
+def test_a_near_miss_is_told_of_the_pattern_that_has_its_operation():
+    """Halves and pairs are turned alike but for `cat` and `stack`: what the other layout would have next is no news."""
+    def pairs_turned_back(x, cos):
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return x * cos - turned * cos
+
+    def pairs_turned_wrongly(x, cos):
+        turned = torch.stack((x[..., 1::2], -x[..., ::2]), -1).flatten(-2)
+        return x * cos + turned * (cos + 1)
+
+    for fn, expected in ((pairs_turned_back, "expected add(mul(...), mul(...)), found sub(mul(...), mul(...))"), (pairs_turned_wrongly, "expected neg(getitem(...)), found getitem(")):
+        recorder = Recorder(family("rope"))
+        torch._dynamo.reset()
+        torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))
+        (reason,) = recorder.seen.refused
+        assert reason.startswith("`stack` at test_matcher.py:") and expected in reason, reason
+
+
 def test_a_near_miss_is_listed_beside_what_a_guard_refused():
     def both(x, u):
         return (F.silu(x) * u[0]) + (F.silu(x * 2) + u)

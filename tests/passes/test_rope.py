@@ -149,7 +149,6 @@ MUTATIONS = {
     "halves in place": turned(lambda x: torch.cat((-x[..., :H], x[..., H:]), -1)),
     "another split": turned(lambda x: torch.cat((-x[..., 2:], x[..., :2]), -1)),
     "overlapping": turned(lambda x: torch.cat((-x[..., H:], x[..., 2:6]), -1)),
-    "interleaved": turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)),
     "even and odd": turned(lambda x: torch.cat((-x[..., 1::2], x[..., ::2]), -1)),
     "along the length": turned(lambda x: torch.cat((-x[..., 4:, :], x[..., :4, :]), -2)),
     "difference": lambda x, c, s: x * c - rotate_half(x) * s,

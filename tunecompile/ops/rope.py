@@ -1,11 +1,11 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), in the rotate-half layout."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), of pairs that lie half a row apart, or beside each other."""
 
 import torch
 from torch import Tensor
 
 from tunecompile.op import Cost, op
 
-__all__ = ["rope", "rope_backward", "rotate_half"]
+__all__ = ["rope", "rope_backward", "rotate_half", "rotate_pairs"]
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -21,14 +21,32 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
+def rotate_pairs(x: Tensor) -> Tensor:
+    """A quarter turn of each pair (x1, x2), whose members lie beside each other.
+
+    Args:
+        x: [..., D], any dtype, D even.
+
+    Returns:
+        -x2 where x1 was, x1 where x2 was, of the same shape and dtype.
+    """
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def turn(x: Tensor, interleaved: bool) -> Tensor:
+    return rotate_pairs(x) if interleaved else rotate_half(x)
+
+
 @op(cost=Cost.POINTWISE)
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin (Su et al., 2021, arXiv:2104.09864), computed in fp32 or wider and rounded once.
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x * cos + (a quarter turn of x) * sin (Su et al., 2021, arXiv:2104.09864), computed in fp32 or wider and rounded once.
 
     Args:
         x: [B, H, T, D], or any shape that ends in an even D; any floating dtype.
         cos: of the angles, in radians, of each position; broadcasts to x. It gets no gradient.
         sin: of the same angles, in shape and dtype of cos. It gets no gradient.
+        interleaved: whether the members of a pair lie beside each other (`rotate_pairs`), and not half a row apart (`rotate_half`). The tables have
+            their layout: each angle twice in succession, or all angles twice.
 
     Returns:
         As x in shape, in the dtype that x and cos promote to.
@@ -36,19 +54,19 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, cos.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
-    return (x * cos + rotate_half(x) * sin).to(dtype)
+    return (x * cos + turn(x, interleaved) * sin).to(dtype)
 
 
-@rope.backward(saves=("x", "cos", "sin"), gives=("x",))
-def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+@rope.backward(saves=("x", "cos", "sin", "interleaved"), gives=("x",))
+def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
     """The gradient of `rope`: the transposed rotation.
 
     Args:
-        grad: of the result, [B, H, T, D] as that, in its dtype. x gives its dtype only; cos and sin are those of `rope`.
+        grad: of the result, [B, H, T, D] as that, in its dtype. x gives its dtype only; the others are those of `rope`.
 
     Returns:
         [dx], in x's dtype.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     g = grad.to(wide)
-    return [(g * cos.to(wide) - rotate_half(g * sin.to(wide))).to(x.dtype)]
+    return [(g * cos.to(wide) - turn(g * sin.to(wide), interleaved)).to(x.dtype)]
