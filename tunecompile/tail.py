@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunecompile._torch import hooked
+from tunecompile._torch import StorageWeakRef, hooked
 from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.ops import linear_cross_entropy
 from tunecompile.pipeline import Tally
@@ -101,18 +101,46 @@ class LazyLogits(Tensor):
     def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None, product: Product):
         self._head, self._hidden, self._steps, self._meta, self._real = head, hidden, steps, meta, None
         self._head_autocast, self._product = autocast, product
+        self._source: LazyLogits | None = None  #: whose memory this shares, as a view or a cast to the same dtype
+        self._made_at = 0  #: how often somebody had written into the real ones when they were made
 
     def materialize(self) -> Tensor:
-        """The logits themselves, part of the autograd graph like any others."""
-        if self._real is None:
-            self._real = self._head.attempt(self._compute)
-        return self._real
+        """The logits themselves, part of the autograd graph like any others, also where they are first read under `no_grad`."""
+        if self._real is not None:
+            return self._real
+        with torch.set_grad_enabled(self.requires_grad):
+            # What shares memory has to go on doing so: somebody may write into it.
+            real = self._apply(self._source.materialize(), self._steps[-1:]) if self._source is not None else self._head.attempt(self._compute)
+        if not real.is_inference():  # such a tensor is of no use to a loss that comes later
+            self._real, self._made_at = real, real._version
+        return real
 
     def _compute(self) -> Tensor:
-        value = self._head.logits(self._hidden, self._head_autocast)
-        for step in self._steps:
+        return self._apply(self._head.logits(self._hidden, self._head_autocast), self._steps)
+
+    @staticmethod
+    def _apply(value: Tensor, steps: tuple[Step, ...]) -> Tensor:
+        for step in steps:
             value = step.function(value, *step.args, **step.kwargs)
         return value
+
+    def _then(self, step: Step, meta: Tensor) -> LazyLogits:
+        """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):  # a view made under `no_grad` has no history
+            lazy = LazyLogits(self._head, self._hidden, (*self._steps, step), meta, self._head_autocast, self._product)
+        if StorageWeakRef(meta.untyped_storage()) == StorageWeakRef(self._meta.untyped_storage()):
+            lazy._source = self
+        return lazy
+
+    @property
+    def _deferred(self) -> bool:
+        """Whether they are still what the hidden states say: nobody made them, or wrote into the memory they share."""
+        if self._real is not None:
+            return False
+        base = self._source
+        while base is not None and base._source is not None:
+            base = base._source
+        return base is None or base._real is None or base._real._version == base._made_at
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -121,15 +149,18 @@ class LazyLogits(Tensor):
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         others = itertools.chain(args[1:], kwargs.values())
-        if func in _DEFERRED and isinstance(lazy, LazyLogits) and lazy._real is None and not any(map(_holds_tensor, others)):
+        deferred = isinstance(lazy, LazyLogits) and lazy._deferred
+        if func in _DEFERRED and deferred and not any(map(_holds_tensor, others)):
             if (meta := _try_meta(func, lazy._meta, args[1:], kwargs)) is not None:
-                return LazyLogits(lazy._head, lazy._hidden, (*lazy._steps, Step(func, args[1:], kwargs)), meta, lazy._head_autocast, lazy._product)
-        if func is F.cross_entropy and isinstance(lazy, LazyLogits) and lazy._real is None:
+                return lazy._then(Step(func, args[1:], kwargs), meta)
+        if func is F.cross_entropy and deferred:
             loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if loss is not None:
                 return loss
-        elif isinstance(lazy, LazyLogits) and lazy._real is None and torch.is_grad_enabled():
+        elif deferred and torch.is_grad_enabled():
             lazy._head.read()
+        elif isinstance(lazy, LazyLogits) and torch.is_grad_enabled() and not lazy._head.tally.rewritten and (func is F.cross_entropy or func in _DEFERRED):
+            lazy._head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
         return func(*_real(args), **_real(kwargs))
 
     @classmethod
@@ -251,7 +282,8 @@ def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, 
         head.refuse("rows and labels differ in number, or the vocabulary is reshaped")
         return None
     head.tally.rewritten = head.tally.found
-    return head.attempt(lambda: _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and lazy.requires_grad):
+        return head.attempt(lambda: _call(lazy, hidden, target.to(hidden.device), chain, ignore_index, reduction, label_smoothing))
 
 
 def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing) -> Tensor:

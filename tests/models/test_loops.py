@@ -101,6 +101,62 @@ def test_logits_can_be_logged():
         assert ours.logits.softmax(-1).sum().item() == pytest.approx(theirs.logits.softmax(-1).sum().item())
 
 
+def write_into_a_view(logits, labels):
+    logits.view(-1, logits.shape[-1])[:, 200:] = -100.0
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(max=199))
+
+
+def write_into_slices(logits, labels):
+    logits.float()[..., :-1, :].mul_(0.5)
+    logits[0].mul_(2)
+    return F.cross_entropy(logits[..., :-1, :].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+
+
+def write_after_views_and_copies(logits, labels):
+    view, copies = logits.view(-1, logits.shape[-1]), (logits.clone(), logits * 2)
+    logits[..., 200:] = -5.0
+    return F.cross_entropy(view, labels.flatten()) + sum(F.cross_entropy(c.flatten(0, 1), labels.flatten()) for c in copies)
+
+
+@pytest.mark.parametrize("write", [write_into_a_view, write_into_slices, write_after_views_and_copies])
+def test_writing_into_logits_reaches_all_that_share_their_memory(write):
+    model, reference = pair()
+    inputs = zoo.batch()
+    labels = inputs["labels"].clamp(min=0)
+    equal(model, reference, lambda m: write(m(inputs["input_ids"]).logits, labels))
+
+
+@pytest.mark.parametrize("reading", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("part", [lambda logits: logits, lambda logits: logits[:, :-1]], ids=["all", "a slice"])
+def test_metrics_are_read_before_the_loss(reading, part):
+    """Without gradients, as a user counts hits: the loss that comes later has its gradients all the same."""
+    model, reference = pair()
+    inputs, seen = zoo.batch(), []
+
+    def run(m):
+        logits = part(m(inputs["input_ids"]).logits)
+        with reading():
+            seen.append(logits.argmax(-1).sum().item())
+        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, :logits.shape[1]].flatten())
+
+    equal(model, reference, run)
+    assert seen[0] == seen[1]
+    tally = next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
+    assert tally.rewritten or "before the loss" in tally.refused[0]
+
+
+def test_a_view_made_without_gradients_gives_none():
+    model, reference = pair()
+
+    def run(m):
+        out = m(**zoo.batch())
+        with torch.no_grad():
+            view = out.logits.view(-1, out.logits.shape[-1])
+        return out.loss + F.cross_entropy(view * 2, zoo.batch()["labels"].flatten())
+
+    equal(model, reference, run)
+
+
 def test_two_forwards_before_one_backward():
     model, reference = pair()
     first, second = zoo.batch(seed=1), zoo.batch(seed=2, rows=3)
