@@ -57,6 +57,12 @@ def find_layers(model: nn.Module) -> list[Layers]:
     return found
 
 
+def note_new_layers(model: nn.Module) -> list[str]:
+    """Layers of an optimized model that came, or took another's place, since then."""
+    new = [layer for stack in find_layers(model) for layer in stack.members if layer._compiled_call_impl is None]
+    return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
+
+
 def find_norms(owner: nn.Module) -> list[nn.Module]:
     """What normalises hidden states outside the owner's layers: children without children whose parameters are vectors."""
     leaves = [child for child in owner.children() if next(child.children(), None) is None]

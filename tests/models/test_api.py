@@ -346,6 +346,17 @@ def test_reaching_dynamos_limit_is_reported():
     assert any("limit" in note and "eagerly" in note for note in tunecompile.report(model).notes), tunecompile.report(model)
 
 
+def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
+    model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2), executor="eager")
+    model.model.layers.append(zoo.make("llama", num_hidden_layers=3).model.layers[2])
+    model.config.num_hidden_layers = 3
+    zoo.step(model, zoo.batch())
+    assert any("1 layers came after" in note for note in tunecompile.report(model).notes)
+    tunecompile.optimize(tunecompile.restore(model), executor="eager")
+    zoo.step(model, zoo.batch())
+    assert not any("came after" in note for note in tunecompile.report(model).notes) and tunecompile.report(model).regions[0].layers == 3
+
+
 def test_layers_called_around_their_owner_are_reported():
     model = Deep(3)
     optimized(model)
