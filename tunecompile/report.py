@@ -107,7 +107,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
         for name, said in (item for c in pieces for item in c.reasons.items()):
             reasons.setdefault(name, {}).update(said)
         recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
-        saved = [saved_bytes(c.saved) for c in training if c not in pieces]
+        saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]  # not by `==`: sizes may be symbols
         made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
                                  dict(providers), {name: [reason for reason in said if reason] for name, said in reasons.items()},
                                  [change for c in pieces for change in c.changes], [reason for variant in region.variants.values() for reason in variant.breaks]))
