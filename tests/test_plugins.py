@@ -295,7 +295,7 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     assert len(sys.modules["bad"].CALLS) == 1
 
 
-@pytest.mark.parametrize("stage", ["plan", "lower"])
+@pytest.mark.parametrize("stage", [pytest.param("plan", marks=pytest.mark.slow), "lower"])
 def test_generated_code_is_that_without_it(install, stage):
     install("bad", f"def bad(graph, context):\n{FAILURES['raises'][0]}\nPASSES = Pass('bad', {stage!r}, bad)")
     assert [note for note in trained(executor="inductor").notes if "switched off" in note]

@@ -227,6 +227,7 @@ def test_the_first_training_step_is_verified(monkeypatch, caplog):
     assert len([note for note in tunecompile.report(model).notes if note.startswith("verified:")]) == 1
 
 
+@pytest.mark.slow
 def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
     model = tunecompile.optimize(build(), executor="eager", verify=True)
     with torch.no_grad():
@@ -242,6 +243,7 @@ def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
     assert [note for note in tunecompile.report(model).notes if "not verified" in note and "no loss" in note]
 
 
+@pytest.mark.slow
 def test_under_accelerates_mixed_precision():
     accelerate = pytest.importorskip("accelerate")
     model = tunecompile.optimize(build(), executor="eager", verify=True)

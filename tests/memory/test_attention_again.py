@@ -30,6 +30,7 @@ def saved_bytes(model):
     return count_saved_bytes(model, lambda: model(**zoo.batch()).loss)
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_fewer_bytes(monkeypatch):
     model = deep("1KiB")
     reference = step(deep(None))

@@ -96,6 +96,7 @@ def test_what_does_not_fit_is_run_and_told():
     assert any("more than memory='1KiB' allows" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_kept():
     model, reference = build(int(0.4 * needed())), build("eager")
     for m in (model, reference):
@@ -125,6 +126,7 @@ def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
     assert any("no survey today" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_layers_of_two_structures_share_the_budget():
     model = zoo.make("llama", num_hidden_layers=LAYERS)
     for layer in model.model.layers[LAYERS // 2:]:
@@ -156,7 +158,7 @@ def to_the_host(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     reference = plain(dropout)
     model = build(int(0.85 * needed(dropout)), dropout)  # room for the copies under way
@@ -182,7 +184,7 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     assert 0 < memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
 
 
-@pytest.mark.parametrize("flops, pays", [(1e12, True), (1.0, False)])
+@pytest.mark.parametrize("flops, pays", [(1e12, True), pytest.param(1.0, False, marks=pytest.mark.slow)])
 def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
     from tests.models.test_graphs import Again

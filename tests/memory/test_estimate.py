@@ -114,6 +114,7 @@ def test_what_does_not_fit_is_told_with_a_batch_that_does():
     assert tunecompile.estimate(model, (short.fitting_tokens // 64, 64), memory=allowed).fits
 
 
+@pytest.mark.slow
 def test_checkpointing_without_a_budget_and_with_one():
     model = make()
     model.gradient_checkpointing_enable()
@@ -133,6 +134,7 @@ def test_a_model_without_memory_is_estimated_like_one_with():
     assert all(p.is_meta for p in hollow.parameters())
 
 
+@pytest.mark.slow
 def test_layers_of_two_structures_are_each_traced():
     model = zoo.make("llama", num_hidden_layers=LAYERS)
     for layer in model.model.layers[LAYERS // 2:]:

@@ -69,7 +69,7 @@ def equal(model, reference, run=step):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), pytest.param({"lora_dropout": 0.3}, marks=pytest.mark.slow), {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
 def test_training_is_the_same(options):
     model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
@@ -153,6 +153,7 @@ def test_a_pending_backward_outlives_the_plan():
     equal(model, reference, run)
 
 
+@pytest.mark.slow
 def test_adapters_that_change_as_the_layers_begin():
     """By a hook of the owner's, and where layers are called by themselves."""
     model, reference = build(), build("eager")

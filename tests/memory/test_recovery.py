@@ -176,6 +176,7 @@ def test_gradients_by_name_and_of_hidden_states():
     assert full.raised == 1 and all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_under_autocast():
     def run(model):
         torch.manual_seed(5)
@@ -254,7 +255,7 @@ def test_what_waits_on_the_host(to_the_host, where):  # noqa: F811
     assert full.raised == 1 and to_the_host[-1].report()["host_bytes"] == 0
 
 
-@pytest.mark.parametrize("where", WHERE[:2])
+@pytest.mark.parametrize("where", [WHERE[0], pytest.param(WHERE[1], marks=pytest.mark.slow)])
 def test_a_model_without_layers(where):
     def make(memory):
         torch.manual_seed(0)
@@ -302,7 +303,7 @@ def test_layers_are_left_alone_where_there_is_room():
     assert not recovery(model).calls and kept is not None
 
 
-@pytest.mark.parametrize("where", WHERE[:2])
+@pytest.mark.parametrize("where", [WHERE[0], pytest.param(WHERE[1], marks=pytest.mark.slow)])
 def test_when_nothing_fits(where):
     model = guarded()
     full = Full(model, 1, where, times=100)

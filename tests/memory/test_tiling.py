@@ -50,6 +50,7 @@ def plans(model):
     return tunecompile.report(model).memory["plans"]
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_else_fits(surveyed):
     plain = make(None)
     reference = step(plain, **SHAPE)

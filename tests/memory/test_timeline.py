@@ -70,7 +70,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
         page(build("1GiB"), tmp_path)
 
 
-@pytest.mark.parametrize("share", [1.2, 0.6])
+@pytest.mark.parametrize("share", [pytest.param(1.2, marks=pytest.mark.slow), 0.6])
 def test_the_picture_is_the_planners_own_sum(share, tmp_path):
     model = build(int(share * needed()))
     step(model)

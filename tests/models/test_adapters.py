@@ -103,7 +103,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
 @pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options, refused", [pytest.param({"modules_to_save": ["lm_head"]}, None, marks=pytest.mark.slow), ({"target_modules": ["q_proj", "lm_head"]}, None),
                                               ({"target_modules": ["lm_head"], "use_rslora": True}, None),
-                                              ({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout"),
+                                              pytest.param({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout", marks=pytest.mark.slow),
                                               pytest.param({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "the head is a Linear", marks=pytest.mark.slow)], ids=str)
 def test_loss_without_logits_under_an_adapter_on_the_head(options, refused, autocast):
     """Whatever module the head has become, if it multiplies by a weight and an adapter's two matrices."""

@@ -58,6 +58,7 @@ def test_gradients_point_where_those_of_bf16_point():
         assert torch.cosine_similarity(ours[name].flatten().double(), gradient.flatten().double(), dim=0) > 0.97, name
 
 
+@pytest.mark.slow
 def test_checkpointing_and_dropout():
     model = tiny(lora_dropout=0.1)
     model.gradient_checkpointing_enable()

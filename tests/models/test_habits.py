@@ -310,6 +310,7 @@ def test_a_part_of_a_model_was_optimized_before():
     assert not [m for m in model.modules() if m._compiled_call_impl is not None]
 
 
+@pytest.mark.slow
 def test_generated_code():
     """The one test here that compiles for real: the head, a norm, RoPE on pairs and a fused gate, symbolic from the second shape on."""
     torch.manual_seed(0)

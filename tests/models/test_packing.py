@@ -51,7 +51,8 @@ def test_each_sequence_is_as_if_it_were_alone():
         assert torch.allclose(part, model(input_ids=ids).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [True, False])
 def test_adapters_under_checkpointing(quantized):
     pytest.importorskip("peft")
 

@@ -71,6 +71,7 @@ def test_families(family, changes, side):
     assert torch.equal(model.generate(**prompt, max_new_tokens=3, do_sample=False), reference.generate(**prompt, max_new_tokens=3, do_sample=False))
 
 
+@pytest.mark.slow
 def test_in_double_precision():
     model, reference = pair(lambda: zoo.make("llama").double())
     equal(model, reference, padded(), limit=2e-7)  # norms and the rotary tables are computed in fp32 on both sides

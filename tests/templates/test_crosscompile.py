@@ -27,7 +27,7 @@ def finish(process):
     return [json.loads(line) for line in out.splitlines()]
 
 
-@pytest.mark.parametrize("cc", [pytest.param(cc, marks=[] if cc in (86, 90) else pytest.mark.slow) for cc in SHARED_LIMIT])
+@pytest.mark.parametrize("cc", [pytest.param(cc, marks=[] if cc == 90 else pytest.mark.slow) for cc in SHARED_LIMIT])
 def test_compiles_within_the_card(cc):
     kernels = {line["name"]: line for line in finish(start("compile", cc))}
     assert len(kernels) >= 12

@@ -131,7 +131,7 @@ def through_pieces(op, arguments, tiles):
                                                          op.backward_op.reference(*wide([grad, *arguments]), *exact))]
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 4, 16])
+@pytest.mark.parametrize("tiles", [1, 4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (2, 16))])
 def test_provider_in_pieces(error, arguments, tiles):
     from tunecompile.ops import lora_mlp as op
 
