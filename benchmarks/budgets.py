@@ -51,8 +51,7 @@ def sweep(job: Job, names: list[str], keep: Callable[[dict[str, dict[str, Any]]]
         torch.manual_seed(job.seed)
         batches = data.random_batches(parse_shape(job.shapes[0]), model.config.vocab_size, own, job.seed, job.steps)
         run = {"shape": job.shapes[0]} | guarded(lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name)))
-        if job.device == "cuda":
-            run |= predicted(model, own, parse_shape(job.shapes[0]))
+        run |= predicted(model, own, parse_shape(job.shapes[0]))
         outcome[name] = {"runs": [run], "attention": model.config._attn_implementation, "report": compiler_report(model, own)}
         keep(outcome)
         tunecompile.restore(model)

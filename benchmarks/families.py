@@ -73,6 +73,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given.out.parent.mkdir(parents=True, exist_ok=True)
     cases = [(family, precision) for family in given.families for precision in PRECISIONS]
+    about = {**header(), "device": device, "shape": f"{ROWS}x{LENGTH}"}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     with pool(given.processes) as workers:
         running = {workers.submit(verified, *case, device): case for case in cases}
@@ -83,7 +84,7 @@ def main() -> int:
             except Exception as error:  # a family that this version of transformers has not, say: the others go on
                 row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
             rows[case] = {"family": case[0], "precision": case[1], **row}
-            result = {**header(), "device": device, "shape": f"{ROWS}x{LENGTH}", "runs": [rows[case] for case in cases if case in rows]}
+            result = {**about, "runs": [rows[case] for case in cases if case in rows]}
             given.out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{case[0]:12s}{case[1]:10s}{said(row)}", flush=True)
     return 0 if all(row.get("passed") for row in rows.values()) else 1

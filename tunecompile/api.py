@@ -380,7 +380,8 @@ class State(NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
-                         said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()] + (note_new_layers(self.model) if self.slots else []) + self._note_unused_heads() + self._note_replicas()
+                         said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
+                         + note_new_layers(self.model) + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 
     def _memory(self) -> dict[str, Any] | None:

@@ -71,18 +71,21 @@ def test_transposed_heads_and_positions_of_each_row(rows):
     check(fn, random(2, 5, 32), random(2, 5, 16), *tables(rows=rows), passes=PASSES, expect={"rope": 2})
 
 
+class Heads(nn.Module):
+    """Queries and keys of projections, turned by a function of both and of the tables."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.q, self.k, self.turn = nn.Linear(6, 32), nn.Linear(6, 16), turn
+
+    def forward(self, x, cos, sin):
+        q, k = (layer(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for layer in (self.q, self.k))
+        return self.turn(q, k, cos, sin)
+
+
 def test_dynamic_shapes():
     """Batch and length are symbols; the head's width comes from a weight and is none."""
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(6, 32), nn.Linear(6, 16)
-
-        def forward(self, x, cos, sin):
-            q, k = (layer(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for layer in (self.q, self.k))
-            return llama(q, k, cos, sin)
-
-    heads = Heads()
+    heads = Heads(llama)
     check(heads, random(2, 5, 6), *tables(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
 
 

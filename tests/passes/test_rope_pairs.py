@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.passes.conftest import check, random
-from tests.passes.test_rope import PASSES, H, rotate_half, tables, turned
+from tests.passes.test_rope import PASSES, H, Heads, rotate_half, tables, turned
 
 
 def repeated(length=5, dim=8, dtype=torch.float32, rows=1):
@@ -97,16 +96,7 @@ def test_pairs_before_heads_are_transposed():
 
 @pytest.mark.parametrize("name", ["tuple", "full slices", "reshape", "reshape by sizes"])
 def test_pairs_with_dynamic_shapes(name):
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(6, 32), nn.Linear(6, 16)
-
-        def forward(self, x, cos, sin):
-            q, k = (layer(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for layer in (self.q, self.k))
-            return q * cos + PAIRS[name](q) * sin, k * cos + PAIRS[name](k) * sin
-
-    heads = Heads()
+    heads = Heads(lambda q, k, cos, sin: (q * cos + PAIRS[name](q) * sin, k * cos + PAIRS[name](k) * sin))
     check(heads, random(2, 5, 6), *repeated(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
 
 

@@ -41,7 +41,7 @@ def random_runs(job: Job) -> dict:
         batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw, job.steps)
         runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
         models.set_initial_adapter(model, job.draw)
-    if job.engine == "tunecompile" and job.device == "cuda":  # last: what it measures on the GPU must not spare the first step anything
+    if job.engine == "tunecompile":  # last: what it measures on the GPU must not spare the first step anything
         for run in runs:
             run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
@@ -110,13 +110,13 @@ def measured(model, job: Job, train) -> dict:
 
 
 def predicted(model, job: Job, shape: Shape) -> dict:
-    """What `tunecompile.estimate` says of a step on such a batch, to be held against what was measured."""
+    """What `tunecompile.estimate` says of a step on such a batch, to be held against what was measured: on a GPU, where it tells a time."""
     import tunecompile
     from tunecompile.compare.meters import GIB
     from tunecompile.compare.models import precision
     from tunecompile.errors import CannotEstimate
 
-    if shape.padded:
+    if shape.padded or job.device != "cuda":
         return {}
     try:
         with precision(job):

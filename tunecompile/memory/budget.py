@@ -21,7 +21,7 @@ from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Op
 from tunecompile.memory.rates import Rates, rates
 from tunecompile.memory.recordings import RECORDED, Recordings
 from tunecompile.memory.trace import Trace
-from tunecompile.memory.work import beside_layers
+from tunecompile.memory.work import Work, beside_layers
 from tunecompile.ops.linear_cross_entropy import workspace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -131,8 +131,15 @@ class Budget:
         """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
         if self.admitted is None or not self.speed.launches:
             return None
-        others = beside_layers([head.module.weight for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], self.admitted.tokens)
-        return self.admitted.choice.work + others.ms(self.speed)
+        return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
+
+    def _beside_layers(self, tokens: int) -> Work:
+        return beside_layers([head.module.weight for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], tokens)
+
+    def _layers_menus(self) -> list[Menu]:
+        """Each layer's; of those that nobody has surveyed yet, another's."""
+        known = next(iter(self.menus.values()))
+        return [self.menus.get(id(slot.region), known) for slot in self.layers]
 
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
@@ -294,9 +301,7 @@ class Budget:
         """Milliseconds of all layers' forwards."""
         if not self.recordings.look():
             return 0.0
-        known = next(iter(self.menus.values()))
-        found = [self.menus.get(id(slot.region), known) for slot in self.layers]
-        return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in found)
+        return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
@@ -338,14 +343,14 @@ class Budget:
                 stacks.append(Stack(len(layers), (Option(KEEP, 0, 0, 0, 0.0),)))
                 continue
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self._rates_of(found, self.speed), self.offload is not None and len(found.rows) > 1)))
+            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self._rates_of(found), self.offload is not None and len(found.rows) > 1)))
         return stacks, slots
 
     def _rates(self) -> Rates:
         return rates(self.device, self._dtype())
 
-    def _rates_of(self, found: Menu, speed: Rates | None = None) -> Rates:
-        speed = speed or self._rates()
+    def _rates_of(self, found: Menu) -> Rates:
+        speed = self._rates()
         return replace(speed, attention=found.attention) if found.attention else speed
 
     def _dtype(self) -> torch.dtype:

@@ -27,7 +27,6 @@ from tunecompile.memory.embedding import tables
 from tunecompile.memory.gauge import MARGIN, Gauge, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
-from tunecompile.memory.work import beside_layers
 from tunecompile.partition import Decide
 from tunecompile.plugins import pipeline
 from tunecompile.regions import Region, Sizes, Slot, Variant, tensors_in
@@ -182,10 +181,8 @@ class Rehearsal(Budget):
 
     def flops(self) -> int:
         """Of all layers' forward and backward, nothing computed again, and of the heads."""
-        known = next(iter(self.menus.values()))
-        found = [self.menus.get(id(slot.region), known) for slot in self.layers]
-        kept = [(next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens) for each in found]
-        return int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept)) + beside_layers([head.module.weight for head in self.heads], (), self.tokens).flops
+        kept = [(next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens) for each in self._layers_menus()]
+        return int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept)) + self._beside_layers(self.tokens).flops
 
     def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
         stacks, slots = super()._stacks(tokens)

@@ -55,6 +55,12 @@ class Memory:
         return _reads(node, self.roots, inputs=True)
 
 
+def node_bytes(node: Node) -> int:
+    """Of all that it returns."""
+    value = node.meta.get("val")
+    return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
+
+
 def extent(graph: Graph) -> Extent:
     """Walk the graph in order, as the generated code runs."""
     nodes = list(graph.nodes)

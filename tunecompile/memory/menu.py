@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch import size_hint
 from tunecompile.memory.attention import repeatable
-from tunecompile.memory.liveness import extent, tensor_bytes
+from tunecompile.memory.liveness import extent, node_bytes, tensor_bytes
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Option, Plan
 from tunecompile.memory.rates import Rates
 from tunecompile.memory.work import Work, cost, flops, work
@@ -84,7 +84,7 @@ def plans(graph: Graph) -> list[Plan]:
     may wait on the host at no cost if it is small enough to be copied behind a layer's work."""
     dear = dear_nodes(graph)
     bargains = sorted(range(len(dear)), key=lambda i: _price(dear[i]))
-    largest = sorted(range(len(dear)), key=lambda i: -_freed(dear[i]))
+    largest = sorted(range(len(dear)), key=lambda i: -node_bytes(dear[i]))
     nested = [Plan(frozenset(order[:count])) for count in range(len(dear) + 1) for order in (bargains, largest)]
     return [*dict.fromkeys(nested), RECOMPUTE]
 
@@ -105,12 +105,7 @@ def has_tiled_form(node: Node) -> bool:
 
 def _price(node: Node) -> float:
     """The lower, the more bytes computing it again frees a floating point operation."""
-    return -_freed(node) / max(1, flops(node))
-
-
-def _freed(node: Node) -> int:
-    value = node.meta["val"]
-    return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
+    return -node_bytes(node) / max(1, flops(node))
 
 
 def survey(cut: Cut, candidates: Sequence[Plan]) -> list[Row]:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from tunecompile._torch import fake_mode_of, size_hint
-from tunecompile.memory.liveness import Memory, tensor_bytes
+from tunecompile.memory.liveness import Memory, node_bytes
 from tunecompile.memory.rates import Rates
 from tunecompile.op import OPS, Cost, aten_name
 
@@ -61,11 +61,11 @@ def work(graph: Graph) -> Work:
             done += _product(node)
             read.clear()
         elif isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel
-            done += Work(traffic=sum(map(_bytes, set(_nodes(node)))), kernels=1)
+            done += Work(traffic=sum(map(node_bytes, set(_nodes(node)))), kernels=1)
             read.clear()
         elif memory.writes(node) and "empty" not in aten_name(node.target):
             fresh = memory.reads(node) - read
-            done += Work(traffic=_bytes(node) + sum(map(_bytes, fresh)), kernels=not read)
+            done += Work(traffic=node_bytes(node) + sum(map(node_bytes, fresh)), kernels=not read)
             read |= fresh
     return done
 
@@ -78,7 +78,7 @@ def beside_layers(heads: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
 
 
 def _product(node: Node) -> Work:
-    operations, moved = flops(node), _bytes(node) + sum(map(_bytes, set(node.all_input_nodes)))
+    operations, moved = flops(node), node_bytes(node) + sum(map(node_bytes, set(node.all_input_nodes)))
     if is_attention(node):
         return Work(attention=operations, kernels=1)
     waited = max(0, moved - operations // RIDGE)  # for memory, beyond the time that multiplying takes
@@ -88,11 +88,6 @@ def _product(node: Node) -> Work:
 def _nodes(node: Node) -> list[Node]:
     """The tensors that a launch reads or writes."""
     return [value for value in node.kwargs.get("kwargs", {}).values() if isinstance(value, Node)]
-
-
-def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
 
 
 def cost(node: Node) -> Cost | None:
