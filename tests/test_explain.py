@@ -142,6 +142,13 @@ def test_pieces_of_a_broken_graph_are_all_drawn(tmp_path):
     assert "Graph break: " in html and re.search(r"\d other graphs? of this region", html) and html.count("<svg") >= 4
 
 
+def test_calls_of_several_kinds_are_no_pieces():
+    """A batch of one row is compiled apart, from the same code, under the same plan."""
+    model = trained(zoo.Stack(Layer), 3, 5, 1)
+    (region,) = tunecompile.report(model).regions
+    assert region.compiles == 3 and region.providers["add_rms_norm: reference"] == 1 and len(region.saved_bytes) == 3, region
+
+
 def test_times_of_attention_stand_beside_each_other(monkeypatch, tmp_path):
     times = (("cudnn", 1.25), ("flash", 2.5))
     monkeypatch.setattr(sdpa, "choose", lambda gm, device: sdpa.Choice(("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times))

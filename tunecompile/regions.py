@@ -22,7 +22,7 @@ from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
 from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
-from tunecompile.pipeline import Pass
+from tunecompile.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class Variant:
     def __init__(self, name: str, backend: Backend):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.recompiles: list[str] = []
+        self.contexts: list[Context] = []
         self.attends = False  #: whether its attention is ours, which knows of offsets
         self.refused = ""  #: why it cannot be traced
         self._compiled = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
@@ -193,7 +194,10 @@ class Variant:
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             # Passes evaluate what they rewrite. A checkpoint around the layer would count what that saves, and then miss it in
             # the recomputation, which compiles nothing.
-            return self.backend(gm, inputs)
+            before = len(self.backend.contexts)
+            compiled = self.backend(gm, inputs)
+            self.contexts += self.backend.contexts[before:]
+            return compiled
 
 
 def _same(value: Any) -> Any:

@@ -130,9 +130,9 @@ def contexts_of(region: Region) -> list[Context]:
 
 
 def pieces_of(region: Region) -> list[Context]:
-    """What was recorded of the layer that was compiled last: one graph, or one for each piece of it, under one plan."""
-    backends = [backend.contexts for backend in region.backends.values() if backend.contexts]
-    last = next((made for made in reversed(backends) if any(c.saved for c in made)), backends[-1] if backends else [])
+    """What was recorded of the layer that was compiled last: one graph, or one for each piece of it, under one plan and for one kind of call."""
+    variants = [variant.contexts for variant in region.variants.values() if variant.contexts]
+    last = next((made for made in reversed(variants) if any(c.saved for c in made)), variants[-1] if variants else [])
     if len({c.frame for c in last}) < 2:
         return ([c for c in last if c.saved] or last)[-1:]
     return list({c.frame: c for c in last}.values())
