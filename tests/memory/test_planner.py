@@ -111,6 +111,17 @@ def test_copies_go_one_layer_ahead_where_that_is_faster():
     assert made.ahead == 1 and made.fits and made.ms < 1
 
 
+def test_copies_that_nothing_hides_are_paid_for():
+    """With room for one layer's tensors at a time, computing again is faster than waiting for them; with room for two, it is not."""
+    options = (Option(KEEP, 100, 0, 10, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0), Option(Plan(None), 10, 0, 60, 4.0))
+    tight, loose = choose([Stack(8, options)], 140), choose([Stack(8, options)], 400)
+    assert {o.plan for o in tight.options[0]} == {Plan(None)} and tight.ms == 32.0
+    assert loose.ahead == 2 and {o.offloaded for o in loose.options[0]} == {0, 100}
+    options = (*options[:2], Option(Plan(None), 10, 0, 60, 40.0))
+    waiting = choose([Stack(8, options)], 140)
+    assert waiting.ahead == 0 and waiting.fits and sum(o.offloaded for o in waiting.options[0]) >= 700 and waiting.ms >= 7 * 20
+
+
 def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
     """Rather than being computed again, with the small ones on the device."""
     again = Plan(frozenset({0}))

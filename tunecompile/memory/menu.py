@@ -135,5 +135,5 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
         for stays in dict.fromkeys((0, int(row.largest * scale))) if offload else ():
             copy = (held - stays) / rates.copy
             waited = max(0.0, copy - ahead) + max(0.0, copy - back) + 0.02 * copy
-            found.append(Option(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited))
+            found.append(Option(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited, 2 * copy - waited))
     return tuple(found)

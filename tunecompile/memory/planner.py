@@ -11,7 +11,7 @@ few ceilings on it, from none to the lowest there is, and the fastest choice tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 
@@ -43,7 +43,8 @@ WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer 
 @dataclass(frozen=True)
 class Option:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
-    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included."""
+    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included.
+    copying: how much more it is where no other layer's work hides its copies."""
 
     plan: Plan
     held: int
@@ -52,6 +53,7 @@ class Option:
     ms: float
     offloaded: int = 0
     work: float = 0.0
+    copying: float = 0.0
 
     def leaves(self, nbytes: int) -> bool:
         """Whether a saved tensor of so many bytes goes to the host. (A batch may be smaller than the one this is the option of.)"""
@@ -132,18 +134,25 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
     shared = ([Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
     found = [_fastest(each, room, tail, host) for each in shared]  # a few layers could fill the host, and leave no way for the rest
     best = min((choice for choice in found if _waiting(choice.options) <= host), key=_rank)
-    return _use_up(best, stacks, room, tail, host) if best.fits else best
+    return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
 
 def _fastest(stacks: Sequence[Stack], room: int, tail: int, host: int | None) -> Choice:
     """By the number of layers that copies go ahead."""
     best = _choose(stacks, room, tail, host, AHEAD)
-    for ahead in (1, 0):  # with none, every layer waits for its copies
-        if not best.fits or (ahead and best.ms):
-            found = _choose(stacks, room, tail, host, ahead)
+    for ahead in (1, 0):
+        if not best.fits or best.ms:
+            found = _choose(_priced(stacks, ahead), room, tail, host, ahead)
             better = found.fits and found.ms < WORTH * best.ms if best.fits else _rank(found) < _rank(best)
             best = found if better else best
     return _keep_last(best, stacks, room, tail)
+
+
+def _priced(stacks: Sequence[Stack], ahead: int) -> Sequence[Stack]:
+    """With none ahead, every layer waits for its copies."""
+    if ahead:
+        return stacks
+    return [Stack(stack.layers, tuple(replace(o, ms=o.ms + o.copying, work=o.work + o.copying, copying=0.0) for o in stack.options)) for stack in stacks]
 
 
 def _waiting(options: Sequence[Sequence[Option]]) -> int:
