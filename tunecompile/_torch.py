@@ -137,6 +137,14 @@ Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable] | None]
 
 
+def _keep_for_another_backward(kind: str | None) -> None:
+    """Let no backward write into what its forward saved: with `retain_graph=True` it is needed again, and torch would refuse to run code that does
+    (pytorch#130580). What is saved is freed as it is used all the same."""
+    made = torch._guards.TracingContext.try_get()
+    if kind == "backward" and made is not None and made.fw_metadata is not None:
+        made.fw_metadata.bw_donated_idxs = []
+
+
 def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
                      keep: Keep | None = None, cached: bool = True) -> Callable:
     """cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
@@ -145,6 +153,7 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
+        _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
         code = compile_fx_inner(graph_module, example_inputs, **kwargs)
         if wrap is not None and isinstance(code, CompiledFxGraph) and not kwargs.get("is_inference") and not code.mutated_input_idxs:
@@ -170,6 +179,7 @@ def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass
 
     def compiler(kind: str | None) -> Callable:
         def run(graph_module: torch.fx.GraphModule, inputs: list) -> Callable:
+            _keep_for_another_backward(kind)
             around = keep(graph_module, list(inputs), kind or "forward") if keep is not None else None
             lower(graph_module.graph)
             graph_module.recompile()

@@ -127,6 +127,21 @@ def test_launch_bound_layers_are_replayed(mode, autocast):
     assert max(zoo.errors(mine, theirs).values()) < 5e-3
 
 
+@pytest.mark.parametrize("steps, rows", [(10, 2), (2, 8)])
+def test_a_graph_that_is_retained(steps, rows):
+    """Nothing that the second backward reads was written by the first, be it recorded or not."""
+    from tunecompile.api import _state
+
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16), r=16))
+    inputs = zoo.batch(4099, rows=rows, length=32, device="cuda")
+    for _ in range(steps):
+        zoo.step(model, inputs)
+    assert bool(_state(model).replays.recorded) == (steps > 5)
+    trained, loss = {n: p for n, p in model.named_parameters() if p.requires_grad}, model(**inputs).loss
+    found = [dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), retain_graph=retain))) for retain in (True, True, False)]
+    assert all(max(zoo.errors(again, found[0]).values()) < 1e-3 for again in found[1:])
+
+
 def test_every_replay_draws_its_own_dropout():
     from tunecompile.api import _state
 

@@ -163,6 +163,21 @@ def test_two_forwards_before_one_backward():
     equal(model, reference, lambda m: m(**first).loss + 2 * m(**second).loss)
 
 
+@pytest.mark.parametrize("write", ["labels", "own"])
+def test_a_graph_that_is_retained(write):
+    """Not in the first step, so that the backward is compiled for one that is not."""
+    def run(m):
+        loss = m(**zoo.batch()).loss if write == "labels" else F.cross_entropy(m(zoo.batch()["input_ids"]).logits.flatten(0, 1), zoo.batch()["labels"].flatten())
+        if steps:
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+        return loss
+
+    model, reference = pair()
+    for steps in range(2):
+        equal(model, reference, run)
+
+
 def test_evaluation_between_forward_and_backward():
     """A reference model's logits, say: the step's decision must not reach the recomputation."""
     def run(m):
