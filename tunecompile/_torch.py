@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -31,7 +32,7 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError", "attention_order", "cache_folder", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
+    "TorchRuntimeError", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
     "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "trace", "trace_artifact",
@@ -135,6 +136,18 @@ Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 
 #: (graph, its fake inputs, "forward" or "backward"), both changed in place -> what to put around the compiled callable, if anything
 Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable] | None]
+
+
+def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
+    while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return compiled(*args, **kwargs)
+    as_it_was = torch._dynamo.config._make_closure_patcher(optimize_ddp=False)()
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        as_it_was()
 
 
 def _keep_for_another_backward(kind: str | None) -> None:

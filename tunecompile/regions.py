@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tunecompile._torch import HOOKS, TorchRuntimeError, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.errors import summary
 from tunecompile.graphs import Replays
@@ -175,7 +175,7 @@ class Variant:
         refused = self.refused
         if not refused:
             try:
-                return self._compiled(layer, *args, **kwargs)
+                return call_whole(self._compiled, layer, *args, **kwargs)
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
         output = layer._call_impl(*args, **kwargs)  # a mistake of the caller's raises here as well, and is forgotten

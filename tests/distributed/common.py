@@ -1,0 +1,46 @@
+"""What the cases share: a model, its part of a batch, and gradients of one process to compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.models import zoo
+
+
+def model(full: bool = False, **changes) -> nn.Module:
+    made = zoo.make("llama", num_hidden_layers=2, **changes)
+    return (made if full else zoo.adapt(made, r=8)).train()
+
+
+def batch(seed: int = 0, rows: int = 4, length: int = 24) -> dict[str, torch.Tensor]:
+    return zoo.batch(rows=rows, length=length, seed=seed)
+
+
+def part(whole: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Every rank as many labels, so that the mean of their means is the batch's."""
+    return {name: value[rank::ranks] for name, value in whole.items()}
+
+
+def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
+    """By the names they have without a wrapper; those of shards put together."""
+    found = {name.removeprefix("module."): p.grad for name, p in of.named_parameters() if p.grad is not None}
+    return {name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone() for name, grad in found.items()}
+
+
+def alike(ours: nn.Module, one: nn.Module, limit: float = 1e-4) -> None:
+    """The gradients of both are the same ones."""
+    mine, exact = gradients(ours), gradients(one)
+    assert set(mine) == set(exact), set(mine) ^ set(exact)
+    worst = {name: ((mine[name] - grad).norm() / grad.norm().clamp_min(1e-9)).item() for name, grad in exact.items()}
+    assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def steps(ours: nn.Module, one: nn.Module, rank: int, ranks: int, count: int = 2) -> None:
+    """A few batches through both."""
+    for seed in range(count):
+        for each in (ours, one):
+            each.zero_grad()
+        one(**batch(seed)).loss.backward()
+        ours(**part(batch(seed), rank, ranks)).loss.backward()
+        alike(ours, one)

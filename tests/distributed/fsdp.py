@@ -1,0 +1,84 @@
+"""FSDP2: `fully_shard` of every layer, which is one compiled region, and of what is around them."""
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import tunecompile
+from tests.distributed.common import alike, batch, model, part, steps
+from tests.distributed.ranks import slow
+
+
+def _layers(of):
+    return [module for module in of.modules() if type(module).__name__.endswith("DecoderLayer")]
+
+
+def _sharded(made, **options):
+    for layer in _layers(made):
+        fully_shard(layer, **options)
+    return fully_shard(made, **options)
+
+
+def adapters(rank, ranks):
+    made = _sharded(tunecompile.optimize(model(), executor="eager"))
+    steps(made, model(), rank, ranks)
+    report = tunecompile.report(made)
+    assert report.compiles == 1 and not report.notes and {m.family: m.rewritten for m in report.matches}["lora"] == 7, report
+
+
+@slow
+def all_weights_sharded_before(rank, ranks):
+    made = tunecompile.optimize(_sharded(model(full=True)), executor="eager")
+    steps(made, model(full=True), rank, ranks)
+    assert tunecompile.report(made).compiles == 1
+
+
+@slow
+def trained_and_saved(rank, ranks):
+    """A few steps of AdamW, and the whole state dict as without `optimize`."""
+    made, plain = _sharded(tunecompile.optimize(model(full=True), executor="eager")), _sharded(model(full=True))
+    states = []
+    for each in (made, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3)
+        for seed in range(3):
+            each(**part(batch(seed), rank, ranks)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(get_model_state_dict(each, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+    assert list(states[0]) == list(states[1])
+    assert all(torch.allclose(states[0][name], value, atol=1e-5) for name, value in states[1].items())
+
+
+@slow
+def accumulated_without_sync(rank, ranks):
+    made, one = _sharded(tunecompile.optimize(model(), executor="eager")), model()
+    for seed in range(2):
+        one(**batch(seed)).loss.backward()
+        made.set_requires_gradient_sync(seed == 1)
+        made(**part(batch(seed), rank, ranks)).loss.backward()
+    alike(made, one)
+
+
+@slow
+def mixed_precision(rank, ranks):
+    """Gathered in bf16, reduced in fp32: as far from fp32 as without `optimize`."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    made, plain = _sharded(tunecompile.optimize(model(full=True), executor="eager"), mp_policy=policy), _sharded(model(full=True), mp_policy=policy)
+    for each in (made, plain):
+        each(**part(batch(), rank, ranks)).loss.backward()
+    alike(made, plain, limit=0.05)
+    assert tunecompile.report(made).compiles == 1
+
+
+@slow
+def checkpointed(rank, ranks):
+    made, one = tunecompile.optimize(model(full=True), executor="eager"), model(full=True)
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    steps(_sharded(made), one, rank, ranks)
+
+
+@slow
+def within_a_budget(rank, ranks):
+    made = _sharded(tunecompile.optimize(model(), executor="eager", memory="1GiB"))
+    steps(made, model(), rank, ranks)
+    assert tunecompile.report(made).memory["plans"]

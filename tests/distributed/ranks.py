@@ -1,0 +1,74 @@
+"""Cases that several ranks run together, each a process with gloo on this machine.
+
+A module of cases is a module like any other; each of its functions without an underscore takes (rank, ranks), and asserts. All run in
+one set of processes, one after the other: a process takes ten seconds to start, a case a few.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Callable
+
+TIMEOUT = 240  #: seconds; a rank that waits for one that died would wait for half an hour
+
+
+def slow(case: Callable) -> Callable:
+    """A case that `make test-all` runs, and `make test` does not."""
+    case.slow = True
+    return case
+
+
+def cases_of(module: str, slow: bool) -> list[str]:
+    found = vars(importlib.import_module(module))
+    return [name for name, value in found.items() if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow]
+
+
+def run(module: str, slow: bool, ranks: int, folder: Path) -> list[str]:
+    """What failed: a traceback for each case and rank."""
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    processes = [subprocess.Popen([sys.executable, "-m", __name__, module, str(int(slow)), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                  env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=TIMEOUT)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    ended = [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)]
+    return [f"{name}, {outcome.get(name, f'rank {rank} ended before:{chr(10)}{said[rank][-3000:]}')}" for name in cases_of(module, slow)
+            for rank, outcome in enumerate(ended) if outcome.get(name, True)]
+
+
+def main(module: str, slow: bool, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    cases, outcome = importlib.import_module(module), {}
+    for name in cases_of(module, slow):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            getattr(cases, name)(rank, ranks)
+            outcome[name] = ""
+        except Exception:
+            outcome[name] = f"rank {rank}:\n{traceback.format_exc()}"
+        (folder / f"{rank}.json").write_text(json.dumps(outcome))
+        failed = [None] * ranks
+        dist.all_gather_object(failed, outcome[name])
+        if len(set(map(bool, failed))) > 1:
+            break  # one rank may be a collective behind
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], bool(int(sys.argv[2])), Path(sys.argv[3]))
