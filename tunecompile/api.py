@@ -28,7 +28,8 @@ from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
-from tunecompile.regions import Layers, NormSlot, Region, Slot, batch_tokens, find_layers, find_norms, note_new_layers, structure
+from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, note_new_layers, structure
+from tunecompile.sizes import batch_tokens
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
 

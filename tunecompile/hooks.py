@@ -11,7 +11,7 @@ from torch import nn
 
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.recovery import Recovery
-from tunecompile.regions import batch_tokens
+from tunecompile.sizes import batch_tokens
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:

@@ -7,8 +7,9 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from torch.fx import GraphModule
 
 from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
+from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
-from tunecompile.padding import LONGEST, OFFSETS, CannotFlatten, Padding, attends
+from tunecompile.padding import OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
 from tunecompile.pipeline import Context, Pass
+from tunecompile.sizes import Sizes, mark_flat, tensors_in
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,6 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return layer._call_impl(*args, **kwargs)
 
 
-def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
-    """(where, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
-    for where, value in (*enumerate(args), *kwargs.items()):
-        if isinstance(value, Tensor):
-            yield where, value
-        elif isinstance(value, tuple):
-            yield from (((where, i), item) for i, item in enumerate(value) if isinstance(item, Tensor))
-
-
 class _AsksForGradient(torch.autograd.Function):
     """A tensor as one that requires a gradient, which nobody receives."""
 
@@ -99,63 +93,6 @@ class _AsksForGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def batch_tokens(args: tuple, kwargs: dict) -> int:
-    """Rows times length of a call's batch, as far as its shapes tell."""
-    return math.prod(Sizes.of(list(tensors_in(args, kwargs))))
-
-
-@dataclass
-class Sizes:
-    """Which dimensions of which arguments follow the batch's rows and length.
-
-    The first shape is compiled as it is. From the second on, all dimensions that follow are symbolic together; left alone,
-    Dynamo would learn them one at a time, with a compilation each. What follows is learnt from the shapes seen: a dimension
-    that equals the length by chance drops out at the next one. It is never taken back in, since Dynamo compiles anew for a mark
-    it has not seen.
-    """
-
-    first: tuple[int, ...] | None = None
-    last: tuple[int, ...] | None = None
-    following: dict[Any, dict[int, int]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(tensors: Sequence[tuple[Any, Tensor]]) -> tuple[int, ...]:
-        """Rows and length: the leading sizes of the first argument that has any."""
-        for _, tensor in tensors:
-            if tensor.dim() > 1:
-                return tuple(tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1])
-        return ()
-
-    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        if sizes == self.first or not sizes:
-            return
-        if sizes != self.last:
-            self._learn(tensors, sizes)
-        if self.first is None:
-            self.first = sizes
-            return
-        for where, tensor in tensors:
-            dims = self.following.get(where)
-            if dims and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-                torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
-
-    def _learn(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        self.last = sizes
-        for where, tensor in tensors:
-            known = self.following.get(where)
-            if known is None:  # which of rows and length a dimension follows: the one it equals
-                known = {dim: sizes.index(size) for dim, size in enumerate(tensor.shape) if size in sizes}
-            self.following[where] = {dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]}
-
-
-def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
-    """A flattened batch, [1, N], has another N nearly every time: symbolic from the first on, as its number of rows is."""
-    for where, tensor in tensors:
-        dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
-        if dim is not None and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class Variant:
@@ -225,6 +162,7 @@ class Region:
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     bypassed: bool = False
+    refused: Counter[str] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
 
     def variant(self, plan: Plan | None, kind: tuple, decide: Decide | None = None) -> Variant:
         """The variant for this plan and this kind of call. Where there is no plan yet, `decide` makes it from the graph."""
@@ -258,6 +196,7 @@ class Region:
                 why = f"Dynamo could not trace it{variant.refused and f' ({variant.refused})'}" if variant.graphs < torch._dynamo.config.recompile_limit else \
                     f"Dynamo's limit of {torch._dynamo.config.recompile_limit} graphs is reached (layers, adapters or arguments differ too much)"
                 said.append(f"{self.name} ran eagerly {variant.eager} times: {why}")
+        said += [f"{self.name} ran eagerly {calls} times: {why}" for why, calls in self.refused.items()]
         if self.bypassed:
             said.append(f"{self.name} ran eagerly: its layers were called without the module that owns them, which begins a training step")
         return said
@@ -280,13 +219,30 @@ class Slot:
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
+        self.placement: Placement | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
+        if self._refused():
+            return self.layer._call_impl(*args, **kwargs)
         args, kwargs = self.differentiable(args, kwargs)
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
+
+    def _refused(self) -> bool:
+        """Whether accelerate's hooks do what cannot be compiled."""
+        if self.hooks is None:
+            self._look_around()
+        if self.placement is None or not self.placement.refused:
+            return False
+        self.region.refused[self.placement.refused] += 1
+        return True
+
+    def _look_around(self) -> None:
+        """At the first step, when adapters are in place and devices are chosen."""
+        self.placement = place(self.layer)
+        self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
 
     @property
     def budget(self) -> Any:
@@ -295,6 +251,11 @@ class Slot:
 
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
         """The layer's call; `finish` sees its output while what the layer saves is still looked after."""
+        if self.placement is not None:
+            return self.placement.call(lambda args, kwargs: self._compiled(args, kwargs, finish), args, kwargs)
+        return self._compiled(args, kwargs, finish)
+
+    def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         if OFFSETS in kwargs:
             return self._flattened(args, kwargs, finish)
         return self._run(args, kwargs, self.region.sizes.mark, finish)
@@ -344,8 +305,8 @@ class Slot:
 
     def _hooked(self) -> tuple:
         """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""
-        if self.hooks is None:  # at the first step, when adapters are in place
-            self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
+        if self.hooks is None:
+            self._look_around()
         if not any(self.hooks):
             return ()
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in self.hooks for hook in hooks.values())
@@ -374,6 +335,7 @@ class NormSlot(Slot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None)
-        if torch.compiler.is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE:
+        if torch.compiler.is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE \
+                or self._refused():
             return self.layer._call_impl(*args, **kwargs)
-        return self._run(args, kwargs, self.region.sizes.mark, _same)
+        return self.compiled(args, kwargs)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunecompile._torch import StorageWeakRef, hooked
+from tunecompile.dispatch import Placement, place
 from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.ops import linear_cross_entropy
 from tunecompile.pipeline import Tally
@@ -309,25 +310,35 @@ class HeadSlot:
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
         self.peel = Peel(head.module, passes)
+        self.placement: Placement | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.called = True
         module = self.head.module
+        if not self.called:
+            self.called, self.placement = True, place(module)
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return module._call_impl(*args, **kwargs)
+        if self.placement is None:
+            return self._deferred(*args)
+        if self.placement.refused:
+            self.head.refuse(f"the head runs as it is: {self.placement.refused}")
+            return module._call_impl(*args)
+        return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def _deferred(self, hidden: Tensor) -> Tensor:
         try:
-            product = self._product(args[0])
+            product = self._product(hidden)
         except NotLinear as reason:
-            self.head.refuse(f"the head is a {type(module).__name__} {reason}")
-            return module._call_impl(*args, **kwargs)
+            self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
+            return self.head.module._call_impl(hidden)
         if self.step.budget is not None:
             self.step.budget.settle()
-        return defer(self.head, args[0], product)
+        return defer(self.head, hidden, product)
 
     def _product(self, hidden: Tensor) -> Product:
         module = self.head.module
         if hooked(module):
             raise NotLinear("with hooks")
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear or "forward" in vars(module):
             return self.peel.product(hidden)
         return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))

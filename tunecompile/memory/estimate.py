@@ -29,8 +29,9 @@ from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
 from tunecompile.partition import Decide
 from tunecompile.plugins import pipeline
-from tunecompile.regions import Region, Sizes, Slot, Variant, tensors_in
+from tunecompile.regions import Region, Slot, Variant
 from tunecompile.report import plan_lines
+from tunecompile.sizes import Sizes, tensors_in
 
 UNBOUNDED = 1 << 60  #: bytes
 
