@@ -3,16 +3,12 @@
 from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, part, steps
+from tests.distributed.common import alike, batch, model, optimized, part, steps
 from tests.distributed.ranks import slow
 
 
-def _optimized(**options):
-    return tunecompile.optimize(model(), executor="eager", **options)
-
-
 def adapters(rank, ranks):
-    made = _optimized()
+    made = optimized(model())
     steps(DistributedDataParallel(made), model(), rank, ranks)
     assert tunecompile.report(made).compiles == 1 and not tunecompile.report(made).notes
 
@@ -21,14 +17,14 @@ def adapters(rank, ranks):
 def wrapped_before(rank, ranks):
     made = model()
     wrapped = DistributedDataParallel(made, find_unused_parameters=True)
-    tunecompile.optimize(made, executor="eager")
+    optimized(made)
     steps(wrapped, model(), rank, ranks)
 
 
 def all_weights_in_small_buckets(rank, ranks):
     """Dynamo would cut a layer where a bucket ends: then nothing in it is found."""
     sizes = dict(hidden_size=256, intermediate_size=1024)
-    made = tunecompile.optimize(model(full=True, **sizes), executor="eager")
+    made = optimized(model(full=True, **sizes))
     steps(DistributedDataParallel(made, bucket_cap_mb=1), model(full=True, **sizes), rank, ranks)
     report = tunecompile.report(made)
     assert report.compiles == 1 and not report.notes and {m.family: m.rewritten for m in report.matches}["swiglu"] == 1, report
@@ -36,7 +32,7 @@ def all_weights_in_small_buckets(rank, ranks):
 
 @slow
 def static_graph_and_checkpoints(rank, ranks):
-    made, one = _optimized(), model()
+    made, one = optimized(model()), model()
     for each in (made, one):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     steps(DistributedDataParallel(made, static_graph=True), one, rank, ranks)
@@ -44,7 +40,7 @@ def static_graph_and_checkpoints(rank, ranks):
 
 @slow
 def accumulated_without_sync(rank, ranks):
-    wrapped, one = DistributedDataParallel(_optimized()), model()
+    wrapped, one = DistributedDataParallel(optimized(model())), model()
     for seed in range(2):
         one(**batch(seed)).loss.backward()
     with wrapped.no_sync():
@@ -56,7 +52,7 @@ def accumulated_without_sync(rank, ranks):
 @slow
 def lengths_of_their_own(rank, ranks):
     """A rank compiles for another length, while the other waits for its gradients."""
-    wrapped, one = DistributedDataParallel(_optimized()), model()
+    wrapped, one = DistributedDataParallel(optimized(model())), model()
     for seed in range(3):
         wrapped.zero_grad(), one.zero_grad()
         for other in range(ranks):
@@ -67,13 +63,13 @@ def lengths_of_their_own(rank, ranks):
 
 @slow
 def within_a_budget(rank, ranks):
-    made = _optimized(memory="1GiB")
+    made = optimized(model(), memory="1GiB")
     steps(DistributedDataParallel(made), model(), rank, ranks)
     assert tunecompile.report(made).memory["plans"]
 
 
 @slow
 def verification_is_refused(rank, ranks):
-    made = _optimized(verify=True)
+    made = optimized(model(), verify=True)
     steps(DistributedDataParallel(made), model(), rank, ranks, count=1)
     assert "several processes take it together" in tunecompile.report(made).notes[0]

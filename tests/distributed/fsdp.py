@@ -5,7 +5,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, part, steps
+from tests.distributed.common import alike, batch, model, optimized, part, steps
 from tests.distributed.ranks import slow
 
 
@@ -20,7 +20,7 @@ def _sharded(made, **options):
 
 
 def adapters(rank, ranks):
-    made = _sharded(tunecompile.optimize(model(), executor="eager"))
+    made = _sharded(optimized(model()))
     steps(made, model(), rank, ranks)
     report = tunecompile.report(made)
     assert report.compiles == 1 and not report.notes and {m.family: m.rewritten for m in report.matches}["lora"] == 7, report
@@ -28,7 +28,7 @@ def adapters(rank, ranks):
 
 @slow
 def all_weights_sharded_before(rank, ranks):
-    made = tunecompile.optimize(_sharded(model(full=True)), executor="eager")
+    made = optimized(_sharded(model(full=True)))
     steps(made, model(full=True), rank, ranks)
     assert tunecompile.report(made).compiles == 1
 
@@ -36,7 +36,7 @@ def all_weights_sharded_before(rank, ranks):
 @slow
 def trained_and_saved(rank, ranks):
     """A few steps of AdamW, and the whole state dict as without `optimize`."""
-    made, plain = _sharded(tunecompile.optimize(model(full=True), executor="eager")), _sharded(model(full=True))
+    made, plain = _sharded(optimized(model(full=True))), _sharded(model(full=True))
     states = []
     for each in (made, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3)
@@ -51,7 +51,7 @@ def trained_and_saved(rank, ranks):
 
 @slow
 def accumulated_without_sync(rank, ranks):
-    made, one = _sharded(tunecompile.optimize(model(), executor="eager")), model()
+    made, one = _sharded(optimized(model())), model()
     for seed in range(2):
         one(**batch(seed)).loss.backward()
         made.set_requires_gradient_sync(seed == 1)
@@ -63,7 +63,7 @@ def accumulated_without_sync(rank, ranks):
 def mixed_precision(rank, ranks):
     """Gathered in bf16, reduced in fp32: as far from fp32 as without `optimize`."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    made, plain = _sharded(tunecompile.optimize(model(full=True), executor="eager"), mp_policy=policy), _sharded(model(full=True), mp_policy=policy)
+    made, plain = _sharded(optimized(model(full=True)), mp_policy=policy), _sharded(model(full=True), mp_policy=policy)
     for each in (made, plain):
         each(**part(batch(), rank, ranks)).loss.backward()
     alike(made, plain, limit=0.05)
@@ -72,13 +72,13 @@ def mixed_precision(rank, ranks):
 
 @slow
 def checkpointed(rank, ranks):
-    made, one = tunecompile.optimize(model(full=True), executor="eager"), model(full=True)
+    made, one = optimized(model(full=True)), model(full=True)
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     steps(_sharded(made), one, rank, ranks)
 
 
 @slow
 def within_a_budget(rank, ranks):
-    made = _sharded(tunecompile.optimize(model(), executor="eager", memory="1GiB"))
+    made = _sharded(optimized(model(), memory="1GiB"))
     steps(made, model(), rank, ranks)
     assert tunecompile.report(made).memory["plans"]

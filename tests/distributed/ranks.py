@@ -1,4 +1,4 @@
-"""Cases that several ranks run together, each a process with gloo on this machine.
+"""Cases that several ranks run together, each a process on this machine: with gloo on its CPU, or with NCCL on a GPU each.
 
 A module of cases is a module like any other; each of its functions without an underscore takes (rank, ranks), and asserts. All run in
 one set of processes, one after the other: a process takes ten seconds to start, a case a few.
@@ -29,9 +29,11 @@ def cases_of(module: str, slow: bool) -> list[str]:
     return [name for name, value in found.items() if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow]
 
 
-def run(module: str, slow: bool, ranks: int, folder: Path) -> list[str]:
+def run(module: str, slow: bool, ranks: int, folder: Path, gpus: bool = False) -> list[str]:
     """What failed: a traceback for each case and rank."""
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     processes = [subprocess.Popen([sys.executable, "-m", __name__, module, str(int(slow)), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                   env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     said = []
@@ -52,7 +54,9 @@ def main(module: str, slow: bool, folder: Path) -> None:
 
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     cases, outcome = importlib.import_module(module), {}
     for name in cases_of(module, slow):
         torch._dynamo.reset()

@@ -15,3 +15,12 @@ def test_on_two_ranks(engine, slow, tmp_path):
         pytest.importorskip(needed)
     failed = run(f"tests.distributed.{engine}", slow, 2, tmp_path)
     assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_on_two_gpus(engine, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    failed = run(f"tests.distributed.{engine}", False, 2, tmp_path, gpus=True)
+    assert not failed, "\n\n".join(failed)
