@@ -22,6 +22,12 @@ def optimized(made: nn.Module, **options) -> nn.Module:
     return tunecompile.optimize(made, executor="inductor" if DEVICE == "cuda" else "eager", **options)
 
 
+def whole(of: nn.Module) -> None:
+    """Layers were compiled once, and run so."""
+    report = tunecompile.report(of)
+    assert report.compiles == 1 and not [note for note in report.notes if "eager" in note or "pieces" in note], report
+
+
 def batch(seed: int = 0, rows: int = 4, length: int = 24) -> dict[str, torch.Tensor]:
     return zoo.batch(rows=rows, length=length, seed=seed, device=DEVICE)
 

@@ -21,7 +21,7 @@ def placed(model: nn.Module, *offloaded: str, devices: tuple[str, ...] = ("cpu",
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     where = {part: devices[i * len(devices) // len(PARTS)] for i, part in enumerate(PARTS)}
     weights = {name: p.detach() for name, p in base.named_parameters()}
-    hooks.attach_align_device_hook_on_blocks(base, execution_device={"": devices[0], **where}, offload={"": False, **{part: part in offloaded for part in PARTS}},
+    hooks.attach_align_device_hook_on_blocks(base, execution_device={"": devices[0], **where}, offload={part: part in offloaded for part in PARTS},
                                              weights_map=weights if offloaded else None)
     return model
 
