@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -20,6 +24,14 @@ def model(full: bool = False, **changes) -> nn.Module:
 def optimized(made: nn.Module, **options) -> nn.Module:
     """Code is generated on a GPU only: on a CPU it takes half a minute a layer."""
     return tunecompile.optimize(made, executor="inductor" if DEVICE == "cuda" else "eager", **options)
+
+
+def of_readme(told: str, names: dict) -> nn.Module:
+    """The model after the README's lines in which this is said."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    names["tunecompile"] = SimpleNamespace(optimize=optimized)
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if told in block), names)  # noqa: S102: our own README
+    return names["model"]
 
 
 def whole(of: nn.Module) -> None:

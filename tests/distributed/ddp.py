@@ -3,7 +3,7 @@
 from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, optimized, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, part, steps, whole
 from tests.distributed.ranks import slow
 
 
@@ -11,6 +11,11 @@ def adapters(rank, ranks):
     made = optimized(model())
     steps(DistributedDataParallel(made), model(), rank, ranks)
     whole(made)
+
+
+@slow
+def as_the_readme_says(rank, ranks):
+    steps(of_readme("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}), model(), rank, ranks)
 
 
 @slow

@@ -5,7 +5,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, optimized, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, part, steps, whole
 from tests.distributed.ranks import slow
 
 
@@ -24,6 +24,11 @@ def adapters(rank, ranks):
     steps(made, model(), rank, ranks)
     whole(made)
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
+
+
+@slow
+def as_the_readme_says(rank, ranks):
+    steps(of_readme("fully_shard(", {"model": model(), "fully_shard": fully_shard}), model(), rank, ranks)
 
 
 @slow

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
+from tests.distributed.common import of_readme
 from tests.models import zoo
 
 hooks = pytest.importorskip("accelerate.hooks")
@@ -101,6 +102,19 @@ def test_offloaded_modules_in_a_layer_on_another_device_are_refused():
     assert "several devices" in place(layer).refused
     hooks.add_hook_to_module(layer.mlp, hooks.ModelHook())
     assert "not known" in place(layer).refused
+
+
+@pytest.mark.slow
+def test_the_readmes_lines(tmp_path):
+    import peft
+    import transformers
+
+    make().get_base_model().save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = of_readme("device_map=", {"path": tmp_path, **{name: getattr(peft, name) for name in ("get_peft_model", "LoraConfig")},
+                                      "AutoModelForCausalLM": transformers.AutoModelForCausalLM})
+    zoo.step(model, zoo.batch())
+    assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["lora"] == 7
 
 
 @pytest.mark.gpu
