@@ -145,6 +145,34 @@ def _linear(node: Node) -> Spelling | None:
     return found and ("call_function", F.linear, tuple(found), {})
 
 
+#: how a matrix is transposed -> with which arguments (those that say "the last two" are used for stacks of matrices)
+_TRANSPOSES = {getattr: (("T",),), "t": ((),), torch.t: ((),), **dict.fromkeys(("transpose", torch.transpose), ((0, 1), (1, 0))),
+               "permute": ((1, 0), ((1, 0),))}
+
+
+def _transposed(node: Any) -> Node | None:
+    """The matrix of which this is the transpose. (Of a pattern, which knows no shapes, whatever is spelled so.)"""
+    if not isinstance(node, Node) or node.kwargs or node.args[1:] not in _TRANSPOSES.get(node.target, ()):
+        return None
+    matrix = value(node.args[0])
+    return node.args[0] if matrix is None or (isinstance(matrix, torch.Tensor) and matrix.dim() == 2) else None
+
+
+def _product(node: Node) -> Spelling | None:
+    """With a transposed matrix on the right, a linear: that is how torch computes one without bias."""
+    turned = node.args[1] if len(node.args) == 2 and not node.kwargs else None
+    weight = _transposed(turned)
+    if weight is None or _barrier_between(turned, node):  # under no_grad, the transpose of what is trained is not
+        return None
+    return "call_function", F.linear, (node.args[0], weight, None), {}
+
+
+def _barrier_between(first: Node, last: Node) -> bool:
+    while last is not first and not is_barrier(last):
+        last = last.prev
+    return last is not first
+
+
 def _rms_norm(node: Node) -> Spelling | None:
     found = _arguments(node, input=..., normalized_shape=..., weight=None, eps=None)
     if found is None:
@@ -212,6 +240,7 @@ TABLE.update({
     torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
     F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, F.relu: _activation(F.relu), torch.relu: _activation(F.relu), "relu": _activation(F.relu),
     torch.stack: _stack, "flatten": _flatten, torch.flatten: _flatten, **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
+    **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, "matmul", "mm"), _product),
     "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
 })
 
@@ -239,7 +268,11 @@ def canonicalize_graph(graph: Graph) -> None:
             continue
         spell = TABLE.get(node.target)
         if spell is not None and (spelling := spell(node)) is not None:
+            given = node.all_input_nodes
             node.op, node.target, node.args, node.kwargs = spelling
+            for source in given:
+                if _transposed(source) is not None and not source.users:
+                    graph.erase_node(source)
             if (same := _identity(node)) is not None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a frozen linear, as PEFT writes them: with or without casts, dropout, bias and rank scaling."""
+"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, bias and rank scaling."""
 
 import torch
 import torch.nn.functional as F
@@ -13,27 +13,36 @@ __all__ = ["PASS"]
 
 
 def _adapter(match: Match) -> str | None:
-    bound = match.bound
+    bound, base = match.bound, _base(match)
     a, b, weight, bias = value(bound["a"]), value(bound["b"]), value(bound["weight"]), value(bound["bias"])
+    outputs, inputs = weight.shape if base.target is F.linear else reversed(weight.shape)
     if not isinstance(bound["scale"], (int, float)):
         return "the scale is not a constant"
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or b.shape[0] != weight.shape[0] or a.shape[1] != weight.shape[1]:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or b.shape[0] != outputs or a.shape[1] != inputs:
         return "the adapter's shapes do not fit the weight's"
     if value(bound["adapter_input"]).shape != value(bound["x"]).shape:
         return "the adapter's input has another shape"
     if weight.requires_grad:
         return "the base weight is trained as well"
-    base = dtype_of(_base(match))
-    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.shape != weight.shape[:1]):
+    if bias is not None and (not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (outputs,) or not bias.is_floating_point()):
         return "the bias is no vector"
-    if dtype_of(match.outputs[0]) != base:
-        return f"base is {base}, the sum is {dtype_of(match.outputs[0])}"
+    if dtype_of(match.outputs[0]) != dtype_of(base):
+        return f"base is {dtype_of(base)}, the sum is {dtype_of(match.outputs[0])}"
     return None
 
 
+def _rows(match: Match) -> str | None:
+    """Whether what is multiplied are the tokens of x, and the product has x's shape again."""
+    x, rows, made = value(match.bound["x"]), value(match.node("view")), value(match.node("view_1"))
+    if rows.shape[-1] != x.shape[-1] or tuple(made.shape[:-1]) != tuple(x.shape[:-1]):
+        return "the product's rows are not those of x"
+    return _adapter(match)
+
+
 def _base(match: Match):
-    """The base product: the one linear that reads the base weight."""
-    return next(node for node in match.nodes.values() if node.target is F.linear and node.args[1] is match.bound["weight"])
+    """The base product: the one that reads the base weight."""
+    weight = match.bound["weight"]
+    return next(node for node in match.nodes.values() if (node.target, node.args[1:2]) == (F.linear, (weight,)) or (node.target, node.args[2:]) == (torch.addmm, (weight,)))
 
 
 def _build(x, weight, bias, a, b, scale, adapter_input, match):
@@ -41,6 +50,8 @@ def _build(x, weight, bias, a, b, scale, adapter_input, match):
     dtype = dtype_of(base)
     down = next(node for node in match.nodes.values() if node.target is F.linear and node.args[1] is match.bound["a"])
     source = match.bound["x"]
+    if base.target is torch.addmm:
+        weight = weight.t()
 
     def to(node, symbol, wanted):
         return symbol if dtype_of(node) == wanted else symbol.to(wanted)
@@ -59,16 +70,40 @@ def _source(node):
     return node
 
 
+def _delta(adapter_input, a, b, scale):
+    return cast(F.linear(F.linear(cast(adapter_input), a, None), b, None) * scale)
+
+
 @rewrite("adapter_then_rounded", to=_build, where=_adapter)
 def then_rounded(x, weight, bias, a, b, scale, adapter_input, dtype):
-    delta = cast(F.linear(F.linear(cast(adapter_input), a, None), b, None) * scale)
-    return (cast(F.linear(cast(x), weight, bias)) + delta).to(dtype)
+    return (cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale)).to(dtype)
 
 
 @rewrite("adapter", to=_build, where=_adapter)
 def adapter(x, weight, bias, a, b, scale, adapter_input):
-    delta = cast(F.linear(F.linear(cast(adapter_input), a, None), b, None) * scale)
-    return cast(F.linear(cast(x), weight, bias)) + delta
+    return cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale)
+
+
+@rewrite("adapter_behind_bias_then_rounded", to=_build, where=_adapter)
+def behind_bias_then_rounded(x, weight, bias, a, b, scale, adapter_input, dtype):
+    return (cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale)).to(dtype)
+
+
+@rewrite("adapter_behind_bias", to=_build, where=_adapter)
+def behind_bias(x, weight, bias, a, b, scale, adapter_input):
+    """The bias is added to a product with a transposed weight (Falcon)."""
+    return cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale)
+
+
+@rewrite("adapter_of_rows_then_rounded", to=_build, where=_rows)
+def of_rows_then_rounded(x, weight, bias, a, b, scale, adapter_input, width, shape, dtype):
+    return (cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale)).to(dtype)
+
+
+@rewrite("adapter_of_rows", to=_build, where=_rows)
+def of_rows(x, weight, bias, a, b, scale, adapter_input, width, shape):
+    """The weight is [in, out], and tokens are rows (GPT-2)."""
+    return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale)
 
 
 def anchors(graph):
@@ -82,4 +117,4 @@ def anchors(graph):
     return found
 
 
-PASS = recognize("lora", [then_rounded, adapter], anchors)
+PASS = recognize("lora", [then_rounded, behind_bias_then_rounded, of_rows_then_rounded, adapter, behind_bias, of_rows], anchors)

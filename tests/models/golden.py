@@ -49,8 +49,8 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
     "deepseek_v3": ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 0), "rms_norm": (8, 8), "add_rms_norm": (2, 2), "swiglu": (2, 2)},  # pairs become halves
     "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
     "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
-    "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 0)},  # its linears hold their weights the other way round
-    "falcon": {"linear_cross_entropy": (1, 1), "lora": (4, 0), "rope": (2, 2), "swiglu": (1, 0)},  # a product with a transposed weight
+    "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
+    "falcon": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},  # a product with a transposed weight
 }}
 
 #: where layers with experts run eagerly in fp32: what is found in the others

@@ -94,6 +94,14 @@ def test_providers_are_as_exact_as_the_reference(case, dtype, adapters):
     assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
 
 
+@pytest.mark.parametrize("sizes", [(48,), (48, 16)])
+def test_weights_that_are_stored_the_other_way_round(sizes):
+    args = arguments(tensor((2, 40, 64), dtype=torch.bfloat16), sizes, (8, 4)[:len(sizes)], bias=True)
+    args[2] = [weight.t().contiguous().t() for weight in args[2]]
+    assert_provider_is_exact(lora_linear, FORWARD, *args)
+    assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
+
+
 @pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("own", [False, True])
 def test_half_precision_is_no_worse_than_peft(own, adapters):

@@ -1,5 +1,7 @@
 """The joined MLP is its three projections and the activation between them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -82,3 +84,12 @@ def test_fake_and_schema():
 
 def test_no_provider_on_a_cpu():
     assert lora_mlp.choose(dense(torch.bfloat16)).name == "reference"
+
+
+def test_weights_that_are_stored_the_other_way_round_are_not_written_by_kernels(monkeypatch):
+    module = sys.modules[lora_mlp.reference.__module__]
+    monkeypatch.setattr(module, "refuse_gpu", lambda x: None)
+    arguments = list(dense(torch.bfloat16))
+    assert lora_mlp.choose(arguments).name == "joined"
+    arguments[1] = [weight.t().contiguous().t() for weight in arguments[1]]
+    assert lora_mlp.choose(arguments).name == "reference"

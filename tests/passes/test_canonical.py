@@ -39,6 +39,8 @@ SAME = {
     "pairs": [lambda x: torch.stack((x, x), -1).flatten(-2, -1), lambda x: torch.stack((x, x), -1).flatten(-2), lambda x: torch.stack((x, x), -1).reshape(4, 8),
               lambda x: torch.stack((x, x), -1).view(4, -1), lambda x: torch.reshape(torch.stack((x, x), -1), (4, 8))],
     "linear": [lambda x: F.linear(x, x), lambda x: F.linear(x, weight=x), lambda x: F.linear(x, x, None), lambda x: F.linear(input=x, weight=x, bias=None)],
+    "product": [lambda x: F.linear(x, x), lambda x: x @ x.T, lambda x: x @ x.t(), lambda x: torch.matmul(x, x.T), lambda x: x.matmul(torch.t(x)), lambda x: torch.mm(x, x.t()),
+                lambda x: x.mm(x.transpose(0, 1)), lambda x: x @ torch.transpose(x, 1, 0), lambda x: x @ x.permute(1, 0), lambda x: x @ x.permute((1, 0))],
     "silu": [lambda x: F.silu(x), lambda x: F.silu(x, inplace=False), torch.nn.SiLU()],
     "relu": [lambda x: F.relu(x), lambda x: F.relu(x, inplace=False), lambda x: torch.relu(x), lambda x: x.relu(), torch.nn.ReLU()],
     "gelu": [lambda x: F.gelu(x), lambda x: F.gelu(x, approximate="none"), torch.nn.GELU()],
@@ -70,7 +72,26 @@ DIFFERENT = [lambda x: torch.add(x, x, alpha=3), lambda x: x.sub(x.sin(), alpha=
              lambda x: torch.cat((x, x), 0), lambda x: x.chunk(3)[1], lambda x: x.type(torch.float64), lambda x: x.type_as(x.double()), lambda x: x.mean(axis=-1),
              lambda x: x.to(torch.bfloat16).to(torch.float32), lambda x: x.half().float(), lambda x: torch.rsub(x, 1.0, alpha=2), lambda x: torch.mul(2.0, x), lambda x: x.__rmul__(3),
              lambda x: torch.stack((x, x)), lambda x: torch.stack((x, x), 1).reshape(8, 4), lambda x: torch.stack((x, x), -1).reshape(8, 4),
-             lambda x: torch.stack((x, x), -1).view(-1), lambda x: x.reshape(2, 8), lambda x: x.unflatten(0, (2, 2)).flatten(0, 1)]
+             lambda x: torch.stack((x, x), -1).view(-1), lambda x: x.reshape(2, 8), lambda x: x.unflatten(0, (2, 2)).flatten(0, 1),
+             lambda x: x @ x, lambda x: x.T @ x, lambda x: x @ x.mT, lambda x: x @ x.T.sin(), lambda x: x @ x.transpose(0, 0), lambda x: x @ x[0].t(), lambda x: x @ x.permute(0, 1),
+             lambda x: x @ x.expand(4, 4, 4).transpose(0, 1), lambda x: x.T + x @ x.T, lambda x: torch.matmul(input=x, other=x.T), lambda x: (x.unflatten(0, (2, 2)) @ x.T).transpose(0, 1)]
+
+
+def test_a_transpose_that_was_taken_without_a_gradient_gets_none():
+    def fn(x, w):
+        with torch.no_grad():
+            turned = w.T
+        return x @ turned
+
+    check(fn, random(3, 4), random(5, 4), passes=[])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (3, 2, 4), (2, 0, 4), (5, 3, 2, 4)])
+def test_a_respelled_product_has_the_strides_that_it_had(shape):
+    """What reads it may be a view."""
+    for turn in (lambda x: x, lambda x: x.transpose(0, -2) if x.dim() > 2 else x):
+        x, w = turn(torch.randn(shape)), torch.randn(5, 4)
+        assert (x @ w.T).stride() == F.linear(x, w).stride()
 
 
 @pytest.mark.parametrize("i", range(len(DIFFERENT)))

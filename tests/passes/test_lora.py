@@ -22,8 +22,14 @@ def lora(x, w, a, b, bias=None, scale=0.5):
     return F.linear(x, w, bias) + F.linear(F.linear(x, a), b) * scale
 
 
+def rows_of(x, w, bias):
+    """GPT-2's linears: the weight is [in, out]."""
+    return torch.addmm(bias, x.view(-1, x.size(-1)), w).view(x.size()[:-1] + (w.shape[1],))
+
+
 SPELLINGS = [lora, lambda x, w, a, b: 0.5 * F.linear(F.linear(x, a), b) + F.linear(x, w), lambda x, w, a, b: torch.add(F.linear(x, w), torch.mul(F.linear(F.linear(x, a), b), 2)),
-             lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype), lambda x, w, a, b: lora(x, w, a, b, scale=1.0)]
+             lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype), lambda x, w, a, b: lora(x, w, a, b, scale=1.0),
+             lambda x, w, a, b: x @ w.T + x @ a.T @ b.T * 0.5, lambda x, w, a, b: torch.matmul(x, w.t()) + F.linear(F.linear(x, a), b) * 0.5]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -39,6 +45,52 @@ def test_any_rank_of_the_input(shape):
 def test_bias_and_other_widths():
     check(lora, random(2, 3, 8), *operands(bias=True), passes=PASSES, expect={"lora_linear": 1})
     check(lora, random(2, 3, 8), *operands(n=1, r=1, bias=True), passes=PASSES, expect={"lora_linear": 1})
+
+
+def behind(x, w, bias):
+    """Falcon's linears."""
+    return x @ w.T + bias
+
+
+class Turned(nn.Module):
+    """An adapted linear in another spelling, with bias, as PEFT adds to it."""
+
+    def __init__(self, spelling, dtype=torch.float32, dropout=0.0):
+        super().__init__()
+        self.spelling, self.dropout = spelling, nn.Dropout(dropout)
+        self.w = nn.Parameter(torch.randn((8, 6) if spelling is rows_of else (6, 8), dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(6, dtype=dtype))
+        self.a, self.b = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x):
+        result = self.spelling(x, self.w, self.bias)
+        dtype = result.dtype
+        return (result + F.linear(F.linear(self.dropout(x.to(self.a.dtype)), self.a), self.b) * 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("spelling", [rows_of, behind])
+def test_bias_beside_other_spellings_of_the_product(spelling):
+    layer = Turned(spelling)
+    for shape in [(8,)] * (spelling is behind) + [(4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)]:
+        check(layer, random(*shape), passes=PASSES, expect={"lora_linear": 1}, parameters=list(layer.parameters()))
+    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, rows=(0, 1), parameters=list(layer.parameters()))
+    half = Turned(spelling, torch.bfloat16)
+    check(half, random(2, 3, 8, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 1}, parameters=list(half.parameters()), tol=1.5e-2)
+    assert any(node.target is F.dropout for node in check(Turned(spelling, dropout=0.5), random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, tol=9).graphs[0].nodes)
+
+
+@pytest.mark.parametrize("spelling", [rows_of, behind])
+def test_autocast_around_other_spellings_of_the_product(spelling):
+    """A bias that is added to what autocast computes in half precision makes the sum fp32, which no adapted linear gives."""
+    layer = Turned(spelling)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1} if spelling is rows_of else {}, parameters=list(layer.parameters()), tol=1.5e-2)
+
+
+def test_a_trained_weight_of_rows():
+    layer = Turned(rows_of)
+    layer.w.requires_grad_()
+    check(layer, random(2, 3, 8), passes=PASSES, expect={}, parameters=list(layer.parameters()))
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float16], ids=str)
@@ -110,7 +162,16 @@ MUTATIONS = {
     "down is read": lambda x, w, a, b: (lambda d: (F.linear(x, w) + F.linear(d, b) * 0.5, d))(F.linear(x, a)),
     "base is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(F.linear(x, w)),
     "delta is read": lambda x, w, a, b: (lambda y: (F.linear(x, w) + y) * y)(F.linear(F.linear(x, a), b) * 0.5),
-    "matmul": lambda x, w, a, b: x @ w.t() + F.linear(F.linear(x, a), b) * 0.5,
+    "product with what is not transposed": lambda x, w, a, b: x @ w.reshape(8, 6) + F.linear(F.linear(x, a), b) * 0.5,
+    "two biases": lambda x, w, a, b: F.linear(x, w) + b[:, 0] + b[:, 1] + F.linear(F.linear(x, a), b) * 0.5,
+    "bias for each row": lambda x, w, a, b: F.linear(x, w) + w[:, :1] + F.linear(F.linear(x, a), b) * 0.5,
+    "constant bias": lambda x, w, a, b: F.linear(x, w) + 1.0 + F.linear(F.linear(x, a), b) * 0.5,
+    "bias that adds dims": lambda x, w, a, b: F.linear(x, w) + b.t()[:, None, None] + F.linear(F.linear(x, a), b) * 0.5,
+    "base with its bias is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(F.linear(x, w) + b[:, 0]),
+    "a matrix is added to the rows": lambda x, w, a, b: rows_of(x, w.t(), x.view(-1, 8)[:, :6]) + F.linear(F.linear(x, a), b) * 0.5,
+    "the bias of rows doubled": lambda x, w, a, b: torch.addmm(b[:, 0], x.view(-1, 8), w.t(), beta=2).view(2, 6, 6) + F.linear(F.linear(x, a), b) * 0.5,
+    "the rows are read": lambda x, w, a, b: (lambda y: (y.view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5, y))(torch.addmm(b[:, 0], x.view(-1, 8), w.t())),
+    "rows of another tensor": lambda x, w, a, b: rows_of(x[:1].repeat(2, 1, 1).view(12, 8), w.t(), b[:, 0]).view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5,
     "base scaled": lambda x, w, a, b: F.linear(x, w) * 2.0 + F.linear(F.linear(x, a), b) * 0.5,
 }
 

@@ -129,7 +129,7 @@ def _refuse(x, weights, packed, a, b, activation) -> str | None:
         return f"it has no {activation}"
     if (rank := max(m.shape[0] for m in a)) > MAX_RANK:
         return f"rank {rank}: it holds up to {MAX_RANK}"
-    if not all(p.is_contiguous() for p in packed) or not all(m.stride(-1) == 1 for m in (*a, *b)):
+    if not all(p.is_contiguous() for p in packed) or not all(m.stride(-1) == 1 for m in (*weights, *a, *b)):
         return "weights or adapters are not contiguous"
     return None if all(w.dtype == x.dtype for w in weights) else "weights and activations differ in dtype"
 
