@@ -211,12 +211,17 @@ def _flatten(node: Node) -> Spelling | None:
 
 
 def _reshape(node: Node) -> Spelling | None:
-    """What is stacked along a new last dim, and takes its old shape again, is flattened. (Other shapes say what they mean.)"""
-    before, after = value(node.args[0]) if node.args else None, value(node)
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or node.args[0].target is not torch.stack:
+    """What joins the last two dims of what was stacked, or of complex numbers' parts, flattens; what splits the last dim into such parts unflattens.
+    (Other shapes say what they mean.)"""
+    source = node.args[0] if node.args else None
+    before, after = value(source), value(node)
+    if not isinstance(source, Node) or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
-    merged = (*before.shape[:-2], before.shape[-2] * before.shape[-1])
-    return ("call_method", "flatten", (node.args[0], -2, -1), {}) if tuple(after.shape) == merged else None
+    if source.target in (torch.stack, torch.view_as_real) and tuple(after.shape) == (*before.shape[:-2], before.shape[-2] * before.shape[-1]):
+        return "call_method", "flatten", (source, -2, -1), {}
+    if any(user.target is torch.view_as_complex for user in node.users) and tuple(after.shape) == (*before.shape[:-1], before.shape[-1] // 2, 2):
+        return "call_method", "unflatten", (source, -1, (-1, 2)), {}
+    return None
 
 
 def _chunk(node: Node) -> Spelling | None:

@@ -1,4 +1,4 @@
-"""Rotary embedding of pairs that lie half a row apart, or beside each other."""
+"""Rotary embedding of pairs that lie half a row apart, or beside each other, also as a product of complex numbers."""
 
 import operator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tunecompile.canonical import value
-from tunecompile.match import Match
+from tunecompile.match import Match, cast
 from tunecompile.ops import rope as op
 from tunecompile.pipeline import recognize
 from tunecompile.rewrite import rewrite
@@ -42,7 +42,7 @@ def _half_tables(match: Match) -> str | None:
     x, cos, sin = (value(match.bound[name]) for name in ("x", "cos", "sin"))
     if (reason := _as_the_op_has_it(match, x.dtype)) is not None:
         return reason
-    return "not halves" if match.bound["two"] != 2 or cos.shape[-1] * 2 != x.shape[-1] or sin.shape[-1] != cos.shape[-1] else None
+    return "not halves" if match.bound.get("two", 2) != 2 or cos.shape[-1] * 2 != x.shape[-1] or sin.shape[-1] != cos.shape[-1] else None
 
 
 @rewrite("halves_apart", where=_half_tables, to=lambda x, cos, sin: op(x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False))
@@ -50,6 +50,35 @@ def halves_apart(x, cos, sin, two):
     parts = torch.chunk(x, two, -1)
     first, second = parts[0], parts[1]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _split(match: Match) -> str | None:
+    x, first, second = value(match.bound["x"]), match.bound["first"], match.bound["second"]
+    width, rank = x.shape[-1], x.dim()
+    if not isinstance(width, int) or width % 2:
+        return "the width is no even number"
+    beside = _every_second(first, 0, width, rank) and _every_second(second, 1, width, rank)
+    return _half_tables(match) if beside or _are_halves(first, second, width, rank) else "split into neither halves nor every second element"
+
+
+def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
+    """Whether two indices take the halves of the last dim, and all of the others."""
+    left, right = (_last_slice(index, rank) for index in (first, second))
+    if left is None or right is None or left.step not in (None, 1) or right.step not in (None, 1):
+        return False
+    return left.indices(width)[:2] == (0, width // 2) and right.indices(width)[:2] == (width // 2, width)
+
+
+def _joined(x, cos, sin, first, second, match):
+    """Pairs that lie beside each other become halves, as the model has them behind the rotation."""
+    width, rank = value(match.bound["x"]).shape[-1], value(match.bound["x"]).dim()
+    halves = x if _are_halves(match.bound["first"], match.bound["second"], width, rank) else torch.cat((x[first], x[second]), -1)
+    return op(halves, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False)
+
+
+@rewrite("halves_of_slices", to=_joined, where=_split)
+def halves_of_slices(x, cos, sin, first, second):
+    return torch.cat((x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin), -1)
 
 
 def _pairs(match: Match) -> str | None:
@@ -68,11 +97,15 @@ def _pairs(match: Match) -> str | None:
 
 def _every_second(index: Any, first: int, width: int, rank: int) -> bool:
     """Whether an index takes each second element of the last dim, from `first` on, and all of the others."""
+    last = _last_slice(index, rank)
+    return last is not None and last.step == 2 and last.start in (first, first or None) and last.stop in (None, width)
+
+
+def _last_slice(index: Any, rank: int) -> slice | None:
+    """How an index takes the last dim, if that is a slice, and it takes all of the others."""
     *others, last = index if isinstance(index, tuple) and index else (index,)
-    if not isinstance(last, slice) or last.step != 2 or last.start not in (first, first or None) or last.stop not in (None, width):
-        return False
     whole = all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in others)
-    return whole and (any(item is ... for item in others) or len(others) == rank - 1)
+    return last if isinstance(last, slice) and whole and (any(item is ... for item in others) or len(others) == rank - 1) else None
 
 
 def _dim(dim: Any, rank: int) -> int | None:
@@ -95,15 +128,49 @@ def pairs_cast(x, cos, sin, dtype, first, second, dim, start, end):
     return x.to(dtype) * cos + turned(x, first, second, dim, start, end).to(dtype) * sin
 
 
+def _complex(match: Match) -> str | None:
+    x, turns, out, rank = value(match.bound["x"]), value(match.bound["turns"]), value(match.outputs[0]), value(match.bound["x"]).dim()
+    if not isinstance(turns, torch.Tensor) or not turns.is_complex() or turns.requires_grad or turns.is_conj():
+        return "what turns is no plain complex tensor, or needs a gradient"
+    if (_dim(match.bound["start"], rank + 1), _dim(match.bound["end"], rank + 1)) != (rank - 1, rank):
+        return "the parts are not joined again"
+    if turns.dim() == 0 or 2 * turns.shape[-1] != x.shape[-1] or tuple(out.shape) != tuple(x.shape):
+        return "not one turn for each pair"
+    return None if out.dtype == torch.promote_types(x.dtype, turns.dtype.to_real()) else f"the result is {out.dtype}"
+
+
+def _twice(part):
+    """Each angle twice in succession."""
+    return torch.stack((part, part), -1).flatten(-2, -1)
+
+
+def _turned(x, turns):
+    parts = torch.view_as_real(turns)
+    return op(x, _twice(parts[..., 0]), _twice(parts[..., 1]), True)
+
+
+@rewrite("complex_numbers", to=_turned, where=_complex)
+def complex_numbers(x, turns, start, end):
+    """A product with cos + i sin."""
+    return torch.view_as_real(torch.view_as_complex(cast(x).unflatten(-1, (-1, 2))) * turns).flatten(start, end)
+
+
+def _is_turned(node):
+    product = node.args[0] if node.target is torch.view_as_real else None
+    return getattr(product, "target", None) is operator.mul and any(getattr(side, "target", None) is torch.view_as_complex for side in product.args)
+
+
 def anchors(graph):
-    """Two tensors joined, one of them negated, or concatenated, a difference and a sum."""
+    """Two tensors joined, one of them negated, or concatenated, a difference and a sum; or what complex numbers were multiplied by others."""
     found = []
     for node in graph.nodes:
         if node.target in (torch.cat, torch.stack) and len(node.args[0]) == 2:
             targets = [getattr(part, "target", None) for part in node.args[0]]
             if operator.neg in targets or (node.target is torch.cat and targets == [operator.sub, operator.add]):
                 found.append(node)
+        elif _is_turned(node):
+            found.append(node)
     return found
 
 
-PASS = recognize("rope", [rotate_half, halves_apart, pairs, pairs_cast], anchors)
+PASS = recognize("rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, complex_numbers], anchors)

@@ -7,6 +7,7 @@ from torch import nn
 from tests.passes.conftest import check, family, random
 
 PASSES = family("rope")
+H = 4
 
 
 def tables(length=5, dim=8, dtype=torch.float32, rows=1, grad=False):
@@ -115,6 +116,51 @@ def test_tables_of_half_the_width(spelling):
     check(spelling, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), passes=PASSES, expect={"rope": 1}, tol=1e-2)
 
 
+def in_slices(first, second):
+    """What is split by slices, and turned by tables of half the width."""
+    def fn(x, cos, sin):
+        a, b = first(x), second(x)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    return fn
+
+
+SLICES = {
+    "halves": (lambda x: x[..., :H], lambda x: x[..., H:]), "halves of sizes": (lambda x: x[..., : x.shape[-1] // 2], lambda x: x[..., x.shape[-1] // 2 :]),
+    "halves from the end": (lambda x: x[:, :, :, 0:-H], lambda x: x[:, :, :, -H:]),
+    "pairs": (lambda x: x[..., 0::2], lambda x: x[..., 1::2]), "full slices": (lambda x: x[:, :, :, ::2], lambda x: x[:, :, :, 1::2])}  # DeepSeek: pairs become halves
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_and_tables_of_half_the_width(name):
+    fn = in_slices(*SLICES[name])
+    check(fn, random(2, 4, 5, 8), *halves(), passes=PASSES, expect={"rope": 1})
+    check(fn, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), passes=PASSES, expect={"rope": 1}, tol=1e-2)
+    heads = Heads(lambda q, k, cos, sin: (fn(q, cos, sin), fn(k, cos, sin)))
+    tables = [torch.randn(2, 1, 5, 4) for _ in range(2)]
+    check(heads, random(2, 5, 6), *tables, passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+
+
+NO_SLICES = {
+    "exchanged": (lambda x: x[..., H:], lambda x: x[..., :H]), "pairs exchanged": (lambda x: x[..., 1::2], lambda x: x[..., ::2]),
+    "one twice": (lambda x: x[..., :H], lambda x: x[..., :H]), "overlapping": (lambda x: x[..., :H], lambda x: x[..., 2:6]),
+    "a half and every second": (lambda x: x[..., :H], lambda x: x[..., 1::2]), "every second of a half": (lambda x: x[..., :H:2].repeat(1, 1, 1, 2), lambda x: x[..., H:]),
+    "rows": (lambda x: x[..., :H, :H], lambda x: x[..., H:, H:]), "heads": (lambda x: x[:, :, ..., :H], lambda x: x[:, ::2, ..., H:].repeat(1, 2, 1, 1)),
+    "of two tensors": (lambda x: x[..., :H], lambda x: torch.sin(x)[..., H:])}
+
+
+@pytest.mark.parametrize("name", NO_SLICES)
+def test_no_slices_of_halves(name):
+    rows = 4 if name == "rows" else 8
+    seen = check(in_slices(*NO_SLICES[name]), random(2, 4, 8, 8), torch.randn(rows, 4), torch.randn(rows, 4), passes=PASSES, expect={})
+    assert len(seen.refused) == 1, seen.refused
+
+
+def test_slices_and_tables_of_the_whole_width():
+    x = random(2, 4, 5, 2)
+    check(in_slices(lambda x: x[..., :1], lambda x: x[..., 1:]), x, torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={})
+
+
 def test_trained_tables_of_half_the_width():
     check(apart, random(2, 4, 5, 8), *halves(grad=True), passes=PASSES)
 
@@ -144,7 +190,6 @@ def turned(half):
     return lambda x, c, s: x * c + half(x) * s
 
 
-H = 4
 MUTATIONS = {
     "sign of the other half": turned(lambda x: torch.cat((x[..., H:], -x[..., :H]), -1)),
     "no sign": turned(lambda x: torch.cat((x[..., H:], x[..., :H]), -1)),
