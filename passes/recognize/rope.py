@@ -88,7 +88,7 @@ def _pairs(match: Match) -> str | None:
         return "the width is no even number"
     if not _every_second(bound["second"], 1, width, rank) or not _every_second(bound["first"], 0, width, rank):
         return "not split into every second element and those between"
-    if _dim(bound["dim"], rank + 1) != rank or (_dim(bound["start"], rank + 1), _dim(bound["end"], rank + 1)) != (rank - 1, rank):
+    if not _beside_again(bound, rank):
         return "not stacked into pairs that lie beside each other"
     if not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, x.dtype) != dtype:  # a narrower one rounds each gradient before their sum
         return "not cast to a wider dtype"
@@ -106,6 +106,11 @@ def _last_slice(index: Any, rank: int) -> slice | None:
     *others, last = index if isinstance(index, tuple) and index else (index,)
     whole = all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in others)
     return last if isinstance(last, slice) and whole and (any(item is ... for item in others) or len(others) == rank - 1) else None
+
+
+def _beside_again(bound: dict[str, Any], rank: int) -> bool:
+    """Whether what is stacked and flattened become pairs that lie beside each other."""
+    return _dim(bound["dim"], rank + 1) == rank and (_dim(bound["start"], rank + 1), _dim(bound["end"], rank + 1)) == (rank - 1, rank)
 
 
 def _dim(dim: Any, rank: int) -> int | None:
@@ -126,6 +131,19 @@ def pairs(x, cos, sin, first, second, dim, start, end):
 def pairs_cast(x, cos, sin, dtype, first, second, dim, start, end):
     """The turn in x's own dtype, and what follows in a wider one: a turn rounds nothing."""
     return x.to(dtype) * cos + turned(x, first, second, dim, start, end).to(dtype) * sin
+
+
+def _pairs_of_slices(match: Match) -> str | None:
+    x = value(match.bound["x"])
+    width, rank = x.shape[-1], x.dim()
+    if not isinstance(width, int) or not _every_second(match.bound["first"], 0, width, rank) or not _every_second(match.bound["second"], 1, width, rank):
+        return "not split into every second element and those between"
+    return _half_tables(match) if _beside_again(match.bound, rank) else "not stacked into pairs that lie beside each other"
+
+
+@rewrite("pairs_of_slices", to=lambda x, cos, sin: op(x, _twice(cos), _twice(sin), True), where=_pairs_of_slices)
+def pairs_of_slices(x, cos, sin, first, second, dim, start, end):
+    return torch.stack((x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin), dim).flatten(start, end)
 
 
 def _complex(match: Match) -> str | None:
@@ -161,16 +179,16 @@ def _is_turned(node):
 
 
 def anchors(graph):
-    """Two tensors joined, one of them negated, or concatenated, a difference and a sum; or what complex numbers were multiplied by others."""
+    """Two tensors joined, one of them negated, or a difference and a sum; or what complex numbers were multiplied by others."""
     found = []
     for node in graph.nodes:
         if node.target in (torch.cat, torch.stack) and len(node.args[0]) == 2:
             targets = [getattr(part, "target", None) for part in node.args[0]]
-            if operator.neg in targets or (node.target is torch.cat and targets == [operator.sub, operator.add]):
+            if operator.neg in targets or targets == [operator.sub, operator.add]:
                 found.append(node)
         elif _is_turned(node):
             found.append(node)
     return found
 
 
-PASS = recognize("rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, complex_numbers], anchors)
+PASS = recognize("rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, pairs_of_slices, complex_numbers], anchors)

@@ -100,6 +100,48 @@ def test_pairs_with_dynamic_shapes(name):
     check(heads, random(2, 5, 6), *repeated(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
 
 
+def apart(x, cos, sin, join=lambda a, b: torch.stack((a, b), -1).flatten(-2)):
+    """As the paper writes it, and Meta: each pair by tables of half the width."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return join(even * cos - odd * sin, even * sin + odd * cos)
+
+
+def halved(length=5, dim=8, rows=1):
+    angles = torch.rand(rows, 1, length, dim // 2) * 6
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pairs_and_tables_of_half_the_width(dtype):
+    def fn(q, k, c, s):
+        return apart(q, c, s), apart(k, c, s, lambda a, b: torch.stack([a, b], dim=-1).reshape(k.shape))
+
+    check(fn, random(2, 4, 5, 8, dtype=dtype), random(2, 2, 5, 8, dtype=dtype), *halved(), passes=PASSES, expect={"rope": 2}, tol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_dynamic_shapes_of_pairs_and_tables_of_half_the_width():
+    heads = Heads(lambda q, k, cos, sin: (apart(q, cos, sin), apart(k, cos, sin)))
+    check(heads, random(2, 5, 6), *halved(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+
+
+NOT_APART = {
+    "first and second exchanged": lambda x, c, s: torch.stack((x[..., 1::2] * c - x[..., ::2] * s, x[..., ::2] * c + x[..., 1::2] * s), -1).flatten(-2),
+    "halves": lambda x, c, s: torch.stack((x[..., :H] * c - x[..., H:] * s, x[..., H:] * c + x[..., :H] * s), -1).flatten(-2),
+    "stacked halves": lambda x, c, s: apart(x, c, s, lambda a, b: torch.stack((a, b), -2).flatten(-2)),
+    "other dims flattened": lambda x, c, s: apart(x, c, s, lambda a, b: torch.stack((a, b), -1).flatten(2, 3)),
+    "tables exchanged": lambda x, c, s: torch.stack((x[..., ::2] * s - x[..., 1::2] * c, x[..., 1::2] * c + x[..., ::2] * s), -1).flatten(-2),
+    "of two tensors": lambda x, c, s: (lambda y: torch.stack((x[..., ::2] * c - y[..., 1::2] * s, y[..., 1::2] * c + x[..., ::2] * s), -1).flatten(-2))(x.sin()),
+    "one number for all": lambda x, c, s: apart(x, c[..., :1], s[..., :1]),
+    "larger": lambda x, c, s: apart(x, c.expand(3, 2, 4, 5, 4), s.expand(3, 2, 4, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_APART)
+def test_no_pairs_by_tables_of_half_the_width(name):
+    seen = check(NOT_APART[name], random(2, 4, 5, 8), *halved(), passes=PASSES, expect={})
+    assert len(seen.refused) == 1, seen.refused
+
+
 NO_PAIRS = {
     "sign of the other": (turned(lambda x: torch.stack((x[..., 1::2], -x[..., ::2]), -1).flatten(-2)), "expected"),
     "first negated": (turned(lambda x: torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2)), "not split into every second"),
