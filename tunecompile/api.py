@@ -28,7 +28,7 @@ from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
-from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, note_new_layers, structure
+from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, note_new_layers, note_outside, structure
 from tunecompile.sizes import batch_tokens
 from tunecompile.report import Report, summarize
 from tunecompile.tail import Head, HeadSlot
@@ -193,6 +193,7 @@ class State(NotCopied):
         self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
         self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
         self._attach_head()
+        self.notes += note_outside(self.model, stacks, self.embeddings)
 
     def _attach_layers(self, stack: Layers, counts: bool) -> None:
         kinds: dict[tuple, Region] = {}

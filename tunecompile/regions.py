@@ -38,8 +38,9 @@ class Layers:
 
 
 def find_layers(model: nn.Module) -> list[Layers]:
-    """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers of one class that hold parameters.
+    """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
 
+    In a Sequential they are of one class, in a ModuleList one class repeats at least: there may be others between (layers with cross-attention).
     Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
     """
     found: list[Layers] = []
@@ -50,8 +51,9 @@ def find_layers(model: nn.Module) -> list[Layers]:
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
             members = tuple(child.children())
-            repeated = isinstance(child, (nn.ModuleList, nn.Sequential)) and len(members) >= 2
-            if repeated and len({type(m) for m in members}) == 1 and all(next(m.children(), None) is not None for m in members):
+            classes = len({type(m) for m in members})
+            repeated = classes < len(members) if isinstance(child, nn.ModuleList) else isinstance(child, nn.Sequential) and classes == 1 < len(members)
+            if repeated and all(next(m.children(), None) is not None for m in members):
                 found.append(Layers(where, runner if isinstance(child, nn.ModuleList) else child, members))
             else:
                 visit(child, where, runner)
@@ -64,6 +66,16 @@ def note_new_layers(model: nn.Module) -> list[str]:
     """Layers of an optimized model that came, or took another's place, since then."""
     new = [layer for stack in find_layers(model) for layer in stack.members if layer._compiled_call_impl is None]
     return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
+
+
+def note_outside(model: nn.Module, stacks: Sequence[Layers], head: nn.Module | None) -> list[str]:
+    """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
+    inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
+    apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) or module is head for p in module.parameters()}
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside and id(p) not in apart)
+    if outside <= sum(inside.values()):
+        return []
+    return [f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"]
 
 
 def find_norms(owner: nn.Module) -> list[nn.Module]:

@@ -106,7 +106,7 @@ def test_modern_style():
     report = check(Modern(), ids(), labels=ids(), loss=lambda out: out["loss"] + 0.1 * out["hidden"][0].square().mean())
     assert report.compiles == 1 and report.regions[0].layers == 3
     found = matches(report)
-    assert found["rms_norm"] == (2, 2) and found["linear_cross_entropy"] == (1, 1), report
+    assert found["rms_norm"] == (2, 2) and found["linear_cross_entropy"] == (1, 1) and found["rope"] == (2, 2), report
     for family, (seen, done) in found.items():  # what is not rewritten is explained
         assert seen == done or next(m for m in report.matches if m.family == family).refused, report
 
@@ -185,6 +185,62 @@ def test_no_repeated_layers():
     report = check(Plain(), x, scale=2.0, loss=lambda out: weighted(out["out"]) + out["aux"][0] + out["aux"][2][0].mean())
     assert report.compiles == 1 and any("no repeated layers" in note for note in report.notes)
     assert matches(report)["rms_norm"] == (1, 1)
+
+
+class Crossing(nn.Module):
+    """Layers of two classes in one list, as models of text and images have them: some read a memory, and are left out where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        self.layers = nn.ModuleList(kinds[i % 2](WIDTH, HEADS, WIDTH, 0.0, batch_first=True) for i in range(4))
+
+    def forward(self, x, memory=None):
+        for layer in self.layers:
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                x = layer(x)
+            elif memory is not None:
+                x = layer(x, memory)
+        return x
+
+
+def test_layers_of_two_classes_in_one_list():
+    x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH)
+    report = check(Crossing(), x, memory)
+    assert [(r.layers, r.compiles) for r in report.regions] == [(2, 1), (2, 1)] and not report.notes[1:], report
+    report = check(Crossing(), x)
+    assert [(r.layers, r.compiles) for r in report.regions] == [(2, 1), (2, 0)], report
+
+
+class Beside(nn.Module):
+    """A small tower of layers beside a large part that has none."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.embed, self.parts = nn.Embedding(1000, 8), nn.ModuleList([nn.Sequential(nn.Linear(8, width)), Wide(width)])
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for part in (*self.tower, *self.parts):
+            x = part(x)
+        return x
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.out = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.out(x)
+
+
+@pytest.mark.parametrize("width, said", [(64, True), (2, False)])
+def test_most_weights_in_no_layer_are_told(width, said):
+    report = check(Beside(width), ids())
+    assert [r.layers for r in report.regions] == [2], report
+    assert said == any("most weights are in none of the repeated layers that were found (tower)" in note for note in report.notes), report
 
 
 def test_no_parameters_and_no_layers():
