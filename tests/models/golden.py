@@ -46,7 +46,9 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
     "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
     # two kinds of layers: the first is dense
     "glm4_moe": ADAPTED | {"lora": (8, 8), "grouped_linear": (6, 6), "rope": (4, 4), "rms_norm": (4, 4), "add_rms_norm": (2, 2), "swiglu": (2, 2)},
-    "deepseek_v3": ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 4), "rms_norm": (8, 8), "add_rms_norm": (2, 2), "swiglu": (2, 2)},  # pairs become halves
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 4), "rms_norm": (8, 8), "add_rms_norm": (2, 2),
+                                                               "swiglu": (2, 2)}),
+    "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight
     "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
     "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
     "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
@@ -56,7 +58,7 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
 #: where layers with experts run eagerly in fp32: what is found in the others
 EAGER_EXPERTS: dict[str, Row] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"), {"linear_cross_entropy": (1, 1)}),
-    "glm4_moe": LLAMA, "deepseek_v3": LLAMA | {"lora": (8, 8), "grouped_linear": (4, 4), "rms_norm": (4, 4)},
+    "glm4_moe": LLAMA, **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LLAMA | {"lora": (8, 8), "grouped_linear": (4, 4), "rms_norm": (4, 4)}),
 }
 
 

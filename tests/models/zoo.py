@@ -32,7 +32,9 @@ NAMES: dict[str, tuple[str, dict]] = {
         "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id": 0}), "phi": ("Phi", {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "gpt_neox": ("GPTNeoX", {}), "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}), "falcon": ("Falcon", {"new_decoder_architecture": True,
         "num_kv_heads": 2, "alibi": False}), "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "llama4": ("Llama4", {"intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [], "pad_token_id": 0}),  # PEFT cannot adapt its router
 }
+NAMES["deepseek_v2"] = ("DeepseekV2", NAMES["deepseek_v3"][1])
 
 
 class Stack(nn.Module):
@@ -52,7 +54,7 @@ def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 
     name, settings = NAMES[family]
-    config = getattr(tf, name + ("TextConfig" if family == "gemma3" else "Config"))(**{**SMALL, **settings, **changes})
+    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4") else "Config"))(**{**SMALL, **settings, **changes})
     torch.manual_seed(0)
     return getattr(tf, name + "ForCausalLM", getattr(tf, name + "LMHeadModel", None))(config)
 
