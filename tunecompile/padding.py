@@ -336,12 +336,24 @@ def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) 
         return "its layers mix tokens by more than attention"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
-    if sum(isinstance(m, nn.Embedding) for m in owner.modules()) > 1:
+    if _embeds_more(owner):
         return "it embeds more than tokens, positions perhaps"
     if _follows_length(config.to_dict()):
         return "its rotary frequencies follow the length of the batch"
     interface.register(INTERFACE, attention)
     return ""
+
+
+def _embeds_more(owner: nn.Module) -> bool:
+    """Whether there is a table beside that of tokens. An adapter that trains a copy of it keeps both inside the module of tokens."""
+    tables = [module for module in owner.modules() if isinstance(module, nn.Embedding)]
+    if len(tables) < 2:
+        return False
+    try:
+        inside = set(owner.get_input_embeddings().modules())
+    except (AttributeError, NotImplementedError):
+        return True
+    return not inside.issuperset(tables) or len({table.weight.shape for table in tables}) > 1
 
 
 def _follows_length(settings: Any) -> bool:

@@ -98,6 +98,15 @@ def test_adapters(quantized, wrapped):
     assert flattened(model if wrapped == "before" else base) == 2
 
 
+@pytest.mark.parametrize("options", [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)], ids=str)
+def test_an_adapter_that_trains_tokens(options):
+    """A copy of the table beside the table, or a few rows of it: it still embeds nothing but tokens."""
+    pytest.importorskip("peft")
+    model, reference = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options))
+    equal(model, reference, padded(), limit=1e-4)
+    assert flattened(model) == 1, notes(model)
+
+
 def test_positions_and_embeddings_of_the_callers():
     model, reference = pair(lambda: zoo.make("llama"))
     inputs = padded(side="left")
@@ -274,12 +283,19 @@ def test_a_loss_of_the_users_own_may_read_padding():
     assert "no labels are given to the model" in notes(model)
 
 
+def beside_tokens(model: nn.Module) -> nn.Module:
+    """With a second table, as large as that of tokens."""
+    model.model.places = nn.Embedding(*model.model.embed_tokens.weight.shape)
+    return model
+
+
 @pytest.mark.parametrize("build, said", [
     pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
     (lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "follow the length"),
     (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
     (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
-], ids=["dropout", "dynamic", "eager", "bidirectional"])
+    (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds more than tokens"),
+], ids=["dropout", "dynamic", "eager", "bidirectional", "positions"])
 def test_models_that_keep_their_padding(build, said):
     model, reference = pair(build)
     for seed in range(2):
