@@ -200,8 +200,8 @@ class Padding:
         self._note(reason, batches)
 
     def logits_are_read(self) -> None:
-        """Somebody beside the loss reads logits of the last call: what stands at padding may matter to them."""
-        if self.flat:
+        """Somebody beside the loss, or a loss with other labels, reads logits of a flattened call: what stands at padding may matter to them."""
+        if self.flattened and not self.refused:
             self.refuse("logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)")
             log.warning("tunecompile: %s", next(reversed(self.notes)))
 

@@ -68,7 +68,9 @@ class Head:
 
     module: nn.Module
     tally: Tally
-    read: Callable[[], None] = lambda: None  #: told when logits are made for anything but a cross-entropy
+    padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
+    read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
+    looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
 
@@ -102,6 +104,7 @@ class LazyLogits(Tensor):
     def __init__(self, head: Head, hidden: Tensor, steps: tuple[Step, ...], meta: Tensor, autocast: torch.dtype | None, product: Product):
         self._head, self._hidden, self._steps, self._meta, self._real = head, hidden, steps, meta, None
         self._head_autocast, self._product = autocast, product
+        self._padded = head.padded()
         self._source: LazyLogits | None = None  #: whose memory this shares, as a view or a cast to the same dtype
         self._made_at = 0  #: how often somebody had written into the real ones when they were made
 
@@ -129,6 +132,7 @@ class LazyLogits(Tensor):
         """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):  # a view made under `no_grad` has no history
             lazy = LazyLogits(self._head, self._hidden, (*self._steps, step), meta, self._head_autocast, self._product)
+        lazy._padded = self._padded  # the model may have been called again since
         if StorageWeakRef(meta.untyped_storage()) == StorageWeakRef(self._meta.untyped_storage()):
             lazy._source = self
         return lazy
@@ -154,12 +158,13 @@ class LazyLogits(Tensor):
         if func in _DEFERRED and deferred and not any(map(_holds_tensor, others)):
             if (meta := _try_meta(func, lazy._meta, args[1:], kwargs)) is not None:
                 return lazy._then(Step(func, args[1:], kwargs), meta)
+        given = {k: v for k, v in kwargs.items() if k != "input"}
+        if torch.is_grad_enabled():
+            _tell_of_padding((args, kwargs), lambda: func is F.cross_entropy and isinstance(lazy, LazyLogits) and _leaves_padding(lazy, *args[1:], **given))
         if func is F.cross_entropy and deferred:
-            loss = _fused_loss(lazy, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+            loss = _fused_loss(lazy, *args[1:], **given)
             if loss is not None:
                 return loss
-        elif deferred and torch.is_grad_enabled():
-            lazy._head.read()
         elif isinstance(lazy, LazyLogits) and torch.is_grad_enabled() and not lazy._head.tally.rewritten and (func is F.cross_entropy or func in _DEFERRED):
             lazy._head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
         return func(*_real(args), **_real(kwargs))
@@ -261,6 +266,25 @@ def _understand(lazy: LazyLogits) -> _Chain | str:
     if chain.softcap:  # softcap * tanh(scale' * x) with scale' = scale / softcap
         chain = replace(chain, scale=chain.scale * chain.softcap)
     return chain
+
+
+def _tell_of_padding(tree: Any, harmless: Callable[[], bool]) -> None:
+    """Heads whose hidden states are zero at padding learn that their logits are read."""
+    for leaf in torch.utils._pytree.tree_leaves(tree):
+        if isinstance(leaf, LazyLogits) and leaf._padded and not harmless():
+            leaf._head.read()
+
+
+def _leaves_padding(lazy: LazyLogits, target: Tensor, *_args: Any, ignore_index: int = -100, **_options: Any) -> bool:
+    """Whether a cross-entropy surely counts no row whose hidden state was given up, and so is zero. One in the model's forward has the labels that were
+    looked at before; for others this waits for the device."""
+    if lazy._head.looked_at():
+        return True
+    chain = _understand(lazy)
+    if isinstance(chain, str) or target.is_floating_point() or lazy.dim() != 2 or _args[2:]:
+        return False
+    rows = chain.hidden.detach().flatten(0, -2)
+    return rows.shape[:1] == target.shape and not bool(((rows == 0).all(-1) & (target != ignore_index).to(rows.device)).any())
 
 
 def _fused_loss(lazy: LazyLogits, target: Tensor, weight: Tensor | None = None, size_average=None, ignore_index: int = -100,

@@ -41,6 +41,41 @@ def test_another_loss_beside_the_labels():
     assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
 
 
+def every_token(logits: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), zoo.batch(rows=4, length=20)["input_ids"].flatten(), reduction=reduction).mean()
+
+
+def after_metrics(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits.argmax(-1)
+    return logits.logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("loss", [every_token, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (
+    lambda logits: every_token(logits, "none"), after_metrics, lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean()))],
+                         ids=["own labels", "no reduction", "after metrics", "joined"])
+def test_a_loss_of_the_users_own_counts_padding(loss):
+    """Beside labels that do not. From the next step on the padding stays, and numbers are right."""
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    for _ in range(2):
+        losses = [loss(m.train()(**padded()).logits).item() for m in (model, reference)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
+
+
+def test_a_loss_of_the_users_own_leaves_padding_out():
+    """Then it is flattened, until logits are read otherwise; also those of a call that was not the last one."""
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    labels = padded()["labels"][:, 1:].flatten()
+    outputs = [m.train()(**padded()).logits for m in (model, reference)]
+    losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), labels).item() for logits in outputs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert flattened(model) == 1 and "logits are read" not in str(tunecompile.report(model).notes)
+    model(**zoo.batch())
+    outputs[0].logsumexp(-1)
+    assert "logits are read" in str(tunecompile.report(model).notes)
+
+
 @pytest.mark.parametrize("where", ["model", "model.layers.1", "model.norm"])
 def test_hooks_see_the_padded_batch(where):
     shapes = []
