@@ -362,6 +362,9 @@ class State(NotCopied):
     def _note_replicas(self) -> list[str]:
         return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if self.replicated else []
 
+    def _note_outer(self) -> list[str]:
+        return ["the model was compiled as a whole by somebody else (torch.compile, model.compile): such steps run without tunecompile"] if self.step.outer else []
+
     def _note_unused_heads(self) -> list[str]:
         """A head that no training step called, where there were steps."""
         if not any(region.variants for region in self.regions):
@@ -384,7 +387,7 @@ class State(NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
-                         + note_new_layers(self.model) + self._note_unused_heads() + self._note_replicas()
+                         + note_new_layers(self.model) + self._note_outer() + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 
     def _memory(self) -> dict[str, Any] | None:

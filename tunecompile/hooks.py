@@ -36,6 +36,7 @@ class StepFlag:
 
     active: bool = False
     entered: bool = False  #: whether any step has begun at all
+    outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
     budget: Budget | None = None  #: of the model's layers, where the user gave one
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
@@ -52,6 +53,8 @@ class EntryHook(NotCopied):
         step = self.state.step
         step.entered = True
         step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if torch.compiler.is_compiling():
+            step.outer = True  # written and never read there, where Dynamo would guard on it
         if not step.active:
             return None
         self.state.follow_checkpointing()

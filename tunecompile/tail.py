@@ -165,6 +165,8 @@ class LazyLogits(Tensor):
             loss = _fused_loss(lazy, *args[1:], **given)
             if loss is not None:
                 return loss
+        elif deferred and torch.is_grad_enabled() and not lazy._head.tally.rewritten:
+            lazy._head.refuse(f"logits are made: {getattr(func, '__name__', func)} reads them before any cross-entropy does")
         elif isinstance(lazy, LazyLogits) and torch.is_grad_enabled() and not lazy._head.tally.rewritten and (func is F.cross_entropy or func in _DEFERRED):
             lazy._head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
         return func(*_real(args), **_real(kwargs))
@@ -328,7 +330,7 @@ def _call(lazy, hidden, target, chain, ignore_index, reduction, label_smoothing)
 class HeadSlot:
     """What stands in the head's `_compiled_call_impl`.
 
-    `called` tells whether it ever was: trainers may compute the loss from the head's weight by themselves.
+    `called` tells whether a training step ever did: trainers may compute the loss from the head's weight by themselves.
     """
 
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
@@ -338,7 +340,7 @@ class HeadSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
-        if not self.called:
+        if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
             self.called, self.placement = True, place(module)
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return module._call_impl(*args, **kwargs)

@@ -380,6 +380,7 @@ def test_a_model_compiled_by_its_user():
         reference(x).square().sum().backward()
         for ours, theirs in zip(model.parameters(), reference.parameters()):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        assert any("compiled as a whole by somebody else" in note for note in tunecompile.report(model).notes)
 
 
 def test_report_says_why_a_region_was_compiled_again():

@@ -157,6 +157,16 @@ def test_a_view_made_without_gradients_gives_none():
     equal(model, reference, run)
 
 
+def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
+    model, ids = pair()[0], zoo.batch()["input_ids"]
+    model.model(ids).last_hidden_state.mean().backward()  # a trainer that multiplies by the head's weight itself
+    with torch.no_grad():
+        model(ids)  # and generates between its steps
+    assert any("the head is never called" in note for note in tunecompile.report(model).notes)
+    model(ids).logits.log_softmax(-1)
+    assert "log_softmax reads them" in next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy").refused[0]
+
+
 def test_two_forwards_before_one_backward():
     model, reference = pair()
     first, second = zoo.batch(seed=1), zoo.batch(seed=2, rows=3)
