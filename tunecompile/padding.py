@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
 OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
 LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
 IGNORED = -100
 TOGETHER = "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = False makes none)"
 PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
@@ -139,7 +140,8 @@ class Flat:
         tokens = {name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
         given = kwargs.get("position_ids")
         positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
-        return {**kwargs, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
+        others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        return {**others, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
 
     def outputs(self, output: Any) -> Any:
         """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
@@ -392,7 +394,7 @@ def _refuse_arguments(given: dict) -> str:
     for name, value in given.items():
         if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
             return f"{name} is asked for"
-        if name in _KNOWN or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
+        if name in _KNOWN or name in BOUNDARIES or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
             continue
         return f"{name} is given"
     return "a cache is used" if given.get("use_cache") else ""

@@ -133,7 +133,10 @@ def test_a_collator_of_transformers():
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
     rows = [{"input_ids": zoo.batch(256, 1, length, seed=length)["input_ids"][0].tolist()} for length in (4, 9, 6)]
     equal(model, reference, dict(DataCollatorWithFlattening()(rows)))
-    assert batches(model) == 1
+    both = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)  # as TRL's does by default
+    for count in (3, 2):
+        equal(model, reference, dict(both(rows[:count])))
+    assert batches(model) == 3 and tunecompile.report(model).compiles == 1
 
 
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
