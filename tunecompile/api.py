@@ -29,8 +29,8 @@ from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
 from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, note_new_layers, note_outside, structure
-from tunecompile.sizes import batch_tokens
 from tunecompile.report import Report, summarize
+from tunecompile.sizes import batch_tokens
 from tunecompile.tail import Head, HeadSlot
 
 log = logging.getLogger("tunecompile")
@@ -343,6 +343,8 @@ class State(NotCopied):
             _empty(slot.layer, slot)
         for slot in self.slots:
             _empty(slot.layer, slot)
+            if slot.states is not None:
+                slot.states.remove()
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = function.function

@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
@@ -25,6 +26,7 @@ from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
 from tunecompile.padding import OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
 from tunecompile.pipeline import Context, Pass
+from tunecompile.quantized import put_states_back
 from tunecompile.sizes import Sizes, mark_flat, tensors_in
 
 
@@ -232,6 +234,7 @@ class Slot:
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
         self.placement: Placement | None = None
+        self.states: RemovableHandle | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
@@ -254,6 +257,7 @@ class Slot:
     def _look_around(self) -> None:
         """At the first step, when adapters are in place and devices are chosen."""
         self.placement = place(self.layer)
+        self.states = put_states_back(self.layer)
         self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
 
     @property

@@ -21,6 +21,15 @@ def model(full: bool = False, **changes) -> nn.Module:
     return (made if full else zoo.adapt(made, r=8)).to(DEVICE).train()
 
 
+def packed() -> nn.Module:
+    """In NF4, as loading leaves it: the state of a weight is its module's as well."""
+    made = zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2)), r=8).to(DEVICE).train()
+    for module in made.modules():
+        if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
+            module.quant_state = state
+    return made
+
+
 def optimized(made: nn.Module, **options) -> nn.Module:
     """Code is generated on a GPU only: on a CPU it takes half a minute a layer."""
     return tunecompile.optimize(made, executor="inductor" if DEVICE == "cuda" else "eager", **options)

@@ -3,7 +3,7 @@
 from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, whole
 from tests.distributed.ranks import slow
 
 
@@ -16,6 +16,13 @@ def adapters(rank, ranks):
 @slow
 def as_the_readme_says(rank, ranks):
     steps(of_readme("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}), model(), rank, ranks)
+
+
+@slow
+def four_bits(rank, ranks):
+    made = optimized(packed())
+    steps(DistributedDataParallel(made), packed(), rank, ranks)
+    whole(made)
 
 
 @slow

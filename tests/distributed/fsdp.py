@@ -5,7 +5,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, whole
 from tests.distributed.ranks import slow
 
 
@@ -29,6 +29,18 @@ def adapters(rank, ranks):
 @slow
 def as_the_readme_says(rank, ranks):
     steps(of_readme("fully_shard(", {"model": model(), "fully_shard": fully_shard}), model(), rank, ranks)
+
+
+@slow
+def four_bits(rank, ranks):
+    """What is gathered has lost its quantisation state."""
+    made = _sharded(optimized(packed()))
+    steps(made, packed(), rank, ranks)
+    whole(made)
+    assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["nf4"] == 7
+    hooks = [len(layer._forward_pre_hooks) for layer in _layers(made)]
+    tunecompile.restore(made)
+    assert [len(layer._forward_pre_hooks) for layer in _layers(made)] == [count - 1 for count in hooks]
 
 
 @slow
