@@ -48,6 +48,8 @@ def _refuse(arguments: dict) -> str | None:
     shape, blocksize = arguments["shapeB"], arguments["blocksize"]
     if arguments["quant_type"] not in CODES:
         return f"quantisation {arguments['quant_type']!r} is unknown"
+    if isinstance(shape, Node) or isinstance(blocksize, Node):  # the graph of a piece of a layer, broken in the middle of bitsandbytes' code
+        return "the weight's shape is no constant"
     if math.prod(shape) % blocksize:
         return "the last block is not full"
     if len(shape) != 2 or value(arguments["A"]).shape[-1] != shape[1]:

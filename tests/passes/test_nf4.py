@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from tests.passes.conftest import check, family, random
+from tunecompile.pipeline import Context
 
 bnb = pytest.importorskip("bitsandbytes")
 PASSES = family("nf4")
@@ -93,3 +95,13 @@ def test_input_mutated_between_two_layers():
 
     layers = Pair()
     check(fn, random(2, 3, 64), passes=ALL, tol=2e-5)
+
+
+def test_a_shape_that_an_earlier_piece_hands_over():
+    """Where a graph breaks in the middle of bitsandbytes' code, it is an input of the next one."""
+    graph = Graph()
+    given = [graph.placeholder(name) for name in ("x", "packed", "shape", "absmax")]
+    graph.output(graph.call_function(torch.ops.bitsandbytes.gemm_4bit.default, (*given, 64, "nf4")))
+    context = Context("layer")
+    PASSES[0].run(graph, context)
+    assert context.tallies[0].rewritten == 0 and "no constant" in context.tallies[0].refused[0]
