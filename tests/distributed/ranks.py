@@ -6,6 +6,7 @@ one set of processes, one after the other: a process takes ten seconds to start,
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -24,31 +25,31 @@ def slow(case: Callable) -> Callable:
     return case
 
 
-def cases_of(module: str, slow: bool) -> list[str]:
-    found = vars(importlib.import_module(module))
-    return [name for name, value in found.items() if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow]
+def cases_of(modules: str, slow: bool) -> dict[str, Callable]:
+    """By module and name."""
+    return {f"{module}.{name}": value for module in modules.split(",") for name, value in vars(importlib.import_module(module)).items()
+            if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow}
 
 
-def run(module: str, slow: bool, ranks: int, folder: Path, gpus: bool = False) -> list[str]:
+def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False) -> list[str]:
     """What failed: a traceback for each case and rank."""
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    processes = [subprocess.Popen([sys.executable, "-m", __name__, module, str(int(slow)), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                  env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
-    said = []
-    try:
+    said = [folder / f"{rank}.log" for rank in range(ranks)]  # not pipes: a rank that nobody reads would wait, and the others for it
+    processes = [subprocess.Popen([sys.executable, "-m", __name__, modules, str(int(slow)), str(folder)], stdout=log.open("w"), stderr=subprocess.STDOUT,
+                                  env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank, log in enumerate(said)]
+    with contextlib.suppress(subprocess.TimeoutExpired):
         for process in processes:
-            said.append(process.communicate(timeout=TIMEOUT)[0])
-    finally:
-        for process in processes:
-            process.kill()
+            process.wait(TIMEOUT)
+    for process in processes:
+        process.kill()
     ended = [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)]
-    return [f"{name}, {outcome.get(name, f'rank {rank} ended before:{chr(10)}{said[rank][-3000:]}')}" for name in cases_of(module, slow)
+    return [f"{name}, {outcome.get(name) or f'rank {rank} ended before: {said[rank].read_text()[-3000:]}'}" for name in cases_of(modules, slow)
             for rank, outcome in enumerate(ended) if outcome.get(name, True)]
 
 
-def main(module: str, slow: bool, folder: Path) -> None:
+def main(modules: str, slow: bool, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
@@ -57,12 +58,12 @@ def main(module: str, slow: bool, folder: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
-    cases, outcome = importlib.import_module(module), {}
-    for name in cases_of(module, slow):
+    outcome = {}
+    for name, case in cases_of(modules, slow).items():
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:
-            getattr(cases, name)(rank, ranks)
+            case(rank, ranks)
             outcome[name] = ""
         except Exception:
             outcome[name] = f"rank {rank}:\n{traceback.format_exc()}"

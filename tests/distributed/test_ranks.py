@@ -8,19 +8,20 @@ from tests.distributed.ranks import run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_on_two_ranks(engine, slow, tmp_path):
+DDP, FSDP = "tests.distributed.ddp", "tests.distributed.fsdp"
+
+
+@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP}", False), pytest.param(DDP, True, marks=pytest.mark.slow), pytest.param(FSDP, True, marks=pytest.mark.slow)])
+def test_on_two_ranks(modules, slow, tmp_path):
     for needed in ("transformers", "peft"):
         pytest.importorskip(needed)
-    failed = run(f"tests.distributed.{engine}", slow, 2, tmp_path)
+    failed = run(modules, slow, 2, tmp_path)
     assert not failed, "\n\n".join(failed)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_on_two_gpus(engine, tmp_path):
+def test_on_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    failed = run(f"tests.distributed.{engine}", False, 2, tmp_path, gpus=True)
+    failed = run(f"{DDP},{FSDP}", False, 2, tmp_path, gpus=True)
     assert not failed, "\n\n".join(failed)

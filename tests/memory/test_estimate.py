@@ -35,22 +35,22 @@ def resident(estimate: tunecompile.Estimate) -> int:
     return estimate.weights + estimate.gradients + estimate.optimizer
 
 
-@pytest.mark.parametrize("quantised", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised):
+@pytest.mark.parametrize("quantised, share", [(False, 0.7), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((False, 1.2), (True, 0.7), (True, 1.2)))])
+def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share):
     """On a CPU a step's budget bounds what layers, head and loss hold. An estimate counts the rest as well."""
     if quantised:
         pytest.importorskip("bitsandbytes")
     whole = tunecompile.estimate(make(quantised), SHAPE)
-    for share in (1.2, 0.7):
-        allowed = int(share * whole.activations)
-        model = tunecompile.optimize(make(quantised), memory=allowed, executor="eager")
-        step(model)
-        real = tunecompile.report(model).memory
-        estimate = tunecompile.estimate(make(quantised), SHAPE, memory=allowed + int(resident(whole) / (1 - MARGIN)))
-        assert estimate.plans == real["plans"] and estimate.activations == real["predicted_peak"]
-        assert estimate.peak == resident(estimate) + estimate.activations and estimate.fits
+    allowed = int(share * whole.activations)
+    model = tunecompile.optimize(make(quantised), memory=allowed, executor="eager")
+    step(model)
+    real = tunecompile.report(model).memory
+    estimate = tunecompile.estimate(make(quantised), SHAPE, memory=allowed + int(resident(whole) / (1 - MARGIN)))
+    assert estimate.plans == real["plans"] and estimate.activations == real["predicted_peak"]
+    assert estimate.peak == resident(estimate) + estimate.activations and estimate.fits
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind():
     reference, model = make(), make()
     names = [(name, type(module), set(vars(module))) for name, module in model.named_modules()]

@@ -99,6 +99,7 @@ def test_an_optimizer_that_writes_behind_autograds_back():
     equal(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, pytest.param(70, marks=pytest.mark.slow)])
 def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
@@ -182,6 +183,7 @@ def test_adapters_that_change_as_the_layers_begin():
     equal(model, reference, by_hand)
 
 
+@pytest.mark.slow
 def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
     model, reference = build(), build("eager")
     equal(model, reference)
@@ -233,6 +235,7 @@ def test_a_bigger_batch_takes_their_room():
     equal(model, reference)
 
 
+@pytest.mark.slow
 def test_no_room_and_no_wish():
     for memory in (None, "600KiB"):
         model = build(memory)

@@ -173,7 +173,7 @@ def test_two_forwards_before_one_backward():
     equal(model, reference, lambda m: m(**first).loss + 2 * m(**second).loss)
 
 
-@pytest.mark.parametrize("write", ["labels", "own"])
+@pytest.mark.parametrize("write", ["labels", pytest.param("own", marks=pytest.mark.slow)])
 def test_a_graph_that_is_retained(write):
     """Not in the first step, so that the backward is compiled for one that is not."""
     def run(m):

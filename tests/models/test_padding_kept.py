@@ -63,6 +63,7 @@ def test_a_loss_of_the_users_own_counts_padding(loss):
     assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own_leaves_padding_out():
     """Then it is flattened, until logits are read otherwise; also those of a call that was not the last one."""
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
