@@ -97,7 +97,7 @@ def test_the_pass_shows_it(fault, monkeypatch):
     assert not pass_holds(subject)
 
 
-@pytest.mark.parametrize("of", [pytest.param(of, marks=[] if of in ("NF4", "attention") else pytest.mark.slow) for of, subject in SUBJECTS.items() if subject.model])
+@pytest.mark.parametrize("of", [pytest.param(of, marks=[] if of == "NF4" else pytest.mark.slow) for of, subject in SUBJECTS.items() if subject.model])
 def test_a_right_step_is_verified(of, monkeypatch):
     plant(monkeypatch, SUBJECTS[of])
     assert model_holds(SUBJECTS[of], monkeypatch)

@@ -323,6 +323,7 @@ def test_a_graph_is_restored_to_the_letter():
     assert graph.call_function(torch.neg, (next(iter(graph.nodes)),)) is list(graph.nodes)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["budget", *(pytest.param(how, marks=pytest.mark.slow) for how in ("adapted", "checkpointed", "padded"))])
 def test_passes_that_change_nothing_stay_on(install, how):
     install("idle", "PASSES = [Pass(f'{stage}{i}', stage, nothing, requires=frozenset(after)) for stage, requires in "

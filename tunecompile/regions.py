@@ -233,8 +233,8 @@ class Slot:
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
-        self.placement: Placement | None = None
-        self.states: RemovableHandle | None = None
+        self.placement: Placement | None = None  #: where accelerate put the layer
+        self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out

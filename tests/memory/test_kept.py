@@ -69,7 +69,8 @@ def equal(model, reference, run=step):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), pytest.param({"lora_dropout": 0.3}, marks=pytest.mark.slow), {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
 def test_training_is_the_same(options):
     model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]

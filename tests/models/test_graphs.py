@@ -124,6 +124,7 @@ def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
     assert [r.number for r in step] == sorted(r.number for r in step) and len({r.number for r in step}) == 3
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_shape_between_forward_and_backward(pair):
     model, reference = pair
     for seed in range(8):

@@ -25,6 +25,7 @@ def saved_bytes(model):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, adapted", [("llama", True), pytest.param("gemma2", False, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_eager(family, adapted, monkeypatch):
     monkeypatch.setattr(regions, "LARGE", 0)

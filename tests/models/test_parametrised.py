@@ -38,6 +38,7 @@ def test_they_are_given_back_and_a_copy_has_its_own():
     assert not any("forward" in vars(module) for module in wrappers(model))
 
 
+@pytest.mark.slow
 def test_a_forward_of_somebody_elses_is_left_alone():
     model = zoo.adapt(zoo.make("mixtral"))
     gate = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp.gate"))
