@@ -57,8 +57,10 @@ def _refuse(arguments: dict) -> str | None:
     return None
 
 
-def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype):
+def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype, storage):
     nested = absmax_8bit is not None
+    if storage != torch.uint8:  # bnb_4bit_quant_storage, which FSDP asks for: the same bytes
+        B = B.view(torch.uint8).reshape(-1, 1)
     weight = dequantize_4bit(B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None, absmax_offset,
                              rows, columns, blocksize, quant_type, dtype)
     return F.linear(A, weight, bias)
@@ -80,7 +82,7 @@ def run(graph: Graph, context: Context) -> None:
             continue
         rows, columns = arguments.pop("shapeB")
         output = next(user for user in node.users if user.args[1] == 0) if function else node
-        arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"])}
+        arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"]), "storage": dtype_of(arguments["B"])}
         if (reason := replace(graph, (output,), _build, arguments)) is not None:
             tally.refused.append(reason + where_from(node))
             continue

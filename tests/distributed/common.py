@@ -22,8 +22,8 @@ def model(full: bool = False, **changes) -> nn.Module:
 
 
 def packed() -> nn.Module:
-    """In NF4, as loading leaves it: the state of a weight is its module's as well."""
-    made = zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2)), r=8).to(DEVICE).train()
+    """In NF4, as loading leaves it: the state of a weight is its module's as well. Stored as floats, since FSDP2 shards no others (torch 2.11)."""
+    made = zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2), storage=torch.bfloat16), r=8).to(DEVICE).train()
     for module in made.modules():
         if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
             module.quant_state = state

@@ -13,9 +13,9 @@ PASSES = family("nf4")
 ALL = family("nf4", "lora", "grouped_linear", "lora_nf4")
 
 
-def linear(n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None):
-    made = bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double)
-    options = {} if blocksize is None else {"blocksize": blocksize}
+def linear(n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None, storage=torch.uint8):
+    made = bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double, quant_storage=storage)
+    options = {"quant_storage": storage} if blocksize is None else {"blocksize": blocksize, "quant_storage": storage}
     made.weight = bnb.nn.Params4bit(torch.randn(n, k, dtype=dtype), requires_grad=False, quant_type=quant_type, compress_statistics=double, **options)
     if bias:
         made.bias = nn.Parameter(torch.randn(n, dtype=dtype))
@@ -30,6 +30,12 @@ def test_a_layer(dtype, quant_type, double, bias):
     layer = linear(bias=bias, dtype=dtype, double=double, quant_type=quant_type)
     check(layer, random(2, 3, 64, dtype=dtype), passes=PASSES, expect={"dequantize_4bit": 1}, parameters=[p for p in [layer.bias] if p is not None],
           tol=2e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
+def test_bytes_that_are_stored_as_floats(storage):
+    """So that FSDP shards them (bnb_4bit_quant_storage)."""
+    check(linear(storage=storage), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (1, 1, 64), (5, 64)])
