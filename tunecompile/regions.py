@@ -237,9 +237,7 @@ class Slot:
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._trains():  # the user compiles the whole model: stay out
-            return self.layer._call_impl(*args, **kwargs)
-        if self._refused():
+        if torch.compiler.is_compiling() or not self._trains() or self._refused():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
         args, kwargs = self.differentiable(args, kwargs)
         recovery = self.step.recovery
@@ -321,8 +319,6 @@ class Slot:
 
     def _hooked(self) -> tuple:
         """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""
-        if self.hooks is None:
-            self._look_around()
         if not any(self.hooks):
             return ()
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in self.hooks for hook in hooks.values())

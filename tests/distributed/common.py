@@ -66,9 +66,7 @@ def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
 
 def alike(ours: nn.Module, one: nn.Module, limit: float = 1e-3 if DEVICE == "cuda" else 1e-4) -> None:
     """The gradients of both are the same ones."""
-    mine, exact = gradients(ours), gradients(one)
-    assert set(mine) == set(exact), set(mine) ^ set(exact)
-    worst = {name: ((mine[name] - grad).norm() / grad.norm().clamp_min(1e-9)).item() for name, grad in exact.items()}
+    worst = zoo.errors(gradients(ours), gradients(one))
     assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
 
 

@@ -7,10 +7,14 @@ from tests.distributed.common import alike, batch, model, of_readme, optimized, 
 from tests.distributed.ranks import slow
 
 
-def adapters(rank, ranks):
-    made = optimized(model())
-    steps(DistributedDataParallel(made), model(), rank, ranks)
+def _in_one_piece(make, rank, ranks):
+    made = optimized(make())
+    steps(DistributedDataParallel(made), make(), rank, ranks)
     whole(made)
+
+
+def adapters(rank, ranks):
+    _in_one_piece(model, rank, ranks)
 
 
 @slow
@@ -20,9 +24,7 @@ def as_the_readme_says(rank, ranks):
 
 @slow
 def four_bits(rank, ranks):
-    made = optimized(packed())
-    steps(DistributedDataParallel(made), packed(), rank, ranks)
-    whole(made)
+    _in_one_piece(packed, rank, ranks)
 
 
 @slow
