@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from statistics import linear_regression, median
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -129,7 +131,12 @@ def render_predictions(folder: Path = RESULTS) -> str:
     if not lines:
         return ""
     return "\n".join(["", "What `tunecompile.estimate` says of a step before one is run, and what was measured. A step whose kernels are launched more slowly than they run takes longer.", "",
-                      "| case | system | peak predicted, GiB | measured | off by | step predicted, ms | measured | off by |", "|---|---|---|---|---|---|---|---|", *sorted(set(lines))]) + "\n"
+                      "| case | system | peak predicted, GiB | measured | off by | step predicted, ms | measured | off by |", "|---|---|---|---|---|---|---|---|", *sorted(set(lines), key=_by_number)]) + "\n"
+
+
+def _by_number(line: str) -> list[Any]:
+    """10 GiB after 7."""
+    return [float(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", line))]
 
 
 def render_verified(folder: Path = RESULTS) -> str:
