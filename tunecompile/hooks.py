@@ -35,6 +35,7 @@ class StepFlag:
     decided for itself would run a re-entrant checkpoint's first forward and its recompute in different ways."""
 
     active: bool = False
+    scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
     entered: bool = False  #: whether any step has begun at all
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
@@ -55,9 +56,11 @@ class EntryHook(NotCopied):
         step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if torch.compiler.is_compiling():
             step.outer = True  # written and never read there, where Dynamo would guard on it
+        step.scoring = self._scores(module, args, kwargs or {})
+        if step.active or step.scoring:
+            self.state.follow_checkpointing()
         if not step.active:
             return None
-        self.state.follow_checkpointing()
         self.state.follow_head()
         self.state.follow_tables()
         self.state.follow_budget()
@@ -67,6 +70,18 @@ class EntryHook(NotCopied):
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
+
+
+    def _scores(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """Whether log-probabilities are computed to be compared with those of training steps (a reference model in DPO, the old policy in GRPO): the same
+        code has to compute them, or its rounding becomes part of the loss. Generation is told by its cache."""
+        if not module.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+            return False
+        if not self.takes_cache:
+            return True
+        asked = kwargs.get("use_cache")
+        caches = getattr(getattr(module, "config", None), "use_cache", True) if asked is None else asked
+        return not caches and kwargs.get("past_key_values") is None and len(args) < 3
 
 
 class LabelsHook(NotCopied):

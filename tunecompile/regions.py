@@ -162,6 +162,9 @@ def _one_line(reason: Any) -> str:
     return f"{text} at {frame.filename}:{frame.lineno}" if frame else text
 
 
+SCORING = "without_gradient"  #: in place of a plan
+
+
 @dataclass
 class Region:
     """One compiled function for all layers of one structure; a few variants for each plan."""
@@ -172,7 +175,7 @@ class Region:
     replays: Replays | None = None
     precision: str | None = None
     kept: Kept | None = None
-    backends: dict[Plan | None, Backend] = field(default_factory=dict)
+    backends: dict[Plan | str | None, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     bypassed: bool = False
@@ -186,6 +189,16 @@ class Region:
             if plan not in self.backends:
                 self.backends[plan] = Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept)
             self.variants[key] = Variant(name, self.backends[plan])
+        return self.variants[key]
+
+    def scoring(self, kind: tuple) -> Variant:
+        """The variant of a forward without gradients: it saves nothing, so no plan, and no recording, is about it."""
+        key = (SCORING, *kind)
+        if key not in self.variants:
+            name = f"{self.name}_{SCORING}"
+            if SCORING not in self.backends:
+                self.backends[SCORING] = Backend(name, self.passes, self.executor, precision=self.precision)
+            self.variants[key] = Variant(name, self.backends[SCORING])
         return self.variants[key]
 
     def settle(self, kind: tuple) -> None:
@@ -237,8 +250,10 @@ class Slot:
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._trains() or self._refused():  # the user compiles the whole model: stay out
+        if torch.compiler.is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
+        if scores:
+            return self._score(args, kwargs) if self.placement is None else self.placement.call(self._score, args, kwargs)
         args, kwargs = self.differentiable(args, kwargs)
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
@@ -275,10 +290,7 @@ class Slot:
         return self._run(args, kwargs, self.region.sizes.mark, finish)
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
-        tensors = list(tensors_in(args, kwargs))
-        sizes = Sizes.of(tensors)
-        mark(tensors, sizes)
-        kind = (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors))
+        kind, sizes = self._kind(args, kwargs, mark)
         budget = self.budget
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
@@ -293,6 +305,18 @@ class Slot:
         finally:
             if option is None:
                 self.region.settle(kind)
+
+    def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
+        """What calls of one variant share, and the batch's sizes, which are marked as what may change."""
+        tensors = list(tensors_in(args, kwargs))
+        sizes = Sizes.of(tensors)
+        mark(tensors, sizes)
+        return (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors)), sizes
+
+    def _score(self, args: tuple, kwargs: dict) -> Any:
+        """A forward without gradients."""
+        self.variant = self.region.scoring(self._kind(args, kwargs, self.region.sizes.mark)[0])
+        return self.variant.call(self.layer, *args, **kwargs)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
@@ -331,6 +355,9 @@ class Slot:
         if not self.step.active and not self.step.entered and self.layer.training and torch.is_grad_enabled():
             self.region.bypassed = True
         return self.step.active
+
+    def _scores(self) -> bool:
+        return self.step.scoring and self.layer.training and not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def note_eager(self) -> None:
         if self.variant is not None:
