@@ -155,6 +155,27 @@ def render_verified(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_speedups(folder: Path = RESULTS) -> str:
+    """A row a family: each system's median step, and how much shorter ours is."""
+    lines = []
+    for result in load_all("speedups*.json", folder):
+        rows: dict[str, dict[str, dict]] = {}
+        for run in (run for run in result["runs"] if run["status"] == "ok"):
+            rows.setdefault(run["family"], {})[run["system"]] = run
+        whole = {family: [row[name] for name in ("eager", "compiled layers", "tunecompile")] for family, row in rows.items() if len(row) == 3}
+        ratios = {family: [other["step_ms"]["median"] / row[2]["step_ms"]["median"] for other in row[:2]] for family, row in whole.items()}
+        if not whole:
+            continue
+        typical = [median(found) for found in zip(*ratios.values())]
+        lines += ["", f"A step of {result['layers']} layers of each family's widths on {result['shape']} tokens, LoRA under autocast, on {result['machine']['gpu'] or result['machine']['cpu']} "
+                  f"(`benchmarks/speedups.py`): {typical[0]:.2f}x over eager, {typical[1]:.2f}x over torch.compile of the same layers in the median.", "",
+                  "| family | eager, ms | compiled layers | tunecompile | over eager | over compiled layers | eager, GiB | compiled layers | tunecompile |", "|---|---|---|---|---|---|---|---|---|"]
+        for family, row in whole.items():
+            cells = [*(f"{run['step_ms']['median']:.1f}" for run in row), *(f"{ratio:.2f}x" for ratio in ratios[family]), *(f"{run['peak_gib'] or 0:.1f}" for run in row)]
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
 def render_families(folder: Path = RESULTS) -> str:
     """Gradients of each family in bf16 and under autocast: the median parameter's error, and by how much it is nearer to fp32 than eager's."""
     rows, results = {}, load_all("families*.json", folder)
@@ -222,7 +243,7 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
 
 def section() -> str:
     """All that the README shows of the results."""
-    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_kernels(load_one(KERNELS))
+    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_speedups() + render_kernels(load_one(KERNELS))
 
 
 def draw(results: list[dict], path: Path) -> None:

@@ -154,3 +154,20 @@ def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     assert all(run["passed"] and 0 < run["error"] < 1.02 * run["eager_error"] < 0.1 and run["matches"]["rope"] == [2, 2] for run in runs[:2]), runs
     (row,) = [line for line in report.render_families(tmp_path).splitlines() if line.startswith("| llama")]
     assert row.count("%") == 2 and "nothing" not in report.render_families(tmp_path)
+
+
+def test_speedups_of_families(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    speedups, report = script("speedups"), script("report")
+    monkeypatch.setattr(speedups, "WIDTHS", {"llama": (64, 128, 4, 2), "qwen3": (64, 128, 4, 2, 16)})
+    for name, value in {"VOCABULARY": 256, "LENGTH": 32, "LAYERS": 2, "STEPS": 1}.items():
+        monkeypatch.setattr(speedups, name, value)
+    monkeypatch.setitem(speedups.WIDTHS, "nothing", (1, 1, 1, 1))
+    monkeypatch.setattr(sys, "argv", ["speedups.py", "--families", "llama,qwen3,nothing", "--processes", "0", "--out", str(tmp_path / "speedups.json")])
+    assert speedups.main() == 1
+    runs = json.loads((tmp_path / "speedups.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["ok"] * 6 + ["failed"] * 3
+    for eager, compiled, ours in (runs[:3], runs[3:6]):
+        assert eager["losses"] == pytest.approx(compiled["losses"], rel=1e-3) and eager["losses"] == pytest.approx(ours["losses"], rel=1e-3)
+    told = report.render_speedups(tmp_path)
+    assert told.count("\n| llama") == 1 == told.count("\n| qwen3") and "nothing" not in told

@@ -1,0 +1,125 @@
+"""Steps of many families beside eager and beside plain torch.compile of the same layers: LoRA on all linears, autocast to bf16.
+
+    python benchmarks/speedups.py --out benchmarks/results/speedups.json
+    python benchmarks/speedups.py --families llama,gemma3 --out /tmp/two.json
+
+A few layers of each family's real widths, random weights and tokens, no checkpointing. Every system is a process of its own: first all of them at
+once, so that code is compiled, then one after the other, so that nothing else runs while one is timed. From the repository's root: families are
+those of its tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import tunecompile  # noqa: E402
+from tests.models import zoo  # noqa: E402
+from tunecompile.compare.machine import header  # noqa: E402
+from tunecompile.regions import find_layers  # noqa: E402
+
+#: hidden size, width of the MLP, heads, heads of keys and values, and the size of a head where the config names it; each of a model people train
+WIDTHS = {"llama": (4096, 14336, 32, 8), "qwen2": (3584, 18944, 28, 4), "qwen3": (4096, 12288, 32, 8, 128), "gemma2": (3584, 14336, 16, 8, 256),
+          "gemma3": (2560, 10240, 8, 4, 256), "phi3": (3072, 8192, 32, 32), "granite": (4096, 12800, 32, 8), "olmo2": (4096, 11008, 32, 32),
+          "cohere2": (4096, 14336, 32, 8), "smollm3": (2048, 11008, 16, 4), "starcoder2": (3072, 12288, 24, 2), "glm4": (4096, 13696, 32, 2, 128)}
+NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LAYERS, VOCABULARY, ROWS, LENGTH, STEPS = 6, 32768, 4, 1024, 8
+SYSTEMS = ("eager", "compiled layers", "tunecompile")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(WIDTHS), help="all, if not given")
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="that compile at a time; 0: compile while measuring, in this process")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def build(family: str, system: str, device: str) -> torch.nn.Module:
+    """The model in training, under one system."""
+    with torch.device(device):
+        model = zoo.make(family, **dict(zip(NAMES, WIDTHS[family])), num_hidden_layers=LAYERS, vocab_size=VOCABULARY, max_position_embeddings=4096)
+    model = zoo.adapt(model.to(device, torch.bfloat16), r=16, lora_alpha=16).train()
+    if system == "tunecompile":
+        return tunecompile.optimize(model, executor="inductor" if device == "cuda" else "eager")
+    if system == "compiled layers":
+        for layer in (layer for stack in find_layers(model) for layer in stack.members):
+            layer.compile(backend="inductor" if device == "cuda" else "eager")
+    return model
+
+
+def measured(family: str, system: str, device: str, steps: int) -> dict[str, Any]:
+    """A row: milliseconds of each step after the first two, losses, peak."""
+    torch._dynamo.reset()
+    model = build(family, system, device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    times, losses = [], []
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for number in range(steps + 2):
+        inputs = zoo.batch(VOCABULARY, ROWS, LENGTH, device, seed=number)
+        if device == "cuda" and number == 2:
+            torch.cuda.reset_peak_memory_stats()
+        wait()
+        begin = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+        times.append(1e3 * (time.perf_counter() - begin))
+        losses.append(loss.item())
+    timed = times[2:] or times
+    return {"status": "ok", "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)}, "first_step_s": times[0] / 1e3, "losses": losses,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None}
+
+
+def compile_all(cases: list[tuple[str, str]], device: str, processes: int) -> None:
+    """Fill the caches of Inductor and Triton. What fails here fails again when it is measured."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as workers:
+        running = {workers.submit(measured, *case, device, 0): case for case in cases if case[1] != "eager"}
+        for number, done in enumerate(as_completed(running)):
+            print(f"compiled {number + 1} of {len(running)}: {', '.join(running[done])}", flush=True)
+
+
+def alone(case: tuple[str, str], device: str, processes: int) -> dict[str, Any]:
+    """One case with the GPU to itself."""
+    try:
+        if not processes:
+            return measured(*case, device, STEPS)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
+            return worker.submit(measured, *case, device, STEPS).result()
+    except Exception as error:  # the others go on
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+
+
+def main() -> int:
+    given = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    cases = [(family, system) for family in given.families for system in SYSTEMS]
+    if given.processes:
+        compile_all(cases, device, given.processes)
+    runs: list[dict[str, Any]] = []
+    for case in cases:
+        row = alone(case, device, given.processes)
+        runs.append({"family": case[0], "system": case[1], **row})
+        given.out.write_text(json.dumps({**header(), "device": device, "shape": f"{ROWS}x{LENGTH}", "layers": LAYERS, "runs": runs}, indent=1) + "\n")
+        print(f"{case[0]:12s}{case[1]:17s}" + (f"{row['step_ms']['median']:8.1f} ms  {row['peak_gib'] or 0:6.2f} GiB" if row["status"] == "ok" else row["reason"][:200]), flush=True)
+    return 0 if all(run["status"] == "ok" for run in runs) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
