@@ -59,16 +59,17 @@ def make(family: str, **changes) -> nn.Module:
     return getattr(tf, name + "ForCausalLM", getattr(tf, name + "LMHeadModel", None))(config)
 
 
-def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True, storage: torch.dtype = torch.uint8) -> nn.Module:
-    """Every linear but the head becomes NF4, in place; its bytes are kept as `storage`."""
+def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True, storage: torch.dtype = torch.uint8,
+             kind: str = "nf4") -> nn.Module:
+    """Every linear but the head becomes NF4 (or another `kind`), in place; its bytes are kept as `storage`."""
     import bitsandbytes as bnb
 
     def visit(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name != "lm_head":
                 linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute_dtype,
-                                           quant_type="nf4", compress_statistics=double, quant_storage=storage)
-                linear.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double, quant_storage=storage)
+                                           quant_type=kind, compress_statistics=double, quant_storage=storage)
+                linear.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type=kind, compress_statistics=double, quant_storage=storage)
                 if child.bias is not None:
                     linear.bias = nn.Parameter(child.bias.data, requires_grad=False)
                 setattr(module, name, linear.to(child.weight.device))

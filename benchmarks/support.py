@@ -1,0 +1,67 @@
+"""The table of what is supported, from the tests of its cells (`tests/models/test_support.py`): on a GPU through Inductor, else op by op on the CPU.
+
+    python benchmarks/support.py --out benchmarks/results/support.json
+    python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tunecompile.compare.machine import header  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cells whose section or name contain this")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at a time (more than one needs pytest-xdist)")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
+    """A row a cell."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cells.xml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow",
+                        *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={**os.environ, "SUPPORT_DEVICE": device})
+        return [row(case) for case in ElementTree.parse(path).iter("testcase")]
+
+
+def row(case: ElementTree.Element) -> dict[str, Any]:
+    """Of pytest's report of one cell."""
+    section, _, name = case.get("name", "").partition("[")[2].removesuffix("]").partition(": ")
+    facts = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
+    trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
+    status = {"skipped": "skipped", None: "ok"}.get(trouble.tag if trouble is not None else None, "failed")
+    reason = trouble.get("message", "") if trouble is not None else ""
+    return {"section": section, "name": name, "status": status, "reason": reason[:300], "found": int(facts.get("found", 0)), "rewritten": int(facts.get("rewritten", 0)),
+            "refused": facts.get("refused", ""), "notes": facts.get("notes", "")}
+
+
+def main() -> int:
+    given = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = tested(given.only, given.processes, device)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps({**header(), "device": device, "runs": rows}, indent=1) + "\n")
+    for found in rows:
+        print(f"{found['status']:8s}{found['section']}: {found['name']}  {found['rewritten']} of {found['found']} {found['reason']}")
+    return 0 if rows and all(found["status"] != "failed" for found in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

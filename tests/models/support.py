@@ -1,0 +1,130 @@
+"""What people train with: adapters, bases, and what of a model learns. A cell each, for the test and for the README's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.models import zoo
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to train. `build` makes a model with the same weights each time."""
+
+    section: str
+    name: str
+    build: Callable[[], nn.Module]
+    quick: bool = False  #: whether `make test` runs it
+    random: bool = False  #: whether its steps draw random numbers: then only each system's mean could be compared, and the values are left to other tests
+
+    def __str__(self) -> str:
+        return f"{self.section}: {self.name}"
+
+
+def small(family: str = "llama", **changes: Any) -> nn.Module:
+    return zoo.make(family, num_hidden_layers=2, **changes)
+
+
+def with_peft(name: str, family: str = "llama", base: Callable[[nn.Module], nn.Module] = lambda model: model, model: dict | None = None, **options: Any) -> Callable[[], nn.Module]:
+    """A model under the adapter of PEFT's config `name`; what it learns is drawn, so that no gradient is zero."""
+    def build() -> nn.Module:
+        import peft
+
+        made = peft.get_peft_model(base(small(family, **(model or {}))), getattr(peft, name)(task_type="CAUSAL_LM", **options))
+        torch.manual_seed(2)
+        for path, parameter in made.named_parameters():
+            if parameter.requires_grad and parameter.dim() > 1 and "lora_A" not in path and "modules_to_save" not in path:
+                nn.init.normal_(parameter, std=0.02)
+        return made
+    return build
+
+
+def lora(family: str = "llama", base: Callable[[nn.Module], nn.Module] = lambda model: model, model: dict | None = None, **options: Any) -> Callable[[], nn.Module]:
+    return with_peft("LoraConfig", family, base, model, **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options})
+
+
+def other(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return with_peft(name, **{"target_modules": ["q_proj", "v_proj"], **options})
+
+
+def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import peft
+
+        made = lora(target_modules=["q_proj", "v_proj"])()
+        torch.manual_seed(3)
+        made.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj", "up_proj"], init_lora_weights=False))
+        made.base_model.set_adapter(active)
+        return made
+    return build
+
+
+def eight_bit(model: nn.Module, only: Callable[[int], bool] = lambda index: True) -> nn.Module:
+    """Linears of some layers in bitsandbytes' 8 bits."""
+    import bitsandbytes as bnb
+
+    for index, layer in enumerate(model.model.layers):
+        for path, linear in [(p, m) for p, m in layer.named_modules() if type(m) is nn.Linear] if only(index) else []:
+            made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=linear.bias is not None, has_fp16_weights=False)
+            made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+            layer.set_submodule(path, made.to(linear.weight.device))
+    return model
+
+
+def four_bit(kind: str = "nf4", double: bool = True) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: zoo.quantize(model, double=double, kind=kind)
+
+
+def mixed(model: nn.Module) -> nn.Module:
+    """The first layer in 8 bits, the second in 4, but for one of its linears."""
+    eight_bit(model, lambda index: index == 0)
+    kept = model.model.layers[1].mlp.down_proj
+    zoo.quantize(model.model.layers[1])
+    model.model.layers[1].mlp.down_proj = kept
+    return model
+
+
+def trained(which: Callable[[str], bool], family: str = "llama") -> Callable[[], nn.Module]:
+    """Only the parameters of such names learn."""
+    def build() -> nn.Module:
+        model = small(family)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(which(path))
+        return model
+    return build
+
+
+ADAPTERS = {
+    "LoRA": lora(), "LoRA, rank-stabilised": lora(use_rslora=True), "LoRA with trained biases (bias=\"all\")": lora("qwen2", bias="all"), "LoRA with a bias of its own (lora_bias)": lora(lora_bias=True),
+    "LoRA with dropout": lora(lora_dropout=0.1), "ranks and alphas by layer (rank_pattern)": lora(rank_pattern={"q_proj": 8, "layers.1.mlp.up_proj": 2}, alpha_pattern={"k_proj": 32}),
+    "some layers (layers_to_transform)": lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), "modules_to_save": lora(modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA on embeddings": lora(target_modules=["q_proj", "embed_tokens"]), "LoRA on the head": lora(target_modules=["q_proj", "lm_head"]),
+    "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
+    "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
+    "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
+    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True), "aLoRA": lora(alora_invocation_tokens=[5, 6]),
+    "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100), "RandLoRA": other("RandLoraConfig", r=8), "VeRA": other("VeraConfig", r=8),
+    "LoHa": other("LoHaConfig", r=4, alpha=8), "LoKr": other("LoKrConfig", r=4, alpha=8), "OFT": other("OFTConfig", oft_block_size=8, r=0), "BOFT": other("BOFTConfig", boft_block_size=8),
+    "HRA": other("HRAConfig", r=4), "FourierFT": other("FourierFTConfig", n_frequency=16), "MiSS": other("MissConfig", r=8), "C3A": other("C3AConfig", block_size=16), "SHiRA": other("ShiraConfig", r=4),
+    "IA3": with_peft("IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "norms (LNTuning)": with_peft("LNTuningConfig", target_modules=["input_layernorm", "post_attention_layernorm", "norm"]),
+    "prompt tuning": with_peft("PromptTuningConfig", num_virtual_tokens=4), "P-tuning": with_peft("PromptEncoderConfig", num_virtual_tokens=4, encoder_hidden_size=16),
+    "prefix tuning": with_peft("PrefixTuningConfig", num_virtual_tokens=4),
+}
+BASES = {
+    "bf16": lambda: lora()().to(torch.bfloat16), "fp16": lambda: lora()().to(torch.float16), "fp32": lora(),
+    "NF4, double quantisation": lora(base=four_bit()), "NF4": lora(base=four_bit(double=False)), "FP4, double quantisation": lora(base=four_bit("fp4")), "FP4": lora(base=four_bit("fp4", False)),
+    "8 bits (LLM.int8)": lora(base=eight_bit), "layers in 8, 4 and 16 bits": lora(base=mixed),
+}
+LEARNING = {
+    "all weights": trained(lambda path: True), "the upper half": trained(lambda path: "layers.0" not in path and "embed" not in path), "only norms": trained(lambda path: "norm" in path),
+    "only biases": trained(lambda path: "bias" in path, "qwen2"), "only the head": trained(lambda path: "lm_head" in path), "only embeddings": trained(lambda path: "embed" in path),
+}
+QUICK = {"LoRA with a bias of its own (lora_bias)", "ranks and alphas by layer (rank_pattern)", "two adapters, both active", "IA3", "prefix tuning", "FP4", "only biases"}
+CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]
