@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels.py and benchmarks/budgets.py measured
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
+SUPPORT = "<!-- support -->\n", "<!-- /support -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
          "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
@@ -24,13 +26,13 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
 
 
 COLUMNS = 3  #: panels side by side in the picture
+APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support"  #: files that are not of training steps beside each other
 PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every result of training steps, in the order of its first run's model, mode and shape."""
-    results = [json.loads(path.read_text()) for path in folder.glob("*.json")
-               if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(("longest", "peaks", "verified", "batches", "families"))]
+    results = [json.loads(path.read_text()) for path in folder.glob("*.json") if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(APART)]
     return sorted(results, key=lambda result: [result["runs"][0][key] for key in ("model", "mode", "shape")])
 
 
@@ -241,6 +243,28 @@ def _kernel_row(name: str, systems: dict[str, dict]) -> str | None:
     return f"| {name} | {ours['case']} | {ms(ours['ms'])} | {ms(inductor)} | {rival} | {ours['percent']:.0f} % |"
 
 
+def render_support(result: dict | None) -> str:
+    """A row a way to train: what was found in it, and what stays as it was."""
+    if result is None:
+        return ""
+    how = f"on {result['machine']['gpu']}" if result["device"] == "cuda" else "on a CPU, op by op"
+    lines = [f"Losses and gradients of three batches of a small model, beside the same model's without `optimize`, {how} (`benchmarks/support.py`, transformers {result['versions']['transformers']}, "
+             f"PEFT {result['versions']['peft']}, {result['date'][:10]}). Every row computes what it should; what is not rewritten runs as torch.compile, or eager code, runs it.", "",
+             "| | | right | patterns rewritten | what stays as it was |", "|---|---|---|---|---|"]
+    for section, runs in itertools.groupby(result["runs"], key=lambda run: run["section"]):
+        for number, run in enumerate(runs):
+            said = "; ".join(_briefly(text) for text in (run["notes"] or run["refused"]).split("; ")[:1] if text) if run["status"] == "ok" else run["reason"].partition(": ")[2]
+            right = {"ok": "✓", "skipped": "not run"}.get(run["status"], "✗")
+            lines.append(f"| {'' if number else section} | {run['name']} | {right} | {run['rewritten']} of {run['found']} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _briefly(text: str) -> str:
+    """A note without paths, and not longer than a cell."""
+    text = re.sub(r"\s+at /\S+", "", re.sub(r"\b(?:base_model_model_)?(?:model_)*layers_(\w+)", r"\1", text)).replace("|", "/")
+    return text if len(text) <= 140 else text[:137] + "..."
+
+
 def section() -> str:
     """All that the README shows of the results."""
     return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_speedups() + render_kernels(load_one(KERNELS))
@@ -302,6 +326,12 @@ def draw_budgets(result: dict, path: Path) -> None:
         pyplot.close(figure)
 
 
+def placed(text: str, begin: str, end: str, made: str) -> str:
+    """The text with what is made between its two marks."""
+    before, _, rest = text.partition(begin)
+    return before + begin + made + end + rest.partition(end)[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
@@ -311,8 +341,7 @@ def main() -> None:
         print(text)
         return
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+    readme.write_text(placed(placed(readme.read_text(), BEGIN, END, text), *SUPPORT, render_support(load_one("support.json"))))
     draw(results, ROOT / "docs" / "speed.svg")
     if (budgets := load_one(BUDGETS)) is not None:
         draw_budgets(budgets, ROOT / "docs" / "memory.svg")
