@@ -1,4 +1,4 @@
-"""The command line: `tunecompile compare`, `demo`, `monitor`, `new-pass` and `check-pass`."""
+"""The command line: `tunecompile compare`, `demo`, `monitor`, `doctor`, `new-pass` and `check-pass`."""
 
 from __future__ import annotations
 
@@ -133,6 +133,19 @@ def monitor(
 
 
 @app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="A list of objects in place of a table.")] = False) -> None:
+    """Check what a training needs of this machine: GPU, driver, packages, compilers, caches, memory. Exits with 1 if anything fails."""
+    def work() -> int:
+        from tunecompile.doctor import examine
+
+        lines = examine()
+        show_lines(lines, json)
+        return int(any(line.status == "fail" for line in lines))
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
 def new_pass(
     name: Annotated[str, typer.Argument(help="Of the package: lower case letters, digits and underscores.")],
     out: Annotated[Optional[Path], typer.Option(help="A new folder; ./NAME, if not given.")] = None,
@@ -171,6 +184,25 @@ def check_pass(
         return 1 if failed else 0
 
     raise typer.Exit(guard(work))
+
+
+def show_lines(lines: list, as_json: bool) -> None:
+    """What the doctor found, with the mend below it."""
+    import dataclasses
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if as_json:
+        print(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
+        return
+    table, colors = Table(box=None, pad_edge=False, show_header=False), {"ok": "green", "warning": "yellow", "fail": "bold red"}
+    for overflow in ("ellipsis", "ellipsis", "fold"):
+        table.add_column(overflow=overflow)
+    for line in lines:
+        table.add_row(f"[{colors[line.status]}]{line.status}[/]", escape(line.name), escape(line.found) + (f"\n[bold]{escape(line.mend)}[/]" if line.mend else ""))
+    Console().print(table)
 
 
 def conduct(comparison, finish=None) -> int:
