@@ -18,7 +18,8 @@ from tunecompile.memory.timeline import memory_timeline
 from tunecompile.op import Cost, op
 from tunecompile.pipeline import Pass
 from tunecompile.rewrite import rewrite
+from tunecompile.saving.folder import save_merged
 from tunecompile.verify import Verification, verify
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "explain", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "verify"]
+__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "explain", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "save_merged", "verify"]

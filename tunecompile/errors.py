@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotVerify", "InvalidOp", "InvalidPackage", "InvalidPipeline",
+__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "InvalidOp", "InvalidPackage", "InvalidPipeline",
            "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoPlan", "NoSecondDerivative", "NoSuchPass", "NotAModule",
            "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
 
@@ -143,6 +143,12 @@ class CannotVerify(TunecompileError):
     """By `verify`: nothing is trained, or the step cannot be taken three times, or has no loss."""
 
     template = "This step cannot be verified: {reason}."
+
+
+class CannotMerge(TunecompileError):
+    """By `save_merged` and `tunecompile merge`: no weights can stand for this model, or they cannot be written there. The message says what to do instead."""
+
+    template = "This model cannot be merged: {reason}."
 
 
 class NoPlan(TunecompileError):
