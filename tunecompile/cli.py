@@ -1,4 +1,4 @@
-"""The command line: `tunecompile compare`, `demo`, `monitor`, `doctor`, `new-pass` and `check-pass`."""
+"""The command line: `tunecompile compare`, `demo`, `monitor`, `doctor`, `merge`, `new-pass` and `check-pass`."""
 
 from __future__ import annotations
 
@@ -141,6 +141,32 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="A list of objects 
         lines = examine()
         show_lines(lines, json)
         return int(any(line.status == "fail" for line in lines))
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The folder that save_pretrained of the PEFT model wrote.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    base: Annotated[Optional[str], typer.Option(help="A folder or a hub id, in place of the base that the adapter names.")] = None,
+    trained_on: Annotated[str, typer.Option(help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, fp4 or int8. The result is "
+                                                 "nearest to the model that was trained where this is what it was.")] = "plain",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Write an adapter and its base as one model: safetensors, configuration and tokenizer."""
+    def work() -> int:
+        from rich.console import Console
+
+        from tunecompile.saving.adapter import BASES, load
+        from tunecompile.saving.folder import DTYPES, empty, save_merged
+
+        one_of("--dtype", dtype, *DTYPES)
+        empty(out)  # known before a large model is loaded
+        model, tokenizer = load(adapter, base, one_of("--trained-on", trained_on, *BASES))
+        save_merged(model, out, dtype, tokenizer)
+        Console().print(f"The model: {escape(str(out))}", highlight=False, soft_wrap=True)
+        return 0
 
     raise typer.Exit(guard(work))
 

@@ -3,7 +3,7 @@
 import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "InvalidOp", "InvalidPackage", "InvalidPipeline",
-           "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoPlan", "NoSecondDerivative", "NoSuchPass", "NotAModule",
+           "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan", "NoSecondDerivative", "NoSuchPass", "NotAModule",
            "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
 
 
@@ -149,6 +149,12 @@ class CannotMerge(TunecompileError):
     """By `save_merged` and `tunecompile merge`: no weights can stand for this model, or they cannot be written there. The message says what to do instead."""
 
     template = "This model cannot be merged: {reason}."
+
+
+class NoAdapter(TunecompileError):
+    """By `tunecompile merge`: the folder has no adapter, or its base cannot be loaded, or the two do not fit."""
+
+    template = "The adapter at {path} cannot be merged: {reason}."
 
 
 class NoPlan(TunecompileError):

@@ -40,10 +40,7 @@ def save_merged(model: nn.Module, folder: str | Path, dtype: str | torch.dtype =
             weight is not finite in this dtype.
         MissingExtra: transformers or peft is not installed.
     """
-    base, folder, dtype = _base(model), Path(folder), _dtype(dtype)
-    if folder.exists() and any(folder.iterdir()):
-        raise CannotMerge(reason=f"{folder} is not empty: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    base, dtype, folder = _base(model), _dtype(dtype), empty(folder)
     skeleton = _skeleton(base, dtype)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".weights") as scratch:
         state = {name: _on_disk(value, Path(scratch, str(place))) for place, (name, value) in enumerate(progress(_rounded(base, skeleton, dtype), len(_keys(skeleton))))}
@@ -53,6 +50,15 @@ def save_merged(model: nn.Module, folder: str | Path, dtype: str | torch.dtype =
         del state
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    return folder
+
+
+def empty(folder: str | Path) -> Path:
+    """The folder, made where it is missing. CannotMerge where it is in use: by a model or an adapter, say, that is read while it would be written over."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise CannotMerge(reason=f"{folder} is not empty: give a new folder")
     return folder
 
 
