@@ -80,7 +80,7 @@ def test_driver(monkeypatch, nvml, cuda, status):
     assert doctor.driver().status == status and "570.1, for CUDA up to 12.8" in doctor.driver().found
 
 
-@pytest.mark.parametrize(("cuda", "says"), [(None, "built without CUDA"), ("12.8", "torch cannot use it")])
+@pytest.mark.parametrize(("cuda", "says"), [(None, "has no CUDA"), ("12.8", "torch cannot use it")])
 def test_a_gpu_that_torch_does_not_see(monkeypatch, nvml, cuda, says):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)

@@ -153,6 +153,7 @@ def merge(
     trained_on: Annotated[str, typer.Option(help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, fp4 or int8. The result is "
                                                  "nearest to the model that was trained where this is what it was.")] = "plain",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write OUT/model.gguf as well, for llama.cpp: of Llama, Mistral, Qwen2 and Qwen3.")] = False,
 ) -> None:
     """Write an adapter and its base as one model: safetensors, configuration and tokenizer."""
     def work() -> int:
@@ -162,9 +163,15 @@ def merge(
         from tunecompile.saving.folder import DTYPES, empty, save_merged
 
         one_of("--dtype", dtype, *DTYPES)
+        if gguf and not installed("gguf"):
+            raise MissingExtra(what="--gguf", package="gguf", extra="gguf")
         empty(out)  # known before a large model is loaded
         model, tokenizer = load(adapter, base, one_of("--trained-on", trained_on, *BASES))
         save_merged(model, out, dtype, tokenizer)
+        if gguf:
+            from tunecompile.saving.gguf import save_gguf
+
+            save_gguf(out)
         Console().print(f"The model: {escape(str(out))}", highlight=False, soft_wrap=True)
         return 0
 

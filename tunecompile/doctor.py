@@ -60,7 +60,7 @@ def gpu() -> Line:
     if not nvml.handles:
         return Line("GPU", "ok", f"no GPU: {nvml.missing}")
     if torch.version.cuda is None:
-        return Line("GPU", "fail", f"{names}, but torch {torch.__version__} is built without CUDA", "Install a torch with CUDA: see https://pytorch.org/get-started.")
+        return Line("GPU", "fail", f"{names}, but torch {torch.__version__} has no CUDA", "Install a torch with CUDA: see https://pytorch.org/get-started.")
     return Line("GPU", "fail", f"{names}, but torch cannot use it ({_why_no_cuda()})", "Update the driver, or install a torch for the driver's CUDA version.")
 
 
@@ -121,7 +121,7 @@ def bitsandbytes() -> Line:
         return Line(name, "fail", f"no native library: {summary(RuntimeError(cextension.lib.error_msg))}",
                     f"Install a bitsandbytes that has one for {f'CUDA {cuda}' if cuda else 'this processor'}, or set BNB_CUDA_VERSION to one that it has.")
     if cuda and not cextension.lib.compiled_with_cuda:
-        return Line(name, "fail", f"the CPU's only, and torch has CUDA {cuda}", f"Install a bitsandbytes with a library for CUDA {cuda}: pip install -U bitsandbytes")
+        return Line(name, "fail", f"the CPU's only, and torch has CUDA {cuda}", f"Install one with a library for CUDA {cuda}: pip install -U bitsandbytes")
     return Line(name, "ok", f"loaded, {f'with CUDA, for torch with CUDA {cuda}' if cuda else 'for the CPU'}")
 
 
@@ -208,7 +208,8 @@ def pinned_memory() -> Line:
     try:
         torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        return Line("pinned memory", "fail", f"64 MiB cannot be pinned ({found}): {summary(error)}", "Raise the limit: ulimit -l unlimited, or docker run --ulimit memlock=-1.")
+        return Line("pinned memory", "fail", f"64 MiB cannot be pinned ({found}): {summary(error)}",
+                    "Raise the limit: ulimit -l unlimited, or docker run --ulimit memlock=-1.")
     if torch.cuda.device_count() > 1 and limit != resource.RLIM_INFINITY and limit < GIB:
         return Line("pinned memory", "warning", f"64 MiB were pinned; {found}", "For NCCL over InfiniBand: ulimit -l unlimited, or docker run --ulimit memlock=-1.")
     return Line("pinned memory", "ok", f"64 MiB were pinned; {found}")

@@ -2,9 +2,9 @@
 
 import torch
 
-__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "InvalidOp", "InvalidPackage", "InvalidPipeline",
-           "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan", "NoSecondDerivative", "NoSuchPass", "NotAModule",
-           "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
+__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
+           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan",
+           "NoSecondDerivative", "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
 
 
 def summary(error: BaseException) -> str:
@@ -149,6 +149,12 @@ class CannotMerge(TunecompileError):
     """By `save_merged` and `tunecompile merge`: no weights can stand for this model, or they cannot be written there. The message says what to do instead."""
 
     template = "This model cannot be merged: {reason}."
+
+
+class CannotWriteGguf(TunecompileError):
+    """By `save_gguf` and `tunecompile merge --gguf`: of this model or tokenizer it is not known here how llama.cpp reads it."""
+
+    template = "{path} cannot be written as GGUF: {reason}."
 
 
 class NoAdapter(TunecompileError):

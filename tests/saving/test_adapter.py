@@ -95,7 +95,8 @@ def test_tokens_that_were_added(trained, tmp_path):
 def test_mistakes(trained, tmp_path):
     base, adapter, _ = trained
     for options, says in [((base, tmp_path / "out"), "has no adapter_config.json"), ((adapter, base), "give a new folder"),
-                          ((adapter, tmp_path / "out", "--base", tmp_path / "absent"), "cannot be loaded"), ((adapter, tmp_path / "out", "--dtype", "int3"), "choose from bfloat16"),
+                          ((adapter, tmp_path / "out", "--base", tmp_path / "absent"), "cannot be loaded"),
+                          ((adapter, tmp_path / "out", "--dtype", "int3"), "choose from bfloat16"),
                           ((adapter, tmp_path / "out", "--trained-on", "nf3"), "choose from plain, nf4")]:
         result = merge(*options)
         assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output

@@ -18,7 +18,6 @@ from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.upstream import BLOCKS_ACROSS_ROWS
 
 ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a process of its own: tunecompile merge"
-UNQUANTIZED = "merge the adapter into the model that was quantised: tunecompile merge --base"
 
 
 def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +57,7 @@ def merged(layer: nn.Module, name: str) -> nn.Module:
     while hasattr(link, "base_layer"):  # adapters of several parameters of a module are wrapped around each other
         active = [] if link.merged or link.disable_adapters else list(link.active_adapters)
         if active and not isinstance(link, LoraLayer):
-            raise CannotMerge(reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; {ELSEWHERE} after PEFT's merge_and_unload")
+            raise CannotMerge(reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; PEFT's merge_and_unload may")
         if len(set(active) & set(getattr(link, "lora_magnitude_vector", None) or ())) and len(active) > 1:
             raise CannotMerge(reason=f"{name} has several active adapters, and DoRA among them, which no single weight can stand for; activate one (set_adapter)")
         merge = Linear.merge if is_quantized(layer.get_base_layer()) else type(link).merge

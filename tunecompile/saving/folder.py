@@ -43,7 +43,8 @@ def save_merged(model: nn.Module, folder: str | Path, dtype: str | torch.dtype =
     base, dtype, folder = _base(model), _dtype(dtype), empty(folder)
     skeleton = _skeleton(base, dtype)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".weights") as scratch:
-        state = {name: _on_disk(value, Path(scratch, str(place))) for place, (name, value) in enumerate(progress(_rounded(base, skeleton, dtype), len(_keys(skeleton))))}
+        weights = progress(_rounded(base, skeleton, dtype), len(skeleton.state_dict()))
+        state = {name: _on_disk(value, Path(scratch, str(place))) for place, (name, value) in enumerate(weights)}
         _check_names(state, skeleton)
         _tie(state, skeleton)
         skeleton.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
@@ -120,10 +121,6 @@ def _on_disk(value: Tensor, path: Path) -> Tensor:
         return value.clone()
     kept = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     return kept.copy_(value)
-
-
-def _keys(skeleton: Any) -> set[str]:
-    return set(skeleton.state_dict())
 
 
 def _check_names(state: dict[str, Tensor], skeleton: Any) -> None:
