@@ -161,14 +161,15 @@ def in_floats(model):
     return copy.deepcopy(clone).float()
 
 
-def test_quantised_by_transformers(tmp_path):
+@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("llama", {"use_dora": True}), ("qwen2", {"use_rslora": True, "bias": "all"})])
+def test_quantised_by_transformers(family, options, tmp_path):
     """As users load it; GPT-2's weights lie the other way round in bitsandbytes' layers."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    zoo.make("gpt2").save_pretrained(tmp_path / "plain")
+    zoo.make(family).save_pretrained(tmp_path / "plain")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=["lm_head"])
-    model = zoo.adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, quantization_config=config, device_map="cpu"))
+    model = zoo.adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, quantization_config=config, device_map="cpu"), **options)
     expected = logits(model)
     tunecompile.save_merged(model, tmp_path / "out", dtype="float32")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,8 @@ def save_merged(model: nn.Module, folder: str | Path, dtype: str | torch.dtype =
 
     Each layer is merged in fp32, on the CPU, and rounded once. Of a model in 4 or 8 bit the weights that it was trained with are the base, dequantised,
     and are not quantised again: PEFT's `merge_and_unload` does that, and rounds away most of what a 4-bit model has learnt. The model is only read:
-    it trains on afterwards. Its GPU needs room for one dequantised layer; the weights go through a temporary file in `folder`, as large as they are.
+    it trains on afterwards. Of several processes one calls this. Its GPU needs room for one dequantised layer; the weights go through temporary files in
+    `folder`, as large as they are.
 
     Args:
         model: a `transformers` model, with PEFT's adapters or without (a model that was trained as a whole, or is only to be dequantised); optimized by
@@ -110,7 +111,7 @@ def _rounded(base: Any, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str
             value = value.T  # which bitsandbytes' layers hold as a Linear does
         if value.is_floating_point() and not keep.search(name):
             value = value.to(dtype)
-            if not value.isfinite().all():
+            if not value.sum(dtype=torch.float32).isfinite():  # in half the time of isfinite()
                 raise CannotMerge(reason=f"{name} has values that are not finite in {dtype}; if they are in training, save as bfloat16")
         yield name, value
 
