@@ -37,14 +37,14 @@ def _scaled(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def loss_and_grad_kernel(
-    logits, labels, losses, lses,
+    logits, labels, losses, lses, factors,
     stride_row, ignore_index,
     V: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr,  # SCALE > 0; SOFTCAP 0: none
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    GRAD: tl.constexpr, FACTORS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2; logits become d loss / d logits."""
+    """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2; logits become d loss / d logits, times the row's factor."""
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * stride_row
     label = tl.load(labels + pid)
@@ -90,6 +90,9 @@ def loss_and_grad_kernel(
             weight = 1.0
             if Z_LOSS > 0:
                 weight = 1.0 + 2.0 * Z_LOSS * lse
+            factor = 1.0
+            if FACTORS:
+                factor = tl.load(factors + pid).to(tl.float32)
             for back in tl.range(0, V, BLOCK, num_stages=STAGES):
                 column = LAST - back + lane
                 inside = column < V
@@ -98,15 +101,15 @@ def loss_and_grad_kernel(
                 g = tl.exp2(z * LOG2E - lse * LOG2E) * weight
                 if SMOOTHING > 0:
                     g -= SMOOTHING / V
-                tl.store(row + column, (g * slope).to(logits.dtype.element_ty), mask=inside)
+                tl.store(row + column, (g * slope * factor).to(logits.dtype.element_ty), mask=inside)
             tl.debug_barrier()  # every thread has written its part: now the label's element
             g = tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V
-            tl.store(row + label, (g * target_slope).to(logits.dtype.element_ty), mask=in_range)
+            tl.store(row + label, (g * target_slope * factor).to(logits.dtype.element_ty), mask=in_range)
 
 
 def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0, label_smoothing=0.0, z_loss=0.0,
-                   grad=True, tile=None):
-    """Loss and log-sum-exp of each row; with ``grad``, ``logits`` are overwritten by d(sum of the losses)/d(logits).
+                   grad=True, factors=None, tile=None):
+    """Loss and log-sum-exp of each row; with ``grad``, ``logits`` are overwritten by d(sum of factors times losses)/d(logits).
 
     The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap), in fp32. Online softmax:
     Milakov & Gimelshein, 2018, arXiv:1805.02867.
@@ -120,6 +123,7 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
         label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
         z_loss: factor of lse^2, which the loss contains (PaLM: Chowdhery et al., 2022, arXiv:2204.02311).
         grad: whether ``logits`` become the gradient.
+        factors: [rows], fp32, contiguous: of each row's gradient, not of its loss; None for ones.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
@@ -131,6 +135,8 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or labels.shape != (rows,) or not labels.is_contiguous():
         raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} and labels {tuple(labels.shape)}")
+    if factors is not None and (factors.shape != (rows,) or not factors.is_contiguous()):
+        raise ValueError(f"{tuple(factors.shape)} factors for {rows} rows")
     tile = tile or _tiles.pick("cross_entropy", logits, vocabulary)
     if scale <= 0:
         raise ValueError(f"the scale of logits must be positive, not {scale}")
@@ -140,9 +146,9 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
     lse = torch.empty_like(loss)
     launch(
         loss_and_grad_kernel, (rows,),
-        logits, labels, loss, lse, logits.stride(0), ignore_index,
+        logits, labels, loss, lse, labels if factors is None else factors, logits.stride(0), ignore_index,
         V=vocabulary, SCALE=float(scale), SOFTCAP=float(softcap or 0.0), SMOOTHING=float(label_smoothing),
-        Z_LOSS=float(z_loss), GRAD=bool(grad), GROUPS=groups, STAGES=tile.num_stages,
+        Z_LOSS=float(z_loss), GRAD=bool(grad), FACTORS=factors is not None, GROUPS=groups, STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
     return loss, lse

@@ -172,7 +172,7 @@ class Op:
         return Provider("reference", self.reference, lambda *_: None)
 
     def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,
-                 flops: Callable[..., int] | None = None) -> Callable:
+                 flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable:
         """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of gives]`.
 
         It has no derivative itself: in a training step, asking for one raises `tunecompile.errors.NoSecondDerivative`.
@@ -183,6 +183,7 @@ class Op:
             outputs: how many of the op's outputs, the first ones, are differentiable: so many gradients come in.
             cost: None for that of the op.
             flops: of the backward's arguments: floating point operations of one call.
+            opaque: whether it is called as it is, and never traced into the graph.
 
         Returns:
             A decorator that makes the function an `Op`, which is also this op's `backward_op`.
@@ -192,7 +193,7 @@ class Op:
         """
 
         def register(fn: Callable) -> Op:
-            self.backward_op = op(cost=cost or self.cost, flops=flops)(fn)
+            self.backward_op = op(cost=cost or self.cost, flops=flops, opaque=opaque)(fn)
             if self.backward_op.parameters[outputs:] != tuple(saves):
                 raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}")
             _refuse_second_derivative(self.backward_op)

@@ -59,6 +59,7 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
         "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
                               [e(8, 49152), labels]),
+        "cross_entropy_rows": (lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f), [e(8, 128256), labels, e(8, dtype=torch.float32)]),
         "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
         "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
         "rms_norm_backward": (lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True), [x, x, w, x]),

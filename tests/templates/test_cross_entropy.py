@@ -109,6 +109,18 @@ def test_loss_only_keeps_the_logits(device, error):
     assert torch.equal(logits, before) and error(loss, reference(logits, labels)[0]) < 1e-6
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_each_rows_gradient_has_its_factor(device, error, options):
+    logits, labels = inputs(5, 700, device)
+    labels[2] = options.get("ignore_index", -100)
+    loss, _, grad = reference(logits, labels, **options)
+    factors = torch.tensor([0.5, -2.0, 3.0, 0.0, 1e3], device=device)
+    got, _ = cross_entropy.loss_and_grad_(logits, labels, factors=factors, tile=SMALL, **options)
+    assert error(got, loss) < 5e-6 and error(logits, grad * factors[:, None]) < 1e-5
+    with pytest.raises(ValueError, match="4 factors for 5 rows|factors"):
+        cross_entropy.loss_and_grad_(logits, labels, factors=factors[:4])
+
+
 def test_a_label_out_of_range_gives_nan(device):
     logits, labels = inputs(3, 300, device)
     labels[1] = 300

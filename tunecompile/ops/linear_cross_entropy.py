@@ -3,7 +3,7 @@
 So do Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024, arXiv:2411.09009).
 """
 
-from typing import Optional
+from typing import Iterator, Optional
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tunecompile.op import Cost, has_triton, op
 
-__all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "workspace"]
+__all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_rows",
+           "linear_cross_entropy_rows_backward", "workspace"]
 
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
@@ -79,23 +80,33 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor],
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     if isinstance(labels, torch._subclasses.FakeTensor):
         return loss, dhidden, dweight, dbias, dinner, douter
-    rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
-    total = hidden.shape[0] if rows is None else rows.shape[0]
-    for start in range(0, total, step := chunk_rows(weight.shape[0])):
-        part = slice(start, start + step) if rows is None else rows[start:start + step]
-        loss += _chunk(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias,
-                       dinner, douter)
+    for part in _parts(weight, labels, ignore_index):
+        x, target = hidden[part], labels[part]
+        logits = _logits(x, weight, bias, inner, outer, part)
+        losses, dlogits = _losses_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
+        loss += losses.sum()
+        _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter)
     return loss, dhidden, dweight, dbias, dinner, douter
 
 
-def _chunk(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_index, label_smoothing, part, dhidden, dweight, dbias, dinner,
-           douter) -> Tensor:
-    """The loss of the rows `part`; their gradients are stored into, or added to, the last five arguments."""
-    x, target = hidden[part], labels[part]
+def _parts(weight: Tensor, labels: Tensor, ignore_index: int) -> Iterator[slice | Tensor]:
+    """Which rows make each chunk; on a CPU only those that have a label, since counting them waits for nobody there."""
+    rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
+    total = labels.shape[0] if rows is None else rows.shape[0]
+    for start in range(0, total, step := chunk_rows(weight.shape[0])):
+        yield slice(start, start + step) if rows is None else rows[start:start + step]
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor) -> Tensor:
+    """Those of the rows `part`, whose hidden states are `x`."""
     logits = F.linear(x, weight, bias)
     if inner is not None:
         logits += inner[part] @ outer.t()
-    loss, dlogits = _loss_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
+    return logits
+
+
+def _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter) -> None:
+    """What the gradient of the logits of the rows `part` gives is stored into, or added to, the last five arguments, where they are not empty."""
     if dhidden.numel():
         dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
     if dweight.numel():
@@ -106,18 +117,17 @@ def _chunk(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_in
         narrow = dlogits.to(outer.dtype)
         dinner[part] = (narrow @ outer).to(dinner.dtype)
         douter.add_(narrow.t() @ inner[part])
-    return loss
 
 
-def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int,
-                       label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(sum of losses, d(sum)/d(logits) in the dtype of the logits). The logits may be overwritten."""
+def _losses_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float,
+                         factors: Tensor | None = None, gradient: bool = True) -> tuple[Tensor, Tensor]:
+    """(each row's loss, d(sum of factors times losses)/d(logits) in the dtype of the logits, if `gradient`). The logits may be overwritten."""
     if logits.is_cuda and scale > 0 and has_triton():
         from tunecompile.templates import cross_entropy
 
-        loss, _ = cross_entropy.loss_and_grad_(logits, target, ignore_index=ignore_index, softcap=softcap or None, scale=scale,
-                                               label_smoothing=label_smoothing)
-        return loss.sum(), logits
+        losses, _ = cross_entropy.loss_and_grad_(logits, target, ignore_index=ignore_index, softcap=softcap or None, scale=scale,
+                                                 label_smoothing=label_smoothing, grad=gradient, factors=factors)
+        return losses, logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z = wide * scale if scale != 1.0 else wide
     if softcap:
@@ -128,17 +138,19 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: fl
     safe = torch.where(labelled, target, 0)[:, None]
     picked, vocabulary = -logp.gather(1, safe), logits.shape[-1]
     smooth = -logp.mean(-1, keepdim=True) if label_smoothing else 0.0
-    loss = ((1 - label_smoothing) * picked + label_smoothing * smooth) * labelled[:, None]
+    losses = (((1 - label_smoothing) * picked + label_smoothing * smooth) * labelled[:, None]).flatten()
+    if not gradient:
+        return losses, logits
     d = logp.exp_()
     d.scatter_add_(1, safe, torch.full_like(picked, label_smoothing - 1))
     if label_smoothing:
         d.sub_(label_smoothing / vocabulary)
-    d.mul_(labelled[:, None])
+    d.mul_(labelled[:, None] if factors is None else torch.where(labelled, factors, 0)[:, None])
     if softcap:
         d = d * (1 - t * t)
     if scale != 1.0:
         d = d * scale
-    return loss.sum(), d.to(logits.dtype)
+    return losses, d.to(logits.dtype)
 
 
 @linear_cross_entropy.backward(saves=("hidden", "weight", "bias", "inner", "outer", "out1", "out2", "out3", "out4", "out5"),
@@ -156,3 +168,74 @@ def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, 
     """
     like = (hidden, weight, bias, inner, outer)
     return [(out * grad).to(weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]
+
+
+@op(cost=Cost.MATMUL, opaque=True)
+def linear_cross_entropy_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor], labels: Tensor,
+                              scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
+                              ) -> tuple[Tensor, Tensor]:
+    """The loss of each row, of which `linear_cross_entropy` is the sum: what an objective needs that weighs tokens by more than their labels.
+
+    Under a frozen head the gradient of a row's hidden state is its loss's gradient times one number, so it is computed in the forward pass, where the
+    logits are at hand. That of a trained head mixes rows, whose weights only the backward pass knows: there each chunk of logits is made once more.
+
+    Args:
+        hidden: [T, H], any floating dtype.
+        weight: [V, H], in hidden's dtype.
+        bias: [V], in hidden's dtype, or None.
+        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If given, it is trained.
+        outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
+        labels: int64 [T], one class a row.
+        scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
+        softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
+        ignore_index: the label of rows without one, whose loss is 0.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of `torch.nn.functional.cross_entropy`.
+        train_hidden: whether hidden gets a gradient.
+        train_weight: whether weight and bias get one.
+
+    Returns:
+        (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once each, is as hidden (fp32 for
+        fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
+    dhidden = torch.zeros(hidden.shape if train_hidden and not train_weight and inner is None else (0,), dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
+                          device=hidden.device)
+    if isinstance(labels, torch._subclasses.FakeTensor):
+        return losses, dhidden
+    for part in _parts(weight, labels, ignore_index):
+        logits = _logits(hidden[part], weight, bias, inner, outer, part)
+        losses[part], dlogits = _losses_and_gradient(logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel()))
+        if dhidden.numel():
+            dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
+    return losses, dhidden
+
+
+@linear_cross_entropy_rows.backward(saves=("hidden", "weight", "bias", "inner", "outer", "labels", "scale", "softcap", "ignore_index", "label_smoothing",
+                                           "train_hidden", "train_weight", "out1"), gives=("hidden", "weight", "bias", "inner", "outer"), opaque=True)
+def linear_cross_entropy_rows_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor],
+                                       labels: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool,
+                                       train_weight: bool, out1: Tensor) -> list[Tensor]:
+    """The gradients of `linear_cross_entropy_rows`.
+
+    Args:
+        grad: [T], of the losses, in their dtype.
+        out1: dhidden, as the forward pass returned it. The others are its inputs.
+
+    Returns:
+        [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or absent.
+    """
+    like, wide = (hidden, weight, bias, inner, outer), grad.dtype
+    if not train_weight and inner is None:
+        counted = torch.where(labels != ignore_index, grad, 0)[:, None]
+        first = out1 * counted if train_hidden else torch.zeros_like(out1)
+        return [first.to(hidden.dtype), *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:])]
+    trained = (train_hidden, train_weight, train_weight, True, True)
+    made = [torch.zeros(of.shape if of is not None and wanted else (0,), dtype=hidden.dtype if of is hidden else wide, device=hidden.device)
+            for of, wanted in zip(like, trained)]
+    if not isinstance(labels, torch._subclasses.FakeTensor):
+        for part in _parts(weight, labels, ignore_index):
+            logits = _logits(hidden[part], weight, bias, inner, outer, part)
+            _, dlogits = _losses_and_gradient(logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous())
+            _add(dlogits, hidden[part], weight, inner, outer, part, *made)
+    return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]
