@@ -188,7 +188,7 @@ def a_head(**options) -> dict[str, Any]:
     return {"file": "linear_cross_entropy", "op": "linear_cross_entropy", "spelled": lambda x, w, labels: head(x, w, labels, **options),
             "call": lambda op, x, w, labels: op(x, w, None, None, None, labels, given["scale"], given["softcap"], -100, given["smoothing"], True, True)[0] * 0.37,
             "args": lambda dtype: [random(7, 5, dtype=dtype), random(9, 5, dtype=dtype), torch.tensor([3, -100, 0, 8, -100, 1, 2])],
-            "places": ((f"{RECOGNIZE}.linear_cross_entropy", "linear_cross_entropy"), ("tunecompile.tail", "linear_cross_entropy")),
+            "places": ((f"{RECOGNIZE}.linear_cross_entropy", "linear_cross_entropy"), ("tunecompile.tail.losses", "linear_cross_entropy")),
             "passes": ("linear_cross_entropy",)}
 
 

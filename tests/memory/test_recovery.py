@@ -13,12 +13,12 @@ from tests.memory.full import FULL, WHERE, Block, Full, Tiny, build, gradients, 
 from tests.memory.test_budget import LAYERS, same, to_the_host  # noqa: F401: a fixture
 from tests.models import zoo
 from tests.models.test_padding import padded
-from tunecompile import tail
 from tunecompile.errors import NoSecondDerivative, NothingFits, StepLost
 from tunecompile.memory import menu
 from tunecompile.memory.gauge import HostGauge
 from tunecompile.memory.planner import KEEP, RECOMPUTE
 from tunecompile.memory.recovery import requested
+from tunecompile.tail import Head, losses
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -70,7 +70,7 @@ def test_in_head_and_loss(where, monkeypatch):
         return found.detach(), gradients(model)
 
     model, raised, seen = guarded(), [], []
-    whole, logits = tail.linear_cross_entropy, tail.Head.logits
+    whole, logits = losses.linear_cross_entropy, Head.logits
     reference = run(build(None))
 
     def full(inner):
@@ -83,8 +83,8 @@ def test_in_head_and_loss(where, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(tail, "linear_cross_entropy", full(whole))
-    monkeypatch.setattr(tail.Head, "logits", full(logits))
+    monkeypatch.setattr(losses, "linear_cross_entropy", full(whole))
+    monkeypatch.setattr(Head, "logits", full(logits))
     same(run(model), reference)
     assert raised and seen == [LAYERS, 0]
 

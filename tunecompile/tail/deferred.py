@@ -1,0 +1,169 @@
+"""Tensors that are computed when somebody reads them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+
+class Unfit(Exception):
+    """Something that a loss without logits cannot be made of; the message says why."""
+
+
+class Recipe(Protocol):
+    """How a tensor is made."""
+
+    meta: Tensor  #: its shape and dtype
+    hidden: Tensor
+    trained: bool  #: whether it has a history
+    head: Any
+
+    def materialize(self) -> Tensor:
+        """The tensor itself, part of the autograd graph like any other; the same one however often it is asked for."""
+
+    def read_by(self, func: Callable) -> None:
+        """For the report: `func` is about to read it."""
+
+
+#: function -> (function, args, kwargs) -> a tensor. `RECORD` makes deferred ones, `LOSSES` computes. Each may return NotImplemented, or raise `Unfit`.
+Handler = Callable[[Callable, tuple, dict], Any]
+RECORD: dict[Callable, Handler] = {}
+LOSSES: dict[Callable, Handler] = {}
+#: of losses that leave out rows by their labels: (lazy, args, kwargs) -> whether those at padding are surely among them
+MASKS: dict[Callable, Callable[[Lazy, tuple, dict], bool]] = {}
+
+
+def handles(table: dict, *functions: Callable) -> Callable:
+    """A decorator: what it stands over is asked about calls of `functions`."""
+
+    def register(handler: Callable) -> Callable:
+        table.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+class _History(torch.autograd.Function):
+    """The place of a deferred tensor in the autograd graph, for those who ask for no value: a function of the user's own that takes it, say."""
+
+    @staticmethod
+    def forward(ctx, recipe: Recipe, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.recipe, ctx.inputs = recipe, (hidden, *parameters)  # not saved as tensors are: no value of theirs is needed that is not kept otherwise
+        return Lazy(recipe)
+
+    @staticmethod
+    @once_differentiable  # the logits' own graph is walked apart from the caller's
+    def backward(ctx, grad: Tensor) -> tuple:
+        sources = [t for t, needed in zip(ctx.inputs, ctx.needs_input_grad[1:]) if needed]
+        made = iter(torch.autograd.grad(ctx.recipe.materialize(), sources, grad, retain_graph=True, allow_unused=True))
+        return None, *(next(made) if needed else None for needed in ctx.needs_input_grad[1:])
+
+
+class _Adopted(torch.autograd.Function):
+    """The value of a deferred tensor that somebody's function returned: its gradient goes to that function's own backward."""
+
+    @staticmethod
+    def forward(ctx, lazy: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        return grad, None
+
+
+class Lazy(Tensor):
+    """A tensor that is made by its recipe when somebody reads it. Shape, dtype and device are those of the real one."""
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe):
+        return Tensor._make_wrapper_subclass(cls, recipe.meta.shape, dtype=recipe.meta.dtype, device=recipe.hidden.device)
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    @property
+    def adopted(self) -> bool:
+        """Whether an autograd function of somebody's made it, without a history of its own, and returned it. (DDP's only clones.)"""
+        if self.recipe.trained or not self.requires_grad:
+            return False
+        self.recipe.trained = type(self.grad_fn).__name__ == "_DDPSinkBackward"
+        return not self.recipe.trained
+
+    def real(self) -> Tensor:
+        """Its value, part of the autograd graph as it is."""
+        value = self.recipe.materialize()
+        return _Adopted.apply(self, value) if torch.is_grad_enabled() and self.adopted else value
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        made, why_not = _ask(RECORD, func, args, kwargs)
+        if made is NotImplemented:
+            _tell_of_padding(func, args, kwargs)
+            if why_not is None:
+                made, why_not = _ask(LOSSES, func, args, kwargs)
+        if made is not NotImplemented:
+            return made
+        recipe = next(leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Lazy))
+        if why_not is not None:
+            recipe.head.refuse(why_not)
+        elif torch.is_grad_enabled():
+            recipe.read_by(func)
+        return func(*_real(args), **_real(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Reached only where Python's overrides are off; the history is autograd's, by `_History`."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        with torch.no_grad():
+            return func(*_real(args), **_real(kwargs or {}))
+
+    def __reduce_ex__(self, protocol):
+        return self.recipe.materialize().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout",
+                                                        "is_sparse", "is_leaf", "grad_fn", "ndim", "is_meta", "is_quantized")}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.get_device, Tensor.__len__, Tensor.is_complex,
+              Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
+
+
+def lazily(recipe: Recipe) -> Lazy:
+    """What `recipe` makes, deferred."""
+    return _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters()) if recipe.trained else Lazy(recipe)
+
+
+def recipe_of(value: Any) -> Any:
+    """The recipe of a tensor that is deferred; None of others."""
+    return value.recipe if isinstance(value, Lazy) and not value.adopted else None
+
+
+def _ask(table: dict[Callable, Handler], func: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:
+    """(what the handler of a call makes, or NotImplemented; why it is unfit, where that is known)."""
+    try:
+        return table[func](func, args, kwargs) if func in table else NotImplemented, None
+    except Unfit as reason:
+        return NotImplemented, str(reason)
+
+
+def _real(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.real() if isinstance(x, Lazy) else x, tree)
+
+
+def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
+    """Heads whose hidden states are zero at padding learn that their logits are read where nothing says that padding is left out."""
+    if not torch.is_grad_enabled():
+        return
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Lazy) and leaf.recipe.padded and not (func in MASKS and MASKS[func](leaf, args, kwargs)):
+            leaf.recipe.head.read()

@@ -1,0 +1,123 @@
+"""What stands in a head's place in a training step, and what it knows of the steps before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch import hooked
+from tunecompile.dispatch import Placement, place
+from tunecompile.head import NotLinear, Peel, Product
+from tunecompile.pipeline import Tally
+from tunecompile.tail.deferred import lazily
+from tunecompile.tail.logits import Logits
+
+SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
+
+
+@dataclass
+class Labelled:
+    """Which rows have a label. Finding them waits for the device, so that is done only where the last step's share, which was copied
+    without waiting, says that it pays."""
+
+    share: float = 1.0
+    pending: tuple[Tensor, Any, int] | None = None  #: count in pinned memory, the event after its copy, rows
+
+    def rows(self, target: Tensor, ignore_index: int) -> Tensor | None:
+        """Their indices; None: take all. (On a CPU the op itself skips the others.)"""
+        if not target.is_cuda or not target.numel() or torch.cuda.is_current_stream_capturing():
+            return None
+        if self.pending is not None and self.pending[1].query():
+            self.share = self.pending[0].item() / self.pending[2]
+            self.pending = None
+        labelled = target != ignore_index
+        if self.share < SPARSE:
+            found = labelled.nonzero().flatten()
+            self.share = found.numel() / target.numel()
+            return found
+        if self.pending is None:
+            count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(labelled.sum(), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self.pending = count, copied, target.numel()
+        return None
+
+
+@dataclass
+class Head:
+    """A head whose logits are deferred, and the tally of what became of them."""
+
+    module: nn.Module
+    tally: Tally
+    padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
+    read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
+    looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
+    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
+    labelled: Labelled = field(default_factory=Labelled)
+
+    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+        """The head, applied under the autocast dtype that held when it was called (None: under none)."""
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+            return self.module._call_impl(hidden)
+
+    def refuse(self, reason: str) -> None:
+        if reason not in self.tally.refused:
+            self.tally.refused.append(reason)
+
+
+def defer(head: Head, hidden: Tensor, product: Product) -> Tensor:
+    """The head's output, deferred."""
+    meta = torch.empty((*hidden.shape[:-1], product.weight.shape[0]), dtype=product.dtype, device="meta")
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.module.parameters()))
+    return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
+
+
+def _autocast(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class HeadSlot:
+    """What stands in the head's `_compiled_call_impl`.
+
+    `called` tells whether a training step ever did: trainers may compute the loss from the head's weight by themselves.
+    """
+
+    def __init__(self, step: Any, head: Head, passes: tuple = ()):
+        self.step, self.head, self.called = step, head, False
+        self.peel = Peel(head.module, passes)
+        self.placement: Placement | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.head.module
+        if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
+            self.called, self.placement = True, place(module)
+        if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return module._call_impl(*args, **kwargs)
+        if self.placement is None:
+            return self._deferred(*args)
+        if self.placement.refused:
+            self.head.refuse(f"the head runs as it is: {self.placement.refused}")
+            return module._call_impl(*args)
+        return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def _deferred(self, hidden: Tensor) -> Tensor:
+        try:
+            product = self._product(hidden)
+        except NotLinear as reason:
+            self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
+            return self.head.module._call_impl(hidden)
+        if self.step.budget is not None:
+            self.step.budget.settle()
+        return defer(self.head, hidden, product)
+
+    def _product(self, hidden: Tensor) -> Product:
+        module = self.head.module
+        if hooked(module):
+            raise NotLinear("with hooks")
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            return self.peel.product(hidden)
+        return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))
