@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile.canonical import dtype_of, value
-from tunecompile.ops import linear_cross_entropy
+from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import erase_dead, replace, where_from
 
@@ -79,11 +79,9 @@ def _refuse(node: Node, arguments: dict) -> str | None:
     logits, target = value(arguments["input"]), value(arguments["target"])
     if arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None:
         return "class weights, or a reduction by old names"
-    if arguments["reduction"] not in ("mean", "sum"):
-        return "the reduction is neither mean nor sum"
     if logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         return "labels are not one class a row"
-    if logits.dtype not in (torch.float32, torch.float64):
+    if logits.dtype not in (torch.float32, torch.float64) and arguments["reduction"] != "none":
         return f"the loss is computed in {logits.dtype}"
     return None
 
@@ -96,6 +94,8 @@ def run(graph: Graph, context: Context) -> None:
         chain = _refuse(node, arguments) or _climb(arguments["input"])
         if not isinstance(chain, str) and len(chain[0].users) > 1:
             chain = "the logits are used elsewhere too"
+        if not isinstance(chain, str) and arguments["reduction"] == "none" and dtype_of(arguments["input"]) == torch.float64 != dtype_of(chain[0]):
+            chain = "each row's loss is computed in torch.float64"
         if isinstance(chain, str):
             tally.refused.append(chain + where_from(node))
             continue
@@ -114,8 +114,9 @@ def run(graph: Graph, context: Context) -> None:
                     x = x[_without_vocabulary(step)]
             x = x.reshape(-1, value(linear.args[0]).shape[-1])
             trained = [getattr(value(v), "requires_grad", False) for v in linear.args]
-            made = linear_cross_entropy(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"],
-                                        arguments["label_smoothing"], trained[0], trained[1] or trained[2])
+            op = linear_cross_entropy_rows if arguments["reduction"] == "none" else linear_cross_entropy
+            made = op(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"], arguments["label_smoothing"], trained[0],
+                      trained[1] or trained[2])
             loss = made[0]
             if arguments["reduction"] == "mean":
                 loss = loss / (target != arguments["ignore_index"]).sum()

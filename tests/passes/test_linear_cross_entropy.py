@@ -56,6 +56,11 @@ def each_row(logits, labels):
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), reduction="none").mean()
 
 
+def each_token(logits, labels):
+    each = F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), reduction="none", label_smoothing=0.1)
+    return (each * torch.linspace(-1, 2, each.shape[0], dtype=each.dtype)).sum() - F.logsigmoid(each).mean()
+
+
 def sliced_after_flattening(logits, labels):
     return F.cross_entropy(logits.reshape(-1, VOCABULARY)[3:], labels.reshape(-1)[3:])
 
@@ -64,9 +69,17 @@ def tanh_alone(logits, labels):
     return F.cross_entropy(torch.tanh(logits).reshape(-1, VOCABULARY), labels.reshape(-1))
 
 
+def test_each_row_in_more_digits_than_the_head_is_left_alone():
+    model = tunecompile.optimize(Model(lambda logits, labels: F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none").sum()), executor="eager")
+    ids = torch.randint(0, VOCABULARY, (2, 9))
+    model(ids, ids).backward()
+    (tally,) = [m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy"]
+    assert not tally.rewritten and "float64" in tally.refused[0]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("loss, joined", [(shifted, 1), (summed, 1), (capped, 1), (scaled, 1), (read_twice, 0), (class_last, 0),
-                                          (weighted, 0), (each_row, 0), (sliced_after_flattening, 0), (tanh_alone, 0)])
+                                          (weighted, 0), (each_row, 1), (each_token, 1), (sliced_after_flattening, 0), (tanh_alone, 0)])
 def test_loss_and_gradients(loss, joined, bias):
     model = Model(loss, bias).double()
     plain = copy.deepcopy(model)
