@@ -41,7 +41,15 @@ class Weaker(torch.autograd.Function):
         return grad * 0.5
 
 
-@pytest.mark.parametrize("function", [LogSoftmax, Weaker])
+class Same(Weaker):
+    """Returns what it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+@pytest.mark.parametrize("function", [LogSoftmax, Weaker, Same])
 def test_an_autograd_function_takes_logits(function):
     """Its gradient reaches the model, by its own backward."""
     model, reference = pair()
@@ -52,8 +60,27 @@ def test_an_autograd_function_takes_logits(function):
         own = F.cross_entropy(found.flatten(0, 1), zoo.batch()["labels"][:, :found.shape[1]].flatten())
         return found.square().mean() + own + F.cross_entropy(logits.flatten(0, 1), zoo.batch()["labels"].flatten())
 
-    for part in (lambda logits: logits, lambda logits: logits[:, :-1] * 0.5):
+    for part in (lambda logits: logits, lambda logits: logits[:, :-1] * 0.5, lambda logits: logits.clone().div_(0.7)):
         equal(model, reference, run)
+
+
+def test_it_takes_what_is_taken_of_each_row():
+    model, reference = pair()
+
+    def run(m):
+        logits, labels = m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"].clamp(min=0)[..., None]
+        return Weaker.apply(logits.logsumexp(-1)).square().mean() + Same.apply(logits[0].log_softmax(-1).gather(-1, labels[0])).sum() + logits.gather(-1, labels).mean()
+
+    equal(model, reference, run)
+
+
+def test_weights_that_change_before_the_backward_pass_are_an_error():
+    model, _ = pair()
+    loss = Weaker.apply(model(zoo.batch()["input_ids"]).logits).square().mean()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
 
 
 def test_a_second_derivative_is_refused():

@@ -25,6 +25,9 @@ class Recipe(Protocol):
     def materialize(self) -> Tensor:
         """The tensor itself, part of the autograd graph like any other; the same one however often it is asked for."""
 
+    def again(self, hidden: Tensor) -> Tensor | None:
+        """The same of `hidden`, in a graph and memory of its own; None where somebody wrote into it."""
+
     def read_by(self, func: Callable) -> None:
         """For the report: `func` is about to read it."""
 
@@ -53,14 +56,23 @@ class _History(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recipe: Recipe, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.recipe, ctx.inputs = recipe, (hidden, *parameters)  # not saved as tensors are: no value of theirs is needed that is not kept otherwise
+        ctx.versions = [t._version for t in ctx.inputs]
         return Lazy(recipe)
 
     @staticmethod
-    @once_differentiable  # the logits' own graph is walked apart from the caller's
+    @once_differentiable  # another graph than the caller's is walked
     def backward(ctx, grad: Tensor) -> tuple:
-        sources = [t for t, needed in zip(ctx.inputs, ctx.needs_input_grad[1:]) if needed]
-        made = iter(torch.autograd.grad(ctx.recipe.materialize(), sources, grad, retain_graph=True, allow_unused=True))
-        return None, *(next(made) if needed else None for needed in ctx.needs_input_grad[1:])
+        if ctx.versions != [t._version for t in ctx.inputs]:
+            raise RuntimeError("what logits are made of has been modified by an inplace operation between the forward and the backward pass")
+        hidden, needed = ctx.inputs[0], ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+            made = ctx.recipe.again(leaf)
+            if made is None:
+                leaf, made = hidden, ctx.recipe.materialize()
+        sources = [t for t, wanted in zip((leaf, *ctx.inputs[1:]), needed) if wanted]
+        found = iter(torch.autograd.grad(made, sources, grad, retain_graph=True, allow_unused=True))
+        return None, *(next(found) if wanted else None for wanted in needed)
 
 
 class _Adopted(torch.autograd.Function):

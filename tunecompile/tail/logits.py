@@ -86,9 +86,12 @@ class Logits:
         """Whether they are what they were after `steps`."""
         return self.steps == steps and self.pristine
 
-    def compute(self, steps: tuple[Step, ...]) -> Tensor:
+    def again(self, hidden: Tensor) -> Tensor | None:
+        return self.compute(self.steps, hidden) if self.pristine else None
+
+    def compute(self, steps: tuple[Step, ...], hidden: Tensor | None = None) -> Tensor:
         """Logits after some `steps`, in memory of their own."""
-        value = self.head.logits(self.hidden, self.autocast)
+        value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
         for step in steps:
             value = step(value)
         return value

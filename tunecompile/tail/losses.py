@@ -109,7 +109,7 @@ def leaves_padding(lazy: Lazy, args: tuple, kwargs: dict) -> bool:
         rows = understand(lazy.recipe).rows.detach() if isinstance(lazy.recipe, Logits) else None
     except Unfit:
         rows = None
-    if rows is None or not isinstance(target, Tensor) or target.is_floating_point() or lazy.dim() != 2 or args[3:]:
+    if rows is None or not isinstance(target, Tensor) or target.is_floating_point() or lazy.dim() != 2 or args[4:]:
         return False
     ignored = kwargs.get("ignore_index", -100)
     return rows.shape[:1] == target.shape and not bool(((rows == 0).all(-1) & (target != ignored).to(rows.device)).any())

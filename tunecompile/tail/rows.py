@@ -56,10 +56,17 @@ class Taken:
     def _make(self) -> Tensor:
         if self.index is not None and (chain := self.chain).normalized:
             return log_probabilities(self.origin, chain, self.index, self.meta, self.trained)
-        value = self.reduce(self.origin.materialize() if self.origin.still(self.steps) else self.head.attempt(lambda: self.origin.compute(self.steps)))
+        same = self.origin.still(self.steps)
+        return self._taken_of(self.origin.materialize() if same else self.head.attempt(lambda: self.origin.compute(self.steps)))
+
+    def _taken_of(self, logits: Tensor) -> Tensor:
+        value = self.reduce(logits)
         for view in self.views:
             value = view(value)
         return value
+
+    def again(self, hidden: Tensor) -> Tensor:
+        return self._taken_of(self.origin.compute(self.steps, hidden))
 
     def read_by(self, func: Callable) -> None:
         if self.index is None or not self.chain.normalized:
