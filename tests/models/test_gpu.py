@@ -1,5 +1,6 @@
 """On a real GPU, with generated code and templates: gradients no further from fp32 than eager's."""
 
+import contextlib
 import copy
 
 import pytest
@@ -81,6 +82,31 @@ def test_checkpointing_changes_memory_and_nothing_else():
         zoo.step(m, inputs, torch.bfloat16)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_log_probabilities_of_tokens_make_no_logits(mode):
+    """As DPO and GRPO take them: no further from fp32 than eager's, in less memory than the logits need."""
+    from tests.models.test_row_losses import SPELLINGS, tally, weighed
+
+    model = zoo.make("llama", **{**SHAPE, "vocab_size": 65_536, "num_hidden_layers": 1}).to("cuda", torch.bfloat16)
+    model = model if mode == "full" else zoo.adapt(model, r=16)
+    reference, inputs = zoo.in_fp32(model), zoo.batch(65_536, 8, 1024, "cuda")
+    tunecompile.optimize(model)
+    for spelling in ("cross entropy", "gathered in fp32", "selective, newer", "at a temperature, in place"):
+        found, peaks = [], []
+        for m, off in ((reference, False), (model, True), (model, False)):
+            m.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with tunecompile_off(m) if off else contextlib.nullcontext():
+                weighed(SPELLINGS[spelling])(m.train(), inputs).backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            found.append({n: p.grad.detach().clone() for n, p in m.named_parameters() if p.grad is not None})
+        theirs, mine = (zoo.errors(each, found[0]) for each in found[1:])
+        assert median(mine.values()) <= 1.05 * median(theirs.values()), spelling
+        assert peaks[2] < peaks[1] - 2 * 8 * 1023 * 65_536, (spelling, peaks)
+    assert tally(model).rewritten == 1 and not tally(model).refused
 
 
 def test_templates_are_taken():

@@ -75,7 +75,7 @@ def weighed(write, slices: bool = False):
         logits, labels = model(inputs["input_ids"]).logits, inputs["labels"].clamp(min=0)
         logits, labels = (logits[:, :-1], labels[:, 1:]) if slices else (logits[..., :-1, :].contiguous(), labels[:, 1:].contiguous())
         each = write(logits, labels).float()
-        return (each * torch.linspace(-0.3, 2, each.numel()).view(each.shape)).sum() - F.logsigmoid(each.mean(1)).mean()
+        return (each * torch.linspace(-0.3, 2, each.numel(), device=each.device).view(each.shape)).sum() - F.logsigmoid(each.mean(1)).mean()
 
     return loss
 
