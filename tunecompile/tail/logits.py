@@ -155,7 +155,8 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     if not isinstance(recipe, Logits) or not recipe.deferred:
         return NotImplemented
     meta = shape_of(func, recipe.meta, args, kwargs)
-    return NotImplemented if meta is None else recipe.then(Step(func, args, kwargs), meta)
+    changed = meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)  # their bits, or to whole numbers
+    return NotImplemented if changed else recipe.then(Step(func, args, kwargs), meta)
 
 
 @handles(RECORD, *PRODUCTS_IN_PLACE, *QUOTIENTS_IN_PLACE)

@@ -103,12 +103,13 @@ def _deferred(value: Any) -> Logits | None:
 def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
     given = _bound(("input", "dim", "_stacklevel" if func is F.log_softmax else "dtype", "dtype"), args, kwargs)
     recipe = _deferred(given.get("input"))
-    if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1):
+    dtype = given.get("dtype")
+    if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     if understand(recipe).normalized:
         raise Unfit("log-probabilities are normalised again")
     # Autocast's own dtype is written down, since whoever reads the real ones may do so outside.
-    dtype = given.get("dtype") or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
+    dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
     return recipe.then(Step(torch.log_softmax, (-1,), {"dtype": dtype}), torch.empty(recipe.meta.shape, dtype=dtype, device="meta"), recipe)
 
 
@@ -162,7 +163,7 @@ def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
     recipe = recipe_of(args[0]) if args else None
     if not isinstance(recipe, Taken) or recipe.real is not None:
         return record(func, args, kwargs)
-    if (meta := shape_of(func, recipe.meta, args[1:], kwargs)) is None:
+    if (meta := shape_of(func, recipe.meta, args[1:], kwargs)) is None or meta.dtype != recipe.meta.dtype:
         return NotImplemented
     return lazily(replace(recipe, meta=meta, trained=torch.is_grad_enabled() and recipe.trained, views=(*recipe.views, Step(func, args[1:], kwargs))))
 
