@@ -35,7 +35,7 @@ __all__ = [
     "TorchRuntimeError", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
     "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
-    "trace", "trace_artifact",
+    "static_shapes",    "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -228,6 +228,11 @@ def outside_compilation():
     """Inside a backend: real tensors, whatever autocast and whichever fake mode it was called under."""
     with unset_fake_temporarily(), no_autocast():
         yield
+
+
+def static_shapes() -> contextlib.AbstractContextManager:
+    """Inside, Dynamo takes every size for a constant, whatever sizes it has seen before: graphs of numbers are traced faster than those of symbols."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
 
 
 def occupy_gpu(cycles: int = 2_000_000) -> None:

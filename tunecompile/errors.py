@@ -3,8 +3,9 @@
 import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
-           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan",
-           "NoSecondDerivative", "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownPrecision", "UnsafeFolder", "summary"]
+           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan", "NoSecondDerivative",
+           "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
+           "UnknownPrecision", "UnsafeFolder", "summary"]
 
 
 def summary(error: BaseException) -> str:
@@ -125,6 +126,12 @@ class UnknownBudget(TunecompileError, ValueError):
     """By `optimize` and `estimate`: `memory` or `host_memory` is no positive amount of bytes, no share and not "auto"."""
 
     template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."
+
+
+class UnknownGpu(TunecompileError, ValueError):
+    """By `estimate(gpu=...)` and `tunecompile plan`: no datasheet is known by that name, or one of the user's own cannot be read."""
+
+    template = "gpu={given!r}: {reason}. Known are {known}; figures that differ follow the name: \"h100,memory=94GiB\"."
 
 
 class BadBatchShape(TunecompileError, ValueError):

@@ -54,6 +54,7 @@ import torch
 
 from tunecompile._torch import no_autocast
 from tunecompile.errors import InvalidOp, NoSecondDerivative
+from tunecompile.imagined import on_gpu
 from tunecompile.signature import remembered
 
 __all__ = ["HALF", "OPS", "Cost", "Op", "Provider", "aten_name", "has_triton", "op", "refuse_gpu", "returns_view"]
@@ -290,9 +291,9 @@ def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
         triton: whether the kernel is a template.
 
     Returns:
-        The reason, or None: all are on a GPU and in fp16 or bf16, and Triton is installed if it is needed.
+        The reason, or None: all are on a GPU (`tunecompile.imagined` may say so) and in fp16 or bf16, and Triton is installed if it is needed.
     """
-    if not all(t.is_cuda for t in tensors):
+    if not all(map(on_gpu, tensors)):
         return "not on a GPU"
     if wide := [t for t in tensors if t.dtype not in HALF]:
         return f"in {str(wide[0].dtype).removeprefix('torch.')}, not in half precision"

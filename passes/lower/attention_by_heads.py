@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from tunecompile._torch import size_hint
 from tunecompile.memory.attention import bound
 from tunecompile.memory.liveness import tensor_bytes, workspace
+from tunecompile.imagined import on_gpu
 from tunecompile.op import aten_name, has_triton
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.pipeline import Context, Pass
@@ -55,7 +56,7 @@ def _apart(node: Node) -> tuple[int, ...]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """By a kernel of its own: a clone is fused into what reads it, so that each call would copy its heads when its turn comes, and the larger
     tensor would stay for the last of them."""
-    if not (tensor.is_cuda and has_triton()):
+    if not (on_gpu(tensor) and has_triton()):
         return tensor.clone()
     from tunecompile.templates import lora
 

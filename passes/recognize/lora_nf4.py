@@ -3,6 +3,7 @@
 from torch.fx import Graph, Node
 
 from tunecompile.canonical import value
+from tunecompile.imagined import on_gpu
 from tunecompile.op import has_triton
 from tunecompile.ops import dequantize_4bit, lora_linear, lora_linear_nf4
 from tunecompile.pipeline import Context, Pass, Tally
@@ -22,7 +23,7 @@ def _same_format(node: Node, weights: list[Node]) -> bool:
 def run(graph: Graph, context: Context) -> None:
     tally = Tally("lora_nf4")
     for node in list(graph.nodes):
-        if node.target is not lora_linear.overload or not value(node.args[0]).is_cuda or not has_triton():
+        if node.target is not lora_linear.overload or not on_gpu(value(node.args[0])) or not has_triton():
             continue
         x, inputs, weights, biases, a, b, scales, dtype = node.args
         if not any(w.target is dequantize_4bit.overload for w in weights):

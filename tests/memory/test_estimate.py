@@ -9,7 +9,7 @@ from torch import nn
 
 import tunecompile
 from tests.models import zoo
-from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget
+from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
 from tunecompile.memory.gauge import MARGIN
 
 pytest.importorskip("transformers")
@@ -196,13 +196,46 @@ def test_wrong_questions_are_refused():
         tunecompile.estimate(Refusing(3), SHAPE)
 
 
-def test_weights_that_are_not_quantised_yet_are_not_guessed():
+def without_weights(model: nn.Module) -> nn.Module:
+    """The same, on the meta device, with 4-bit weights that are not quantised yet: as `BitsAndBytesConfig` makes a model without weights."""
+    bnb = pytest.importorskip("bitsandbytes")
+    for path, module in list(model.named_modules()):
+        if isinstance(module, bnb.nn.Linear4bit):
+            parent, _, child = path.rpartition(".")
+            new = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=module.bias is not None, compute_dtype=module.compute_dtype,
+                                    compress_statistics=module.weight.compress_statistics, quant_type=module.weight.quant_type, device="meta")
+            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
+    return model.to("meta")
+
+
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_weights_that_are_not_quantised_yet_count_as_if_they_were(gpu):
+    pytest.importorskip("bitsandbytes")
+    real, hollow = tunecompile.estimate(make(quantised=True), SHAPE, gpu=gpu), tunecompile.estimate(without_weights(make(quantised=True)), SHAPE, gpu=gpu)
+    assert hollow.weights == pytest.approx(real.weights, rel=0.01)  # bitsandbytes has a table of the 16 levels beside each
+    assert hollow.activations == pytest.approx(real.activations, rel=0.01) and hollow.flops == real.flops and hollow.plans == real.plans
+    assert hollow.milliseconds == (None if gpu is None else pytest.approx(real.milliseconds, rel=0.05))
+
+
+def test_other_weights_that_are_not_quantised_yet_are_not_guessed():
     bnb = pytest.importorskip("bitsandbytes")
     with torch.device("meta"):
         model = Plain(3)
-    model.layers[0].up = bnb.nn.Linear4bit(16, 32, device="meta")
-    with pytest.raises(CannotEstimate, match="Params4bit on the meta device is not quantised"):
+    model.layers[0].up = bnb.nn.Linear8bitLt(16, 32, has_fp16_weights=False, device="meta")
+    with pytest.raises(CannotEstimate, match="Int8Params on the meta device is not quantised"):
         tunecompile.estimate(model, SHAPE)
+
+
+def test_a_gpu_that_is_not_there():
+    model = make()
+    told, smaller = (tunecompile.estimate(model, SHAPE, gpu=gpu) for gpu in ("h200", "h200,memory=1GiB"))
+    assert told.fits and told.milliseconds > 0 and told.budget > 130 * 2**30 > smaller.budget and not told.notes
+    assert told.to_dict() | {"budget": 0, "margin": 0} == smaller.to_dict() | {"budget": 0, "margin": 0}
+    assert tunecompile.estimate(model, SHAPE, memory="auto", gpu="l4").fits and tunecompile.estimate(model, SHAPE, memory=0.5, gpu="l4").fits
+    assert tunecompile.estimate(model, SHAPE, gpu="l4").milliseconds > told.milliseconds
+    assert tunecompile.estimate(model, SHAPE).milliseconds is None  # and nothing is taken for a GPU's any more
+    with pytest.raises(UnknownGpu, match="Known are b200, h200"):
+        tunecompile.estimate(model, SHAPE, gpu="x900")
 
 
 class Refusing(Plain):

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch import size_hint
+from tunecompile.imagined import on_gpu
 from tunecompile.op import aten_name, returns_view
 
 _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
@@ -106,7 +107,7 @@ def workspace(node: Node) -> int:
     if not ("attention" in name and "backward" in name):
         return 0
     tensors = [argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)]
-    if len(tensors) < 3 or not tensors[1].is_cuda:
+    if len(tensors) < 3 or not on_gpu(tensors[1]):
         return 0
     _, q, k = tensors[:3]  # the gradient comes first
     grouped = q.shape[1] != k.shape[1]

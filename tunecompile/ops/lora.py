@@ -5,6 +5,7 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile.imagined import on_gpu
 from tunecompile.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ops import fp8
 
@@ -134,7 +135,7 @@ def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[T
     width = x.shape[-1]
     wide = _tokens(torch.cat([x, x.new_zeros(*x.shape[:-1], padded(width + columns) - width)], -1))
     extra = make(wide[:, :width])
-    if not (x.is_cuda and has_triton()):
+    if not (on_gpu(x) and has_triton()):
         return torch.slice_scatter(wide, extra.to(x.dtype), 1, width, width + columns), extra
     from tunecompile.templates import lora
 

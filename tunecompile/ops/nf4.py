@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile.imagined import on_gpu
 from tunecompile.op import Cost, op
 from tunecompile.upstream import BLOCKS_ACROSS_ROWS
 
@@ -73,7 +74,7 @@ BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
 def _refuse_bitsandbytes(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> str | None:
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
         return "bitsandbytes is not loaded"
-    return str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not packed.is_cuda and columns % blocksize else None
+    return str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize else None
 
 
 @dequantize_4bit.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)
