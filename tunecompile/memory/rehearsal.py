@@ -26,9 +26,11 @@ from tunecompile.memory.budget import Budget, Menu
 from tunecompile.memory.gauge import Gauge
 from tunecompile.memory.gpus import HOST, Gpu
 from tunecompile.memory.hollow import held, stand_ins
+from tunecompile.memory.kept import Kept, matrix_bytes
 from tunecompile.memory.offload import Offload
-from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan, Stack, choose
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Plan, Stack, choose
 from tunecompile.memory.rates import Rates
+from tunecompile.memory.recordings import RECORDED
 from tunecompile.memory.work import beside_layers, is_attention
 from tunecompile.op import has_triton
 from tunecompile.partition import Decide
@@ -81,8 +83,9 @@ class Rehearsal(Budget):
         if self.bounded and len({id(slot.region) for slot in self.layers}) == 1:
             return super().decide(graph, cut, attention)
         candidates = menu.plans(graph) if self.bounded else [KEEP, RECOMPUTE]
+        weights = matrix_bytes(graph) if self.kept is not None else 0
         self.menus[id(self.running.region)] = Menu(tuple(menu.survey(cut, candidates)), self.tokens, tuple(map(menu.name, menu.dear_nodes(graph))),
-                                                 attention=attention)
+                                                 weights, attention=attention)
         self._admit(self.tokens)
         return self.options[id(self.running)].plan
 
@@ -101,6 +104,7 @@ class Rehearsal(Budget):
     def under(self, ledger: Ledger) -> bool:
         """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed."""
         self.gauge, self.present = ledger, ledger.allocated()
+        self.kept = None if ledger.sharded or self.kept is None else Kept()
         self._admit(self.tokens)
         return not self.bounded or self._satisfied() or all(found.whole for found in self.menus.values())
 
@@ -129,6 +133,10 @@ class Rehearsal(Budget):
 
     def _rates(self) -> Rates:
         return super()._rates() if self.gpu is None else self.gpu.rates
+
+    def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
+        """A step leaves room for CUDA graphs first, of which a rehearsal has none."""
+        return super()._keep_weights(choice, slots, left - int((RECORDED - 1) * choice.peak))
 
     def _to_come(self) -> int:
         return 0
@@ -249,7 +257,8 @@ def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: 
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
     offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
-    return Rehearsal(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload,
+    kept = Kept() if somewhere and bounded and stage.precision is None and not ledger.sharded else None
+    return Rehearsal(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
                      bounded=bounded, gpu=gpu)
 
 
