@@ -1,8 +1,9 @@
-"""The command line: `tunecompile compare`, `demo`, `monitor`, `doctor`, `merge`, `new-pass` and `check-pass`."""
+"""The command line: `tunecompile compare`, `demo`, `plan`, `monitor`, `doctor`, `merge`, `new-pass` and `check-pass`."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -21,7 +22,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 Systems = Annotated[str, typer.Option(help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants. "
                                          "Their versions are in the table; a peer that is not installed is a row that says how to install it.")]
-MODEL, ROWS, TRAINING, JUDGING = "The model", "The rows", "Training", "What is compared, and how"  # panels of the help
+MODEL, ROWS, TRAINING, JUDGING, MACHINES = "The model", "The rows", "Training", "What is compared, and how", "The machines"  # panels of the help
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
 
 
@@ -106,6 +107,44 @@ def demo(
 
         return run_demo(str(data), resolve_systems(systems, False), steps, one_of("--trainer", trainer, "sft", "loop"), out,
                         device := pick_device("auto"), pick_dtype("auto", device), conduct)
+
+    raise typer.Exit(guard(work))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder, a config.json, a hub id whose config is in the local cache, or a shape such as llama-3.1-8b. No weights are read.")],
+    qlora: Annotated[bool, typer.Option("--qlora", help="NF4 base with LoRA (the default).", rich_help_panel=MODEL)] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base in bf16.", rich_help_panel=MODEL)] = False,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights.", rich_help_panel=MODEL)] = False,
+    rank: Annotated[int, typer.Option(min=1, help="Of adapters.", rich_help_panel=MODEL)] = 16,
+    batch: Annotated[Optional[int], typer.Option(min=1, help="Rows a step on each GPU; 1, if neither this nor --global-batch is given.", rich_help_panel=ROWS)] = None,
+    global_batch: Annotated[Optional[int], typer.Option(min=1, help="Rows a step on all GPUs together.", rich_help_panel=ROWS)] = None,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a row.", rich_help_panel=ROWS)] = 2048,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100-80, l40s, rtx4090, ...; figures that differ from the datasheet follow: h100,memory=94GiB.",
+                                     rich_help_panel=MACHINES)] = "h100",
+    gpus: Annotated[int, typer.Option(min=1, max=1024, help="Of all machines.", rich_help_panel=MACHINES)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="Of one machine.", rich_help_panel=MACHINES)] = 8,
+    network: Annotated[float, typer.Option(min=0.1, help="Between machines: GB/s for each GPU and direction.", rich_help_panel=MACHINES)] = 50.0,
+    memory: Annotated[Optional[str], typer.Option(help="As of optimize: what each GPU's process may take. All that the GPU has, if not given.",
+                                                  rich_help_panel=MACHINES)] = None,
+    host_memory: Annotated[Optional[str], typer.Option(help="What activations may take of the host, for each GPU; 64GiB, if not given.",
+                                                       rich_help_panel=MACHINES)] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
+) -> None:
+    """Say what a fine-tuning takes on which GPUs, without a GPU and without weights: engines that fit, memory, step time, what to take."""
+    def work() -> int:
+        from tunecompile.memory.gpus import find_gpu
+        from tunecompile.planning.plan import Question, plan as answer
+
+        rows = pick_rows(batch, global_batch, gpus, gpus_per_node)
+        question = Question(model, pick_mode(qlora, lora, full), rows, seq_len, find_gpu(gpu), gpus, gpus_per_node, network, parse_budget(memory),
+                            host_memory, rank, together=global_batch is not None)
+        with warnings.catch_warnings():  # of libraries, about what nobody runs here
+            warnings.simplefilter("ignore")
+            report = answer(question)
+        show_plan(report, json)
+        return 0
 
     raise typer.Exit(guard(work))
 
@@ -294,6 +333,35 @@ def repeat(against: Path | None, out: Path, context: typer.Context) -> int:
     job, more = repeated(old)
     systems = resolve_systems(",".join(run["system"] for run in old["runs"]), False)
     return conduct_against(against, Comparison(systems, job, out, **more))
+
+
+def show_plan(report, as_json: bool) -> None:
+    from rich.console import Console
+
+    from tunecompile.planning.show import show
+
+    if as_json:
+        import json
+
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        console = Console()
+        show(report, console if console.is_terminal else Console(width=180))
+
+
+def pick_rows(batch: int | None, together: int | None, gpus: int, per_node: int) -> int:
+    if batch is not None and together is not None:
+        raise BadOption(option="--batch", value=batch, reason="--global-batch says how many rows all GPUs have together; give one of the two")
+    if gpus > per_node and gpus % per_node:
+        raise BadOption(option="--gpus", value=gpus, reason=f"machines have {per_node} each (--gpus-per-node): give a multiple")
+    if together is not None and together % gpus:
+        raise BadOption(option="--global-batch", value=together, reason=f"{gpus} GPUs cannot have equal shares of it: give a multiple")
+    return together or batch or 1
+
+
+def parse_budget(text: str | None) -> str | float | None:
+    """A share of the GPU is a number."""
+    return float(text) if text and text.replace(".", "", 1).isdigit() and 0 < float(text) <= 1 else text
 
 
 def need_packages() -> None:

@@ -3,7 +3,7 @@
 import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
-           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoPlan", "NoSecondDerivative",
+           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoPlan", "NoSecondDerivative",
            "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
            "UnknownPrecision", "UnsafeFolder", "summary"]
 
@@ -168,6 +168,12 @@ class NoAdapter(TunecompileError):
     """By `tunecompile merge`: the folder has no adapter, or its base cannot be loaded, or the two do not fit."""
 
     template = "The adapter at {path} cannot be merged: {reason}."
+
+
+class NoConfig(TunecompileError):
+    """By `tunecompile plan`: there is no config to build a model from, or transformers cannot read it."""
+
+    template = "There is no config for {model!r}: {reason}. {mend}"
 
 
 class NoPlan(TunecompileError):
