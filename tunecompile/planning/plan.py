@@ -222,6 +222,7 @@ class Planner:
         gpu, asked = self.question.gpu, self.question
         return [*([] if gpu.measured else [f"no {gpu.title} was measured: its kernels are taken to reach the shares of the datasheet that an H200's reach"]),
                 *(["full: weights in bf16, two moments of each in fp32"] if asked.mode == "full" else []),
+                *(["FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16"] if asked.mode == "qlora" and asked.gpus > 1 else []),
                 *(["communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where engines overlap them"] if asked.gpus > 1 else [])]
 
 
