@@ -52,7 +52,7 @@ def _driver() -> Iterator[None]:
         return
     from triton.runtime import driver
 
-    before = driver._active
+    before = vars(driver).get("_active", vars(driver).get("active"))  # as Triton 3.9 and older ones call it
     driver.set_active(_Target())
     try:
         yield
