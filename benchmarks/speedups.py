@@ -3,14 +3,15 @@
     python benchmarks/speedups.py --out benchmarks/results/speedups.json
     python benchmarks/speedups.py --families llama,gemma3 --out /tmp/two.json
 
-A few layers of each family's real widths, random weights and tokens, no checkpointing. Every system is a process of its own: first all of them at
-once, so that code is compiled, then one after the other, so that nothing else runs while one is timed. From the repository's root: families are
-those of its tests.
+A few layers of each family's real widths, random weights and tokens, no checkpointing. Every family is a process of its own, in which the systems come
+one after the other: first all families at once, so that code is compiled, then each alone, so that nothing else runs while one is timed. From the
+repository's root: families are those of its tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -86,38 +87,49 @@ def measured(family: str, system: str, device: str, steps: int) -> dict[str, Any
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None}
 
 
-def compile_all(cases: list[tuple[str, str]], device: str, processes: int) -> None:
+def rows(family: str, device: str, steps: int = STEPS) -> list[dict[str, Any]]:
+    """One family under each system. What fails is a row with its reason."""
+    made = []
+    for system in SYSTEMS:
+        try:
+            row = measured(family, system, device, steps)
+        except Exception as error:  # the others go on
+            row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        made.append({"family": family, "system": system, **row})
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return made
+
+
+def compile_all(families: list[str], device: str, processes: int) -> None:
     """Fill the caches of Inductor and Triton. What fails here fails again when it is measured."""
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as workers:
-        running = {workers.submit(measured, *case, device, 0): case for case in cases if case[1] != "eager"}
+        running = {workers.submit(rows, family, device, 0): family for family in families}
         for number, done in enumerate(as_completed(running)):
-            print(f"compiled {number + 1} of {len(running)}: {', '.join(running[done])}", flush=True)
+            print(f"compiled {number + 1} of {len(running)}: {running[done]}", flush=True)
 
 
-def alone(case: tuple[str, str], device: str, processes: int) -> dict[str, Any]:
-    """One case with the GPU to itself."""
-    try:
-        if not processes:
-            return measured(*case, device, STEPS)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
-            return worker.submit(measured, *case, device, STEPS).result()
-    except Exception as error:  # the others go on
-        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+def alone(family: str, device: str, processes: int) -> list[dict[str, Any]]:
+    """One family with the GPU to itself."""
+    if not processes:
+        return rows(family, device)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
+        return worker.submit(rows, family, device).result()
 
 
 def main() -> int:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    cases = [(family, system) for family in given.families for system in SYSTEMS]
     if given.processes:
-        compile_all(cases, device, given.processes)
+        compile_all(given.families, device, given.processes)
     runs: list[dict[str, Any]] = []
-    for case in cases:
-        row = alone(case, device, given.processes)
-        runs.append({"family": case[0], "system": case[1], **row})
+    for family in given.families:
+        for row in alone(family, device, given.processes):
+            runs.append(row)
+            print(f"{family:12s}{row['system']:17s}" + (f"{row['step_ms']['median']:8.1f} ms  {row['peak_gib'] or 0:6.2f} GiB" if row["status"] == "ok" else row["reason"][:200]), flush=True)
         given.out.write_text(json.dumps({**header(), "device": device, "shape": f"{ROWS}x{LENGTH}", "layers": LAYERS, "runs": runs}, indent=1) + "\n")
-        print(f"{case[0]:12s}{case[1]:17s}" + (f"{row['step_ms']['median']:8.1f} ms  {row['peak_gib'] or 0:6.2f} GiB" if row["status"] == "ok" else row["reason"][:200]), flush=True)
     return 0 if all(run["status"] == "ok" for run in runs) else 1
 
 
