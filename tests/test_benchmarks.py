@@ -156,6 +156,7 @@ def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     assert row.count("%") == 2 and "nothing" not in report.render_families(tmp_path)
 
 
+@pytest.mark.slow
 def test_speedups_of_families(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     speedups, report = script("speedups"), script("report")

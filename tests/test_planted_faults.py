@@ -51,7 +51,7 @@ FAULTS = [
     Fault("NF4", "a wrong level", "0.7229568362236023", "0.7329568362236023"),
     Fault("NF4", "permuted dimensions", ".to(dtype).reshape(rows, columns)", ".to(dtype).reshape(columns, rows).t().contiguous()"),
     Fault("loss", "dropped rows", "rows = (labels != ignore_index)", "rows = (labels > labels.median())"),
-    Fault("loss", "dropped mask", "hidden.device)\n    if isinstance", "hidden.device)\n    labels = labels.clamp(min=0)\n    if isinstance"),
+    Fault("loss", "dropped mask", "(), dtype=wide, device=hidden.device)\n", "(), dtype=wide, device=hidden.device)\n    labels = labels.clamp(min=0)\n"),
     Fault("loss", "wrong sign of the label's gradient", "label_smoothing - 1)", "label_smoothing + 1)"),
     Fault("loss", "gradient does not follow the loss's", "[(out * grad).to(", "[(out * grad.sign()).to("),
     Fault("capped loss", "lost slope of the cap", "d = d * (1 - t * t)", "pass"),

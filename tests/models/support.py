@@ -126,5 +126,5 @@ LEARNING = {
     "all weights": trained(lambda path: True), "the upper half": trained(lambda path: "layers.0" not in path and "embed" not in path), "only norms": trained(lambda path: "norm" in path),
     "only biases": trained(lambda path: "bias" in path, "qwen2"), "only the head": trained(lambda path: "lm_head" in path), "only embeddings": trained(lambda path: "embed" in path),
 }
-QUICK = {"LoRA with a bias of its own (lora_bias)", "ranks and alphas by layer (rank_pattern)", "two adapters, both active", "IA3", "prefix tuning", "FP4", "only biases"}
+QUICK = {"LoRA with a bias of its own (lora_bias)", "two adapters, both active", "IA3", "FP4", "only biases"}
 CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]

@@ -89,7 +89,7 @@ def test_log_probabilities_of_tokens_make_no_logits(mode):
     """As DPO and GRPO take them: no further from fp32 than eager's, in less memory than the logits need."""
     from tests.models.test_row_losses import SPELLINGS, tally, weighed
 
-    model = zoo.make("llama", **{**SHAPE, "vocab_size": 65_536, "num_hidden_layers": 1}).to("cuda", torch.bfloat16)
+    model = zoo.make("llama", **{**SHAPE, "vocab_size": 65_536}).to("cuda", torch.bfloat16)
     model = model if mode == "full" else zoo.adapt(model, r=16)
     reference, inputs = zoo.in_fp32(model), zoo.batch(65_536, 8, 1024, "cuda")
     tunecompile.optimize(model)

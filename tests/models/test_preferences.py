@@ -86,7 +86,7 @@ def train(kind: str, model, folder):
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["DPO", "ORPO"])
+@pytest.mark.parametrize("kind", [pytest.param("DPO", marks=pytest.mark.slow), "ORPO"])
 def test_trainers(kind, tmp_path):
     model, reference = pair(adapted)
     curves = [curve(train(kind, m, tmp_path)) for m in (model, reference)]

@@ -79,6 +79,7 @@ def question(**changes) -> Question:
     return Question(**{"model": "llama-tiny", "mode": "qlora", "rows": 2, "length": 256, "gpu": H100} | changes)
 
 
+@pytest.mark.slow
 def test_a_longer_sequence_never_needs_less():
     found = [Planner(question(mode="lora", length=length)).one_gpu() for length in (128, 256, 512, 2048)]
     for values in ([engine.peak for engine in found], [engine.activations for engine in found], [engine.step_ms for engine in found]):
