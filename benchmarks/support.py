@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.models.support import CELLS  # noqa: E402
 from tunecompile.compare.machine import header  # noqa: E402
 
 
@@ -38,7 +39,9 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
         path = Path(folder, "cells.xml")
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow", "-rfE",
                         *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={**os.environ, "SUPPORT_DEVICE": device})
-        return [row(case) for case in ElementTree.parse(path).iter("testcase")]
+        rows = [row(case) for case in ElementTree.parse(path).iter("testcase")]
+    order = [str(cell) for cell in CELLS]  # processes finish in any
+    return sorted(rows, key=lambda found: order.index(f"{found['section']}: {found['name']}"))
 
 
 def row(case: ElementTree.Element) -> dict[str, Any]:

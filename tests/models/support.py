@@ -107,7 +107,7 @@ ADAPTERS = {
     "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
     "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
     "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
-    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True), "aLoRA": lora(alora_invocation_tokens=[5, 6]),
+    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True),
     "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100), "RandLoRA": other("RandLoraConfig", r=8), "VeRA": other("VeraConfig", r=8),
     "LoHa": other("LoHaConfig", r=4, alpha=8), "LoKr": other("LoKrConfig", r=4, alpha=8), "OFT": other("OFTConfig", oft_block_size=8, r=0), "BOFT": other("BOFTConfig", boft_block_size=8),

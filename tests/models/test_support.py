@@ -30,7 +30,7 @@ def built(cell: Cell) -> torch.nn.Module:
 
 def errors(gradients: dict, truth: dict) -> dict[str, float]:
     """Relative; the q and k of a single token get noise, which counts by the largest gradient."""
-    floor = 1e-4 * max(g.norm().item() for g in truth.values())
+    floor = max(1e-12, 1e-4 * max(g.norm().item() for g in truth.values()))
     return {name: ((g.double() - truth[name].double()).norm() / truth[name].double().norm().clamp_min(floor)).item() for name, g in gradients.items()}
 
 
