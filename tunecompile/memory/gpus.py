@@ -7,7 +7,7 @@ to reach the same shares; `Gpu.measured` says which is which.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from tunecompile.errors import UnknownGpu
 from tunecompile.memory.gauge import budget_bytes, HostGauge
