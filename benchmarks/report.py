@@ -253,15 +253,15 @@ def render_support(result: dict | None) -> str:
              "| | | right | patterns rewritten | what stays as it was |", "|---|---|---|---|---|"]
     for section, runs in itertools.groupby(result["runs"], key=lambda run: run["section"]):
         for number, run in enumerate(runs):
-            said = "; ".join(_briefly(text) for text in (run["notes"] or run["refused"]).split("; ")[:1] if text) if run["status"] == "ok" else run["reason"].partition(": ")[2]
+            said = _briefly((run["notes"] or run["refused"]).partition("; ")[0]) if run["status"] == "ok" else run["reason"].partition(": ")[2]
             right = {"ok": "✓", "skipped": "not run"}.get(run["status"], "✗")
             lines.append(f"| {'' if number else section} | {run['name']} | {right} | {run['rewritten']} of {run['found']} | {said} |")
     return "\n".join(lines) + "\n"
 
 
 def _briefly(text: str) -> str:
-    """A note without paths, and not longer than a cell."""
-    text = re.sub(r"\s+at /\S+", "", re.sub(r"\b(?:base_model_model_)?(?:model_)*layers_(\w+)", r"\1", text)).replace("|", "/")
+    """A note that is not longer than a cell."""
+    text = re.sub(r"\b(?:base_model_model_)?(?:model_)*layers_(\w+)", r"\1", text).replace("|", "/")
     return text if len(text) <= 140 else text[:137] + "..."
 
 

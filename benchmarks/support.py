@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
 def row(case: ElementTree.Element) -> dict[str, Any]:
     """Of pytest's report of one cell."""
     section, _, name = case.get("name", "").partition("[")[2].removesuffix("]").partition(": ")
-    facts = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
+    facts = {entry.get("name"): re.sub(r"/\S*/", "", entry.get("value")) for entry in case.iter("property")}  # places without the folders of this machine
     trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
     status = {"skipped": "skipped", None: "ok"}.get(trouble.tag if trouble is not None else None, "failed")
     reason = trouble.get("message", "") if trouble is not None else ""

@@ -1,6 +1,7 @@
 """Forwards without gradients of a model in training (a reference in DPO, the old policy in GRPO) run the code that training runs."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -26,10 +27,9 @@ def score(model: torch.nn.Module, seed: int = 1, **shape) -> torch.Tensor:
 
 def compiled(model: torch.nn.Module) -> dict[str, int]:
     """Graphs by what stands in a region's name after its layers."""
-    found = {}
-    for region in model._tunecompile.regions:
-        for key, variant in region.variants.items():
-            found[key[0] if isinstance(key[0], str) else "training"] = found.get(key[0] if isinstance(key[0], str) else "training", 0) + variant.graphs
+    found: Counter[str] = Counter()
+    for key, variant in (item for region in model._tunecompile.regions for item in region.variants.items()):
+        found[key[0] if isinstance(key[0], str) else "training"] += variant.graphs
     return found
 
 
