@@ -183,22 +183,18 @@ class Region:
 
     def variant(self, plan: Plan | None, kind: tuple, decide: Decide | None = None) -> Variant:
         """The variant for this plan and this kind of call. Where there is no plan yet, `decide` makes it from the graph."""
-        key = (plan, *kind)
-        if key not in self.variants:
-            name = self.name + _suffix(plan)
-            if plan not in self.backends:
-                self.backends[plan] = Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept)
-            self.variants[key] = Variant(name, self.backends[plan])
-        return self.variants[key]
+        return self._variant(plan, kind, self.name + _suffix(plan), lambda name: Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept))
 
     def scoring(self, kind: tuple) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so no plan, and no recording, is about it."""
-        key = (SCORING, *kind)
+        return self._variant(SCORING, kind, f"{self.name}_{SCORING}", lambda name: Backend(name, self.passes, self.executor, precision=self.precision))
+
+    def _variant(self, way: Plan | str | None, kind: tuple, name: str, make: Callable[[str], Backend]) -> Variant:
+        key = (way, *kind)
         if key not in self.variants:
-            name = f"{self.name}_{SCORING}"
-            if SCORING not in self.backends:
-                self.backends[SCORING] = Backend(name, self.passes, self.executor, precision=self.precision)
-            self.variants[key] = Variant(name, self.backends[SCORING])
+            if way not in self.backends:
+                self.backends[way] = make(name)
+            self.variants[key] = Variant(name, self.backends[way])
         return self.variants[key]
 
     def settle(self, kind: tuple) -> None:
