@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -162,7 +161,8 @@ def _measure(call: Call, candidates: list[str], device: torch.device, time: Call
 
 
 def time_on_gpu(call: Call, backend: str, device: torch.device) -> float:
-    """Median milliseconds of forward and backward on random tensors. Random state, autocast and graph under compilation see nothing of it.
+    """Milliseconds of forward and backward on random tensors, the least of a few: other processes on the GPU, ranks that compile too, make a run longer.
+    Random state, autocast and graph under compilation see nothing of it.
 
     Raises:
         RuntimeError: the backend does not support the call.
@@ -183,7 +183,7 @@ def time_on_gpu(call: Call, backend: str, device: torch.device) -> float:
 
         run()  # plans are made, libraries loaded
         first = run()
-        return statistics.median([first, *(run() for _ in range(RUNS - 1 if first < 20 else 0))])
+        return min([first, *(run() for _ in range(RUNS - 1 if first < 20 else 0))])
 
 
 def _tensors(call: Call, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
