@@ -48,17 +48,18 @@ def load_tokenizer(job: Job):
 def load_base(job: Job) -> nn.Module:
     """The base model on the device, NF4 with double quantisation for qlora."""
     dtype = getattr(torch, job.dtype)
+    storage = dtype if job.gpus > 1 and job.parallel == "fsdp2" else torch.uint8  # FSDP2 shards floats only
     if is_shape(job.model):
         return build_shape_model(job.model, quantise=job.mode == "qlora", dtype=dtype, device=job.device,
-                                 seed=job.seed, layers=job.layers)
+                                 seed=job.seed, layers=job.layers, storage=storage)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantisation = None
     if job.mode == "qlora":
         quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                          bnb_4bit_compute_dtype=dtype)
+                                          bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage)
     return AutoModelForCausalLM.from_pretrained(job.model, quantization_config=quantisation, dtype=dtype,
-                                                device_map={"": 0 if job.device == "cuda" else job.device})
+                                                device_map={"": torch.cuda.current_device() if job.device == "cuda" else job.device})
 
 
 def add_adapter(model: nn.Module, job: Job) -> nn.Module:
@@ -77,11 +78,14 @@ def load_unsloth(job: Job) -> nn.Module:
     """Unsloth loads, quantises and adapts by its own functions; `import unsloth` has to come first in the process."""
     from unsloth import FastLanguageModel
 
-    model, _ = FastLanguageModel.from_pretrained(job.model, max_seq_length=max(job.seq_len, 32768),
-                                                 load_in_4bit=job.mode == "qlora", dtype=getattr(torch, job.dtype))
-    return FastLanguageModel.get_peft_model(
-        model, r=job.rank, lora_alpha=job.alpha, lora_dropout=0, target_modules=list(TARGETS),
-        use_gradient_checkpointing="unsloth" if job.checkpoints else False)
+    checkpointing = "unsloth" if job.checkpoints else False
+    model, _ = FastLanguageModel.from_pretrained(job.model, max_seq_length=max(job.seq_len, 32768), load_in_4bit=job.mode == "qlora",
+                                                 dtype=getattr(torch, job.dtype), full_finetuning=job.mode == "full",
+                                                 use_gradient_checkpointing=checkpointing)
+    if job.mode == "full":
+        return model
+    return FastLanguageModel.get_peft_model(model, r=job.rank, lora_alpha=job.alpha, lora_dropout=0, target_modules=list(TARGETS),
+                                            use_gradient_checkpointing=checkpointing)
 
 
 def load_model(job: Job) -> nn.Module:
