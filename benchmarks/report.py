@@ -26,7 +26,7 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
 
 
 COLUMNS = 3  #: panels side by side in the picture
-APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support"  #: files that are not of training steps beside each other
+APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support", "scaling"  #: files that are not of training steps beside each other
 PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 
@@ -178,6 +178,23 @@ def render_speedups(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def render_scaling(folder: Path = RESULTS) -> str:
+    """Several GPUs beside one, and beside eager on as many, of each file of scaling.py."""
+    lines = []
+    for result in load_all("scaling-*.json", folder):
+        rates = {(run["system"], run["gpus"]): run["tokens_per_s"] for run in result["runs"] if run["status"] == "ok"}
+        for run in (run for run in result["runs"] if run["status"] == "ok"):
+            alone, eager = rates.get((run["system"], 1)), rates.get(("hf", run["gpus"]))
+            scaled = f"{100 * run['tokens_per_s'] / run['gpus'] / alone:.1f} %" if alone and run["gpus"] > 1 else ""
+            over = f"{run['tokens_per_s'] / eager:.2f}x" if eager and run["system"] != "hf" else ""
+            lines.append(f"| {run['model']}, {run['mode']}, {run['shape']} a GPU | {(run['parallel'] or '').upper()} | {shown(run['system'])} | {run['gpus']} | {run['tokens_per_s']:,.0f} | "
+                         f"{run['step_ms']['median']:.1f} | {run['peak_gib']:.1f} | {scaled} | {over} |")
+    if not lines:
+        return ""
+    return "\n".join(["", "Several GPUs, each with as many rows (`benchmarks/scaling.py`); memory is the fullest GPU's.", "",
+                      "| case | engine | system | GPUs | tokens/s | step, ms | peak, GiB | of as many single GPUs | over HF |", "|---|---|---|---|---|---|---|---|---|", *lines]) + "\n"
+
+
 def render_families(folder: Path = RESULTS) -> str:
     """Gradients of each family in bf16 and under autocast: the median parameter's error, and by how much it is nearer to fp32 than eager's."""
     rows, results = {}, load_all("families*.json", folder)
@@ -267,7 +284,7 @@ def _briefly(text: str) -> str:
 
 def section() -> str:
     """All that the README shows of the results."""
-    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_speedups() + render_kernels(load_one(KERNELS))
+    return render(load_results()) + render_longest() + render_batches() + render_peaks() + render_predictions() + render_verified() + render_families() + render_speedups() + render_scaling() + render_kernels(load_one(KERNELS))
 
 
 def draw(results: list[dict], path: Path) -> None:

@@ -172,3 +172,12 @@ def test_speedups_of_families(tmp_path, monkeypatch, capsys):
         assert eager["losses"] == pytest.approx(compiled["losses"], rel=1e-3) and eager["losses"] == pytest.approx(ours["losses"], rel=1e-3)
     told = report.render_speedups(tmp_path)
     assert told.count("\n| llama") == 1 == told.count("\n| qwen3") and "nothing" not in told
+
+
+def test_the_readmes_table_of_several_gpus(tmp_path):
+    run = {"model": "m", "mode": "lora", "shape": "2x8", "status": "ok", "step_ms": {"median": 2.0}, "peak_gib": 1.0}
+    runs = [run | {"system": system, "gpus": gpus, "parallel": "ddp" if gpus > 1 else None, "tokens_per_s": rate}
+            for system, gpus, rate in (("hf", 1, 100.0), ("hf", 2, 150.0), ("tunecompile", 1, 200.0), ("tunecompile", 2, 390.0))]
+    (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]}))
+    text = script("report").render_scaling(tmp_path)
+    assert "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text and "iger" not in text

@@ -14,6 +14,7 @@ except ImportError as missing:  # the one extra that cannot be reported through 
     sys.exit(f"error: the command line needs {missing.name}, which is not installed. Install it: pip install 'tunecompile[cli]'")
 
 from tunecompile.compare.errors import BadOption, MissingExtra
+from tunecompile.compare.ranks import ENGINES
 from tunecompile.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.errors import TunecompileError
 
@@ -37,6 +38,8 @@ def compare(
                                                           rich_help_panel=MODEL)] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="A process for each, started by torchrun; every one has --batch rows of its own.", rich_help_panel=MODEL)] = 1,
+    parallel: Annotated[str, typer.Option(help="What joins several GPUs: ddp or fsdp2.", rich_help_panel=MODEL)] = "ddp",
     layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.", rich_help_panel=MODEL)] = None,
     data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text; "
                                                      "for --loss dpo with prompt, chosen and rejected.", rich_help_panel=ROWS)] = None,
@@ -77,7 +80,8 @@ def compare(
         job = Job(system="hf", model=model, mode=pick_mode(qlora, lora, full), trainer=one_of("--trainer", trainer, "sft", "loop"),
                   data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
                   loss=one_of("--loss", loss, "sft", "dpo"), batching=one_of("--batching", batching, "padded", "packed"),
-                  too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers,
+                  too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers, gpus=gpus,
+                  parallel=one_of("--parallel", parallel, *ENGINES),
                   device=pick_device(device), dtype=pick_dtype(dtype, pick_device(device)), checkpointing=gradient_checkpointing)
         if is_shape(model) and data is None:
             shapes = tuple(shape.split(","))
@@ -86,7 +90,7 @@ def compare(
             job = job.replace(trainer="loop", shapes=shapes)
         else:
             job = job.replace(held_out=held_out)
-        alternate = job.device == "cpu" if turns is None else turns
+        alternate = job.device == "cpu" and gpus == 1 if turns is None else turns
         return conduct_against(against, Comparison(resolve_systems(systems, gradient_checkpointing), job, out, reference_steps=reference_steps,
                                                    seeds=seeds, check=check, turns=alternate))
 

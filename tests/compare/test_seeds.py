@@ -6,7 +6,7 @@ from tests.compare.test_render import result, run  # noqa: F401
 from tunecompile.compare import worker
 from tunecompile.compare.curves import compare_curves
 from tunecompile.compare.render import run_table, write_reports
-from tunecompile.compare.run import Comparison, judge_speed, run_comparison
+from tunecompile.compare.run import Comparison, judge_speed, judge_work, run_comparison
 from tunecompile.compare.seeds import merge_seeds
 from tunecompile.compare.spec import SYSTEMS, Job
 
@@ -57,5 +57,10 @@ def test_each_seed_draws_anew_and_weights_stay(tmp_path, monkeypatch):
     job = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x16",), steps=4, layers=1, saved_bytes=False)
     made = run_comparison(Comparison([SYSTEMS["hf"]], job, tmp_path, seeds=2, check=False))
     first, second = made["runs"]
-    assert (first["seed"], second["seed"]) == (0, 1) and first["losses"] != second["losses"] and made["settings"]["seeds"] == 2
+    assert (first["seed"], second["seed"]) == (0, 1) and first["trainable"] > 0 and first["losses"] != second["losses"] and made["settings"]["seeds"] == 2
     assert max(abs(a - b) for a, b in zip(first["losses"], second["losses"])) < 0.1  # random tokens of the same model
+
+
+def test_a_system_that_trains_less_is_told():
+    same, less = ([{"system": name, "trainable": count} for name, count in (("hf", 8), ("unsloth", other))] for other in (8, 2))
+    assert judge_work(same)[0].passed and not judge_work(less)[0].passed and "unsloth 2" in judge_work(less)[0].detail

@@ -20,7 +20,7 @@ from tunecompile.verify import LIMIT, ORDER, TIE
 SLACK = 0.02  # clocks, allocators and other processes move a figure by this share from one day to the next
 SAME, APART = "same", "not comparable"
 OPTIONS = ("mode", "trainer", "loss", "steps", "batch", "seq_len", "batching", "pad_to", "too_long", "lr", "seed", "dtype", "checkpointing",
-           "layers", "rank", "alpha", "held_out")  # other values make another measurement
+           "layers", "rank", "alpha", "held_out", "gpus", "parallel")  # other values make another measurement
 CHECKS = (("tunecompile", "gradients"), ("tunecompile-fp8", "reduced_gradients"))  # whose gradients a result has, and where
 
 Extent = tuple[float, float, float]  # a figure, and from where to where it spreads

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import torch
 
+from tunecompile.compare import ranks
+
 WARMUP = 3  # steps that are not timed: compilation, allocator, caches
 GIB = 2**30
 
 
 def say(event: str, **fields) -> None:
     """One line for the process that started this one. Everything else on stdout is only logged."""
-    print(f"@{event} {json.dumps(fields)}", flush=True)
+    if ranks.rank() == 0:
+        print(f"@{event} {json.dumps(fields)}", flush=True)
 
 
 def wait_for_turn() -> None:

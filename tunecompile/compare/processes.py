@@ -10,12 +10,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tunecompile.compare import ranks
 from tunecompile.compare.spec import Job
 
 Listener = Callable[[str, str, dict], None]  # system, event, fields
@@ -51,7 +51,7 @@ class Worker:
             folder = self.caches or self.own_caches
             environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tunecompile.compare.worker", str(spec), str(self.result)],
+            [*ranks.command(self.job), "tunecompile.compare.worker", str(spec), str(self.result)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment)
 
     def run_turn(self) -> bool:

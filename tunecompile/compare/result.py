@@ -57,6 +57,7 @@ class Run(Part):
     saved_bytes: int | None = None
     first_step_s: float | None = None
     losses: list[float] | None = None  # a step each
+    trainable: int | None = None  # values that learn
     predicted: dict[str, Any] | None = None  # peak_gib and step_ms, of tunecompile's own runs
     held_out_before: float | None = None  # nats a learned token
     held_out_after: float | None = None

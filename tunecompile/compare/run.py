@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def check_request(comparison: Comparison) -> None:
         raise BadOption(option="--steps", value=job.steps, reason=f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}")
     if job.loss == "dpo":
         check_dpo(job)
+    check_gpus(job)
     need("the comparison", {"transformers": "hf", "accelerate": "hf"})
     if job.mode != "full":
         need(f"--{job.mode}", {"peft": "hf"})
@@ -79,6 +81,16 @@ def check_request(comparison: Comparison) -> None:
     rows = data.read_rows(job.data, job.loss)
     if Path(job.model).exists():  # a hub model's tokenizer is fetched by the first worker
         data.split_rows(rows, models.load_tokenizer(job), job)
+
+
+def check_gpus(job: Job) -> None:
+    import torch
+
+    there = torch.cuda.device_count() if job.device == "cuda" else os.cpu_count() or 1
+    if job.gpus > there:
+        raise BadOption(option="--gpus", value=job.gpus, reason=f"this machine has {there}" + " cores" * (job.device != "cuda"))
+    if job.gpus > 1 and job.trainer == "sft" and job.parallel != "ddp":
+        raise BadOption(option="--parallel", value=job.parallel, reason="trainers take FSDP2 from accelerate's config, so use --trainer loop")
 
 
 def check_dpo(job: Job) -> None:
@@ -104,10 +116,10 @@ def run_comparison(comparison: Comparison) -> dict:
     logs = comparison.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tunecompile-gradients-") as scratch, shape_on_disk(comparison) as folder:
-        checked_here = comparison.check and not job.shapes  # a shape model is checked at a smaller depth, separately
+        checked_here = comparison.check and not job.shapes and job.gpus == 1  # a shape model is checked at a smaller depth, separately
 
         def job_for(system: System) -> Job:
-            own = job.replace(system=system.name, model=folder if folder and system.engine == "unsloth" else job.model)
+            own = job.replace(system=system.name, saved_bytes=job.saved_bytes and job.gpus == 1, launches=job.launches and job.gpus == 1, model=folder if folder and system.engine == "unsloth" else job.model)
             if system.name != "tunecompile":
                 own = own.replace(questions=0, adapter=None)
             checked = checked_here and system.engine in ("hf", "tunecompile")
@@ -125,7 +137,7 @@ def run_comparison(comparison: Comparison) -> dict:
             check = judge(outcome, reference, scratch, job)
         elif comparison.check and any(system.engine == "tunecompile" and system.memory is None for system in present):
             comparison.keep(assemble(comparison, outcome, reference, check))
-            check = check_shallow(comparison, present, scratch, logs)
+            check = check_apart(comparison, present, scratch, logs)
     return assemble(comparison, outcome, reference, check)
 
 
@@ -183,10 +195,12 @@ def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
                        questions=0, held_out=job.held_out, adapter=None, checkpointing=False)
 
 
-def check_shallow(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> Check:
-    """A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
+def check_apart(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> Check:
+    """In runs of their own, of one process each. A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
     checked = [s for s in present if s.engine in ("hf", "tunecompile") and s.memory is None]  # a few layers fit any budget
-    shallow = comparison.job.replace(layers=CHECK_LAYERS, shapes=comparison.job.shapes[:1], steps=WARMUP + 1, saved_bytes=False, launches=False)
+    one = comparison.job.replace(gpus=1, saved_bytes=False, launches=False, held_out=0, questions=0, adapter=None)
+    shallow = one.replace(layers=CHECK_LAYERS, shapes=one.shapes[:1], steps=WARMUP + 1) if one.shapes \
+        else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
     jobs = [shallow.replace(system=s.name, gradients=f"{scratch}/{s.name}.pt") for s in checked]
     jobs.append(shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False))
     results = run_jobs(jobs, comparison, logs)
@@ -249,6 +263,13 @@ def judge_speed(runs: list[dict]) -> list[Verdict]:
     return verdicts
 
 
+def judge_work(runs: list[dict]) -> list[Verdict]:
+    """Whether all systems did the same: one that trains an adapter where the others train the model is fast and small."""
+    trainable = {run["system"]: run["trainable"] for run in runs if run.get("trainable")}
+    said = ", ".join(f"{system} {count:,}" for system, count in trainable.items())
+    return [Verdict("every system trains as many values", len(set(trainable.values())) == 1, said)] if len(trainable) > 1 else []
+
+
 def break_even(run: dict, eager: dict | None) -> int | None:
     """The step after which the seconds spent on compiling are won back; None: never."""
     if not eager or run["step_ms"]["median"] >= eager["step_ms"]["median"]:
@@ -260,8 +281,8 @@ def break_even(run: dict, eager: dict | None) -> int | None:
 def assemble(comparison: Comparison, outcome: dict, reference: dict | None, check: Check) -> dict:
     """The common JSON shape, with what the report shows beside."""
     job = comparison.job
-    common = {"model": comparison.model_name, "mode": job.mode, "budget_gib": None, "gpus": int(job.device == "cuda"),
-              "optimizer": "adamw-fused"}
+    common = {"model": comparison.model_name, "mode": job.mode, "budget_gib": None, "gpus": job.gpus * (job.device == "cuda"),
+              "parallel": job.parallel if job.gpus > 1 else None, "optimizer": "adamw-fused"}
     runs = []
     for order, system in enumerate(comparison.systems):
         away = {"status": "not installed", "install": f"pip install {system.distribution}"}
@@ -286,7 +307,7 @@ def assemble(comparison: Comparison, outcome: dict, reference: dict | None, chec
     result = machine.header() | {
         "runs": runs, "matches": report.get("matches", []), "gradients": check.gradients,
         "reduced_gradients": check.reduced, "curves": compare_curves(together),
-        "verdicts": [asdict(v) for v in check.verdicts + judge_curves(together) + judge_speed(together)],
+        "verdicts": [asdict(v) for v in check.verdicts + judge_curves(together) + judge_work(together) + judge_speed(together)],
         "compiler": {key: report.get(key) for key in ("regions", "compiles")} | {"notes": list(dict.fromkeys(notes))},
         "answers": ours.get("answers", []),
         "settings": job.to_dict() | ({"data_sha256": data.digest(job.data)} if job.data else {}) | {"seeds": comparison.seeds, "turns": comparison.turns, "rows": next((r["rows"] for r in outcome.values() if "rows" in r), None),

@@ -68,26 +68,28 @@ def empty_model(config) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype) -> nn.Module:
-    """A bitsandbytes NF4 linear with double quantisation, the quantisation done on the weight's own device."""
+def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype, storage: torch.dtype) -> nn.Module:
+    """A bitsandbytes NF4 linear with double quantisation, the quantisation done on the weight's own device. Its bytes are kept as `storage`."""
     import bitsandbytes as bnb
 
     new = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=dtype,
-                            compress_statistics=True, quant_type="nf4", device="meta")
+                            compress_statistics=True, quant_type="nf4", quant_storage=storage, device="meta")
     new.weight = bnb.nn.Params4bit(weight.to(dtype), requires_grad=False, quant_type="nf4",
-                                   compress_statistics=True).to(weight.device)
+                                   compress_statistics=True, quant_storage=storage).to(weight.device)
+    new.quant_state = new.weight.quant_state  # as loading leaves it: a shard of the weight has none
     return new
 
 
-def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: str, seed: int, layers: int | None = None):
-    """A random model of that shape on the device, NF4-quantised in its decoder linears if asked."""
+def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: str, seed: int, layers: int | None = None,
+                      storage: torch.dtype = torch.uint8):
+    """A random model of that shape on the device, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
     config = shape_config(name, layers)
     model = empty_model(config)
     for path, module in list(model.named_modules()):
         if quantise and isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS:
             parent, _, child = path.rpartition(".")
             weight = random_weight(f"{path}.weight", module.weight.shape, seed, device)
-            new = quantised_linear(module, weight, dtype)
+            new = quantised_linear(module, weight, dtype, storage)
             setattr(model.get_submodule(parent), child, new)
             module = new
         for key, parameter in list(module.named_parameters(recurse=False)):

@@ -131,6 +131,8 @@ class Job:
     dtype: str = "float32"  # what is computed in: float32 or bfloat16
     device: str = "cpu"
     checkpointing: bool = False
+    gpus: int = 1  # a process each
+    parallel: str = "ddp"  # what joins them: ddp or fsdp2
     layers: int | None = None  # shape models only: that many layers instead of all
     rank: int = 16
     alpha: int = 16

@@ -15,6 +15,9 @@ from pathlib import Path
 from tunecompile.compare.spec import REFERENCE, Job, Shape
 
 
+OTHER_ROWS = 1000  #: between the seeds of two ranks' random rows
+
+
 def prepare_process(job: Job) -> None:
     """What has to happen before torch or transformers is used: quiet libraries, cold caches, Unsloth first."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,20 +31,22 @@ def random_runs(job: Job) -> dict:
     """A shape model on random tokens, one run for each shape in the same process."""
     import torch
 
-    from tunecompile.compare import data, gradients, loops, models
+    from tunecompile.compare import data, gradients, loops, models, ranks
     from tunecompile.compare.spec import parse_shape
 
     model = models.load_model(job)
     vocabulary = model.config.vocab_size
     loops.enable_checkpointing(model, job)
-    models.apply_system(model, job)
+    models.apply_system(ranks.shard(model, job), job)
+    trained = ranks.replicate(model, job)
     runs = []
     for shape in job.shapes:
         torch.manual_seed(job.draw)
-        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw, job.steps)
-        runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(model, batches, job, shape))))
-        models.set_initial_adapter(model, job.draw)
-    if job.engine == "tunecompile":  # last: what it measures on the GPU must not spare the first step anything
+        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw + OTHER_ROWS * ranks.rank(), job.steps)
+        runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape))))
+        if shape != job.shapes[-1]:
+            models.set_initial_adapter(model, job.draw)
+    if job.engine == "tunecompile" and job.gpus == 1:  # last: what it measures on the GPU must not spare the first step anything
         for run in runs:
             run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
@@ -54,7 +59,7 @@ def data_run(job: Job) -> dict:
     """A model on the user's data, with the questions before and after where they are asked for."""
     import torch
 
-    from tunecompile.compare import data, gradients, loops, meters, models
+    from tunecompile.compare import data, gradients, loops, meters, models, ranks
 
     tokenizer = models.load_tokenizer(job)
     split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
@@ -68,13 +73,15 @@ def data_run(job: Job) -> dict:
     if job.trainer == "loop":
         loops.enable_checkpointing(model, job)
     initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
-    models.apply_system(model, job)
+    models.apply_system(ranks.shard(model, job), job)
+    trained = ranks.replicate(model, job) if job.trainer == "loop" else model  # trainers do so themselves
 
     def train():
         torch.manual_seed(job.draw)
         if job.trainer == "sft":
             return loops.train_trl(model, tokenizer, split.train, job, "train")
-        return loops.train_loop(model, data.make_batches(split.train, tokenizer, job, job.steps), job, "train")
+        batches = data.make_batches(split.train, tokenizer, job, job.steps * job.gpus)
+        return loops.train_loop(trained, batches[ranks.rank()::job.gpus], job, "train")
 
     run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
     if held_out:
@@ -93,11 +100,11 @@ def data_run(job: Job) -> dict:
 
 def measured(model, job: Job, train) -> dict:
     """Train, then take the extra untimed steps that the remaining figures need."""
-    from tunecompile.compare import meters
+    from tunecompile.compare import meters, ranks
 
     meters.reset_memory(job.device)
     trained = train()
-    figures = trained.clock.figures() | meters.memory_figures(job.device)
+    figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
     if (report := compiler_report(model, job)) and report["memory"]:
         figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
     meters.say("phase", text="measuring memory and launches")
@@ -106,7 +113,7 @@ def measured(model, job: Job, train) -> dict:
     if job.saved_bytes and job.engine != REFERENCE:  # last: under a budget, what is held here may ask for another plan
         figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))
         trained.optimizer.zero_grad(set_to_none=True)
-    return figures | {"status": "ok"}
+    return figures | {"status": "ok", "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
 def predicted(model, job: Job, shape: Shape) -> dict:
@@ -218,14 +225,20 @@ def main(job_path: str, result_path: str) -> None:
     task = spec.pop("task", "train")
     job = Job(**spec)
     prepare_process(job)
+    from tunecompile.compare import ranks
     from tunecompile.compare.meters import say, wait_for_turn
 
     wait_for_turn()
     say("phase", text="loading")
     started = time.perf_counter()
     tasks = {"train": random_runs if job.shapes else data_run, "reload": reload_adapter}
-    result = guarded(lambda: tasks[task](job))
-    Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
+    with ranks.group(job):
+        result = guarded(lambda: tasks[task](job))
+        failed = any(row.get("status", "ok") != "ok" for row in (result, *result.get("runs", [])))
+        if ranks.rank() == 0 or failed:
+            Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
+        if failed and job.gpus > 1:
+            os._exit(1)  # torchrun ends the others, who wait for this one
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""The same work on one GPU and on several, every GPU with as many rows: one JSON in the common shape.
+
+    python benchmarks/scaling.py --model llama-3.1-8b --mode qlora --shape 4x2048 --gpus 1,2 --systems hf,tunecompile \\
+        --out benchmarks/results/scaling-llama-3.1-8b-qlora.json
+    python benchmarks/scaling.py --mode full --parallel fsdp2 --gpus 2 --systems hf,compile,tunecompile --out ...
+
+A system on several GPUs is a process for each, started by torchrun, under DDP or FSDP2. Tokens a second are those of all GPUs together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from end_to_end import show
+
+from tunecompile.compare.meters import WARMUP
+from tunecompile.compare.ranks import ENGINES
+from tunecompile.compare.run import Comparison, passed, run_comparison
+from tunecompile.compare.shapes import SHAPES
+from tunecompile.compare.spec import Job, resolve_systems
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    parser.add_argument("--shape", default="4x2048", help="of each GPU's batch")
+    parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
+    parser.add_argument("--parallel", choices=ENGINES, default="ddp")
+    parser.add_argument("--systems", default="hf,tunecompile")
+    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARMUP} that are not")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--check", action="store_true", help="losses and gradients of two such layers, on one GPU, against fp32")
+    parser.add_argument("--keep-caches", action="store_true", help="leave the compiler's caches warm")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' logs")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(given.shape,), lr=1e-4, steps=WARMUP + given.steps, device=device,
+              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers, trust_cache=given.keep_caches, parallel=given.parallel,
+              saved_bytes=False, launches=False)
+    logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict = {}
+    for gpus in given.gpus:
+        comparison = Comparison(resolve_systems(given.systems, False), job.replace(gpus=gpus), logs / f"on-{gpus}", name=given.model, check=given.check and not result, listen=show)
+        found = run_comparison(comparison)
+        result = {**result, "runs": [*result["runs"], *found["runs"]], "verdicts": [*result["verdicts"], *(v | {"name": f"on {gpus}: {v['name']}"} for v in found["verdicts"])]} if result else found
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        for run in found["runs"]:
+            print(f"{run['system']:<24}{gpus} x {run['shape']:<12}" + (f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB"
+                                                                      if run["status"] == "ok" else run["status"]), flush=True)
+    print(f"written to {given.out}; logs in {logs}")
+    return 0 if passed(result) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""Several processes for one system: what they measured becomes one row, and each has rows of its own."""
+
+import sys
+
+import pytest
+
+from tunecompile.compare import data, models, ranks
+from tunecompile.compare.errors import BadOption
+from tunecompile.compare.losses import loss_of
+from tunecompile.compare.run import Comparison, check_request, run_comparison
+from tunecompile.compare.spec import SYSTEMS, Job, parse_shape
+from tunecompile.compare.worker import OTHER_ROWS
+
+JOB = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x16",), steps=4, layers=1, gpus=2)
+
+
+def figures(ms, tokens, loss, peak):
+    return {"step_ms": {"median": ms}, "tokens_per_s": tokens / ms * 1e3, "losses": [loss], "first_step_s": ms, "peak_gib": peak, "peak_reserved_gib": None}
+
+
+def test_the_slowest_ranks_pace_the_fullest_ones_memory(monkeypatch):
+    every = [figures(100.0, 30, 2.0, 1.0), figures(200.0, 50, 3.0, 0.5)]
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, own: into.__setitem__(slice(None), every))
+    whole = ranks.together(every[0], JOB)
+    assert whole["tokens_per_s"] == pytest.approx(80 / 0.2) and whole["losses"] == [2.5] and whole["peak_gib"] == 1.0 and whole["first_step_s"] == 200.0
+    assert ranks.together(every[0], JOB.replace(gpus=1)) is every[0]
+
+
+def test_one_process_needs_no_torchrun():
+    assert ranks.command(JOB.replace(gpus=1)) == [sys.executable, "-m"] and "--nproc-per-node" in ranks.command(JOB)
+
+
+@pytest.mark.parametrize("changes, said", [({"gpus": 4096}, "4096"), ({"parallel": "fsdp2", "trainer": "sft"}, "loop")])
+def test_what_cannot_be_joined_is_said_before_anything_runs(changes, said, tmp_path):
+    pytest.importorskip("peft")
+    with pytest.raises(BadOption, match=said):
+        check_request(Comparison([SYSTEMS["hf"]], JOB.replace(**changes), tmp_path))
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_two_processes_make_one_row(parallel, tmp_path):
+    pytest.importorskip("peft")
+    made = run_comparison(Comparison([SYSTEMS["hf"]], JOB.replace(parallel=parallel), tmp_path, check=False))["runs"][0]
+    model = models.load_model(JOB.replace(gpus=1)).train()
+    rows = [data.random_batches(parse_shape("2x16"), model.config.vocab_size, JOB, OTHER_ROWS * rank, 1)[0] for rank in range(2)]
+    alone = [float(loss_of(model, batch, JOB).detach()) for batch in rows]
+    assert made["status"] == "ok" and made["parallel"] == parallel and len(made["losses"]) == 4
+    assert made["losses"][0] == pytest.approx(sum(alone) / 2, rel=1e-5) and alone[0] != alone[1]
