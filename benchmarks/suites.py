@@ -1,0 +1,175 @@
+"""Another package's own tests, once as they are and once with every model in training optimized: what fails only then is our fault.
+
+    pip download --no-deps --no-binary :all: peft && tar xzf peft-*.tar.gz && touch peft-*/tests/__init__.py
+    python benchmarks/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py --only "Lora and not Embedding" --sample 400 --out /tmp/peft.json
+
+Of a checked-out tree of tests, whose requirements are installed; nothing is fetched: tiny models of the hub that the tests name are stood in for by random ones of
+the same architecture. A model is optimized when it is first set to training (`model.train()`, which trainers do as well), or when PEFT has put an adapter into it.
+This file is also the plugin of pytest that does so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+EXECUTOR = "SUITES_EXECUTOR"  #: set in the environment of the tests' processes where models are to be optimized: by what they run
+
+NOWHERE = "http://127.0.0.1:9"  #: refuses at once: some tests go online whatever HF_HUB_OFFLINE says, and would wait for a name to be found
+
+
+# ---------------------------------------------------------------- the plugin
+
+SEEN: list[Any] = []  #: models that the running test had optimized
+
+def pytest_configure(config: Any) -> None:
+    from huggingface_hub.utils import _http
+
+    _http.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # nor is a second try worth waiting for
+    if EXECUTOR in os.environ:
+        optimize_in_training(os.environ[EXECUTOR])
+
+
+def pytest_runtest_teardown(item: Any) -> None:
+    """How many models of the test ran compiled: one that optimizes nothing says nothing."""
+    if EXECUTOR in os.environ:
+        import tunecompile
+
+        item.user_properties.append(("compiled", sum(tunecompile.report(model).compiles > 0 for model in SEEN)))
+        SEEN.clear()
+
+
+def optimize_in_training(executor: str) -> None:
+    """From now on `train()` optimizes the module that it is called on, not those inside it, and what gives a model an adapter optimizes that."""
+    import peft
+    from torch import nn
+
+    import tunecompile
+
+    train, make, load, inside = nn.Module.train, peft.get_peft_model, peft.PeftModel.from_pretrained, []
+
+    def optimized(module: nn.Module) -> nn.Module:
+        if module.training and not any(module is seen for seen in SEEN) and any(p.requires_grad for p in module.parameters()):
+            SEEN.append(tunecompile.optimize(module, executor=executor))
+        return module
+
+    def training(module: nn.Module, mode: bool = True) -> nn.Module:
+        inside.append(module)
+        try:
+            train(module, mode)
+        finally:
+            inside.pop()
+        return module if inside else optimized(module)
+
+    nn.Module.train = training
+    peft.get_peft_model = lambda *args, **options: optimized(make(*args, **options))
+    peft.PeftModel.from_pretrained = lambda *args, **options: optimized(load(*args, **options))
+
+
+# ---------------------------------------------------------------- both runs
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", type=Path, required=True, help="the folder in which the tests run")
+    parser.add_argument("--tests", nargs="+", required=True, help="files or folders in it")
+    parser.add_argument("--only", default="", help="pytest's -k")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
+    parser.add_argument("--executor", default="eager", help="eager, or inductor")
+    parser.add_argument("--processes", type=int, default=1, help="at a time (more than one needs pytest-xdist)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each of the two runs")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def stand_ins(given: argparse.Namespace, cache: Path) -> None:
+    """A folder like the hub's cache, with a tiny random model for every one of whose architecture's name the tests' ids end."""
+    from tests.models import zoo
+    from tunecompile.compare.shapes import save_tiny_tokenizer
+
+    files = [path for name in given.tests for path in ([given.suite / name] if name.endswith(".py") else (given.suite / name).rglob("*.py"))]
+    ids = {found for path in files for found in re.findall(r"""["']([\w-]+/[\w.-]*tiny-[\w.-]+)["']""", path.read_text())}
+    stems = {name.lower(): family for family, (name, _) in zoo.NAMES.items()}
+    for model in ids:
+        ending = re.sub(r"forcausallm|lmheadmodel", "", model.rpartition("-")[2].lower())
+        if ending in stems:
+            folder = cache / f"models--{model.replace('/', '--')}"
+            place = folder / "snapshots" / ("0" * 40)
+            place.mkdir(parents=True)
+            (folder / "refs").mkdir()
+            (folder / "refs" / "main").write_text("0" * 40)
+            zoo.make(stems[ending], vocab_size=1024).save_pretrained(place)
+            save_tiny_tokenizer(place)
+
+
+def pytest(given: argparse.Namespace, *options: str, executor: str | None = None) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOWHERE, "HF_HUB_CACHE": str(given.cache), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", "suites", *options], cwd=given.suite, text=True, capture_output=True,
+                          timeout=given.timeout, env=environment | ({EXECUTOR: executor} if executor else {}))
+
+
+def chosen(given: argparse.Namespace) -> list[str]:
+    """The tests' names, in their order."""
+    said = pytest(given, "--collect-only", *given.tests, *(["-k", given.only] if given.only else [])).stdout
+    names = [line for line in said.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
+    if not names:
+        raise SystemExit(f"No test was found: {said[-2000:]}")
+    picked = set(random.Random(0).sample(names, min(given.sample or len(names), len(names))))
+    return [name for name in names if name in picked]
+
+
+def outcomes(given: argparse.Namespace, names: list[str], executor: str | None = None) -> dict[str, tuple[str, str, bool]]:
+    """Of each: passed, skipped or failed; why; and whether a model ran compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed, told = Path(folder, "names"), Path(folder, "told.xml")
+        listed.write_text("\n".join(names))
+        several = ["-n", str(given.processes), "--dist", "worksteal"] if given.processes > 1 else []
+        done = pytest(given, f"@{listed}", f"--junitxml={told}", *several, executor=executor)
+        if not told.exists():
+            raise SystemExit(f"The tests did not end: {(done.stdout + done.stderr)[-3000:]}")
+        cases = list(ElementTree.parse(told).iter("testcase"))
+    found = {}
+    for case in cases:
+        trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
+        status = "passed" if trouble is None else "skipped" if trouble.tag == "skipped" else "failed"
+        compiled = any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property"))
+        found[f"{case.get('classname')}::{case.get('name')}"] = status, (trouble.get("message") or "")[:400] if trouble is not None else "", compiled
+    return found
+
+
+def main() -> int:
+    given = parse_arguments()
+    sys.path.insert(0, str(ROOT))
+    from tunecompile.compare.machine import header
+
+    with tempfile.TemporaryDirectory() as folder:
+        given.cache = Path(folder)
+        stand_ins(given, given.cache)
+        names = chosen(given)
+        print(f"{len(names)} tests", flush=True)
+        plain, optimized = outcomes(given, names), outcomes(given, names, given.executor)
+    faults = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and plain.get(name, ("failed",))[0] != "failed"}
+    counts = {which: {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")} for which, ran in (("plain", plain), ("optimized", optimized))}
+    compiled = sum(found[2] for found in optimized.values())
+    given.out.write_text(json.dumps({**header(), "suite": given.suite.name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "faults": faults}, indent=1) + "\n")
+    for which, count in counts.items():
+        print(f"{which:12s}" + ", ".join(f"{number} {status}" for status, number in count.items()))
+    print(f"{compiled} tests ran compiled models")
+    for name, why in faults.items():
+        print(f"fails only when optimized: {name}: {why}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
