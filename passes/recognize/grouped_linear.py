@@ -1,6 +1,6 @@
 """Adapted linears that read the same input (q|k|v, gate|up) become one op: one XA, one matrix product, one dX."""
 
-from operator import getitem
+from operator import add, getitem, mul
 
 import torch
 from torch.fx import Graph, Node
@@ -15,6 +15,7 @@ __all__ = ["PASS"]
 
 VIEWS = {"view", "view_as", "reshape", "transpose", "permute", "chunk", "split", "unflatten", "unsqueeze", "squeeze", "contiguous", "to", getitem, torch.chunk,
          torch.split, torch.transpose, torch.unsqueeze}
+PURE = {torch.nn.functional.dropout, "to", "view", add, mul}  #: what weights, biases and inputs of an adapter's own may be made by, to stand above another's
 
 
 def _siblings(graph: Graph) -> list[list[Node]]:
@@ -69,7 +70,7 @@ def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
     """Whether all that `node` reads can stand above `first`: pure functions of what is there already."""
     for argument in node.all_input_nodes:
         if order[argument] > order[first]:
-            pure = argument.target in (torch.nn.functional.dropout,) or "tunecompile" in str(argument.target) or argument.target in ("to", "view")
+            pure = argument.target in PURE or "tunecompile" in str(argument.target)
             if not pure or argument.target is lora_linear.overload or not _movable(argument, first, order):
                 return False
     return True

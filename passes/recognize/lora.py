@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, bias and rank scaling."""
+"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, biases and rank scaling."""
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,9 @@ from tunecompile.rewrite import rewrite
 __all__ = ["PASS"]
 
 
-def _adapter(match: Match) -> str | None:
+def _fits(match: Match) -> str | None:
     bound, base = match.bound, _base(match)
-    a, b, weight, bias = value(bound["a"]), value(bound["b"]), value(bound["weight"]), value(bound["bias"])
+    a, b, weight = value(bound["a"]), value(bound["b"]), value(bound["weight"])
     outputs, inputs = weight.shape if base.target is F.linear else reversed(weight.shape)
     if not isinstance(bound["scale"], (int, float)):
         return "the scale is not a constant"
@@ -24,19 +24,32 @@ def _adapter(match: Match) -> str | None:
         return "the adapter's input has another shape"
     if weight.requires_grad:
         return "the base weight is trained as well"
-    if bias is not None and (not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (outputs,) or not bias.is_floating_point()):
+    if any(not _is_bias(value(each), outputs) for each in (bound.get("bias"), bound.get("own_bias"))):
         return "the bias is no vector"
-    if dtype_of(match.outputs[0]) != dtype_of(base):
-        return f"base is {dtype_of(base)}, the sum is {dtype_of(match.outputs[0])}"
     return None
 
 
+def _is_bias(bias, outputs: int) -> bool:
+    return bias is None or (isinstance(bias, torch.Tensor) and tuple(bias.shape) == (outputs,) and bias.is_floating_point())
+
+
+def _adapter(match: Match) -> str | None:
+    base = _base(match)
+    if (reason := _fits(match)) is None and dtype_of(match.outputs[0]) != dtype_of(base):
+        return f"base is {dtype_of(base)}, the sum is {dtype_of(match.outputs[0])}"
+    return reason
+
+
 def _rows(match: Match) -> str | None:
+    return _are_tokens(match) or _adapter(match)
+
+
+def _are_tokens(match: Match) -> str | None:
     """Whether what is multiplied are the tokens of x, and the product has x's shape again."""
     x, rows, made = value(match.bound["x"]), value(match.node("view")), value(match.node("view_1"))
     if rows.shape[-1] != x.shape[-1] or tuple(made.shape[:-1]) != tuple(x.shape[:-1]):
         return "the product's rows are not those of x"
-    return _adapter(match)
+    return None
 
 
 def _base(match: Match):
@@ -45,22 +58,29 @@ def _base(match: Match):
     return next(node for node in match.nodes.values() if (node.target, node.args[1:2]) == (F.linear, (weight,)) or (node.target, node.args[2:]) == (torch.addmm, (weight,)))
 
 
-def _build(x, weight, bias, a, b, scale, adapter_input, match):
-    base = _base(match)
+def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
+    if own_bias is not None:  # scaled as what it is added to; summed before anything is rounded
+        given = dtype_of(match.bound["own_bias"])
+        own_bias = _to(own_bias, given, torch.promote_types(given, torch.float32)) * scale
+        bias = own_bias if bias is None else bias + own_bias
+    return _product(x, weight, bias, a, b, scale, adapter_input, match)
+
+
+def _product(x, weight, bias, a, b, scale, adapter_input, match):
+    base, source = _base(match), match.bound["x"]
     dtype = dtype_of(base)
     down = next(node for node in match.nodes.values() if node.target is F.linear and node.args[1] is match.bound["a"])
-    source = match.bound["x"]
     if base.target is torch.addmm:
         weight = weight.t()
-
-    def to(node, symbol, wanted):
-        return symbol if dtype_of(node) == wanted else symbol.to(wanted)
-
-    own = [] if _source(match.bound["adapter_input"]) is _source(source) else [to(match.bound["adapter_input"], adapter_input, dtype_of(down))]
-    rows = to(source, x, dtype)
-    made = lora_linear(rows, own, [to(match.bound["weight"], weight, dtype)], [] if bias is None else [bias], [a], [b], [float(scale)],
+    own = [] if _source(match.bound["adapter_input"]) is _source(source) else [_to(adapter_input, dtype_of(match.bound["adapter_input"]), dtype_of(down))]
+    rows = _to(x, dtype_of(source), dtype)
+    made = lora_linear(rows, own, [_to(weight, dtype_of(match.bound["weight"]), dtype)], [] if bias is None else [bias], [a], [b], [float(scale)],
                        torch.promote_types(dtype_of(down), dtype))  # where x is wider than the adapters, casting them is cheaper and more exact
     return made[0]
+
+
+def _to(symbol, given, wanted):
+    return symbol if given == wanted else symbol.to(wanted)
 
 
 def _source(node):
@@ -70,40 +90,40 @@ def _source(node):
     return node
 
 
-def _delta(adapter_input, a, b, scale):
-    return cast(F.linear(F.linear(cast(adapter_input), a, None), b, None) * scale)
+def _delta(adapter_input, a, b, scale, own_bias):
+    return cast(F.linear(F.linear(cast(adapter_input), a, None), b, own_bias) * scale)
 
 
 @rewrite("adapter_then_rounded", to=_build, where=_adapter)
-def then_rounded(x, weight, bias, a, b, scale, adapter_input, dtype):
-    return (cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale)).to(dtype)
+def then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, dtype):
+    return (cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
 
 
 @rewrite("adapter", to=_build, where=_adapter)
-def adapter(x, weight, bias, a, b, scale, adapter_input):
-    return cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale)
+def adapter(x, weight, bias, a, b, scale, adapter_input, own_bias):
+    return cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)
 
 
 @rewrite("adapter_behind_bias_then_rounded", to=_build, where=_adapter)
-def behind_bias_then_rounded(x, weight, bias, a, b, scale, adapter_input, dtype):
-    return (cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale)).to(dtype)
+def behind_bias_then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, dtype):
+    return (cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
 
 
 @rewrite("adapter_behind_bias", to=_build, where=_adapter)
-def behind_bias(x, weight, bias, a, b, scale, adapter_input):
+def behind_bias(x, weight, bias, a, b, scale, adapter_input, own_bias):
     """The bias is added to a product with a transposed weight (Falcon)."""
-    return cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale)
+    return cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)
 
 
 @rewrite("adapter_of_rows_then_rounded", to=_build, where=_rows)
-def of_rows_then_rounded(x, weight, bias, a, b, scale, adapter_input, width, shape, dtype):
-    return (cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale)).to(dtype)
+def of_rows_then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape, dtype):
+    return (cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
 
 
 @rewrite("adapter_of_rows", to=_build, where=_rows)
-def of_rows(x, weight, bias, a, b, scale, adapter_input, width, shape):
+def of_rows(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape):
     """The weight is [in, out], and tokens are rows (GPT-2)."""
-    return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale)
+    return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale, own_bias)
 
 
 def anchors(graph):

@@ -126,5 +126,9 @@ LEARNING = {
     "all weights": trained(lambda path: True), "the upper half": trained(lambda path: "layers.0" not in path and "embed" not in path), "only norms": trained(lambda path: "norm" in path),
     "only biases": trained(lambda path: "bias" in path, "qwen2"), "only the head": trained(lambda path: "lm_head" in path), "only embeddings": trained(lambda path: "embed" in path),
 }
+SIBLINGS = {"lora": (7, 7), "grouped_linear": (5, 5)}
+FOUND = {  #: by a cell's name, what its report says of some passes, found and rewritten. No layer is compiled in pieces there
+    "LoRA with a bias of its own (lora_bias)": SIBLINGS,
+}
 QUICK = {"LoRA with a bias of its own (lora_bias)", "two adapters, both active", "IA3", "FP4", "only biases"}
 CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]

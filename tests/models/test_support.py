@@ -9,7 +9,7 @@ import torch
 
 import tunecompile
 from tests.models import zoo
-from tests.models.support import CELLS, Cell
+from tests.models.support import CELLS, FOUND, Cell
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,3 +62,6 @@ def test_cell(cell, record_property):
     record_property("refused", "; ".join(dict.fromkeys(reason for m in told.matches for reason in m.refused)))
     record_property("notes", "; ".join(note for note in told.notes if any(word in note for word in FALLEN)))
     assert found == 0 or rewritten or any(m.refused for m in told.matches)
+    expected = FOUND.get(cell.name, {})
+    assert {m.family: (m.found, m.rewritten) for m in told.matches if m.family in expected} == expected
+    assert not expected or not any("pieces" in note for note in told.notes), told.notes

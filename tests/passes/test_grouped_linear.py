@@ -45,6 +45,17 @@ def test_with_and_without_bias_and_of_another_input():
     check(lambda x, *o: (lora(x, *o[:3]), lora(torch.sin(x), *o[3:])), random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 2})
 
 
+def test_biases_that_are_computed():
+    """From parameters alone, as those of adapters with a bias of their own (PEFT's lora_bias)."""
+    def one(x, w, a, b, own):
+        return F.linear(x, w) + F.linear(F.linear(x, a), b, own) * 0.5
+
+    check(lambda x, *o: (one(x, *o[:4]), one(x, *o[4:])), random(2, 3, 8), *operands(bias=True), *operands(bias=True), passes=PASSES, expect={"lora_linear": 1})
+    seen = check(lambda x, *o: (lambda q: (q, one(x, *o[4:7], o[7] * q.detach().mean())))(one(x, *o[:4])), random(2, 3, 8), *operands(bias=True), *operands(bias=True), passes=PASSES,
+                 expect={"lora_linear": 2})
+    assert any("later values" in reason for reason in seen.refused)
+
+
 def test_weights_computed_from_the_first_ones_result():
     check(lambda x, *o: (lambda q: (q, lora(x, o[3] * q.detach().mean(), *o[4:])))(lora(x, *o[:3])), random(2, 3, 8), *operands(), *operands(), passes=PASSES,
           expect={"lora_linear": 2})

@@ -93,6 +93,20 @@ def test_a_trained_weight_of_rows():
     check(layer, random(2, 3, 8), passes=PASSES, expect={}, parameters=list(layer.parameters()))
 
 
+@pytest.mark.parametrize("spelling", [None, rows_of, behind])
+def test_a_bias_of_the_adapters_own(spelling):
+    """It is scaled as the adapter is (PEFT's lora_bias)."""
+    def fn(x, w, a, b, own, bias=None):
+        base = F.linear(x, w, bias) if spelling is None else spelling(x, w.t() if spelling is rows_of else w, bias)
+        return (base + F.linear(F.linear(x.to(a.dtype), a), b, own) * 0.25).to(base.dtype)
+
+    for bias in [random(6)] if spelling else [None, random(6)]:
+        seen = check(fn, random(2, 3, 8), *operands(), random(6), bias, passes=PASSES, expect={"lora_linear": 1})
+        assert not seen.refused
+    half = operands(dtype=torch.bfloat16, adapters=torch.float32)
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *half, random(6), random(6, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 1}, tol=1.5e-2)
+
+
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float16], ids=str)
 def test_fp32_adapters_on_a_half_precision_base(base):
     def peft(x, w, a, b):
@@ -158,7 +172,9 @@ MUTATIONS = {
     "difference": lambda x, w, a, b: F.linear(x, w) - F.linear(F.linear(x, a), b) * 0.5,
     "product": lambda x, w, a, b: F.linear(x, w) * (F.linear(F.linear(x, a), b) * 0.5),
     "bias on the way down": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a, b[0]), b) * 0.5,
-    "bias on the way up": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b, w[:, 0]) * 0.5,
+    "one number on the way up": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b, w[:1, 0]) * 0.5,
+    "bias on both ways": lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a, b[0]), b, w[:, 0]) * 0.5,
+    "bias behind the scale": lambda x, w, a, b: F.linear(x, w) + (F.linear(F.linear(x, a), b) * 0.5 + w[:, 0]),
     "down is read": lambda x, w, a, b: (lambda d: (F.linear(x, w) + F.linear(d, b) * 0.5, d))(F.linear(x, a)),
     "base is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(F.linear(x, w)),
     "delta is read": lambda x, w, a, b: (lambda y: (F.linear(x, w) + y) * y)(F.linear(F.linear(x, a), b) * 0.5),
@@ -248,7 +264,7 @@ def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("options", [dict(), dict(r=4), dict(use_rslora=True), dict(rank_pattern={"q": 3}), dict(alpha_pattern={"k": 1}), dict(bias=True), dict(lora_bias=False)], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(r=4), dict(use_rslora=True), dict(rank_pattern={"q": 3}), dict(alpha_pattern={"k": 1}), dict(bias=True), dict(lora_bias=True, bias=True)], ids=str)
 def test_peft(options):
     bias = options.pop("bias", False)
     model = peft_block(bias, **options)
@@ -259,13 +275,6 @@ def test_peft_trained_biases():
     model = peft_block(True, bias="all")
     assert any(n.endswith("bias") for n, p in model.named_parameters() if p.requires_grad)
     check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model))
-
-
-@pytest.mark.parametrize("options", [dict(use_dora=True), dict(lora_bias=True)], ids=str)
-def test_peft_variants_that_are_no_plain_adapters(options):
-    bias = "lora_bias" in options
-    model = peft_block(bias, **options)
-    check(model, random(2, 3, 8), passes=PASSES, expect={}, parameters=trained(model))
 
 
 def test_peft_in_bf16_with_fp32_adapters():
