@@ -32,6 +32,7 @@ from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, fin
 from tunecompile.report import Report, summarize
 from tunecompile.sizes import batch_tokens
 from tunecompile.tail import Head, HeadSlot
+from tunecompile.traceable import substitute
 
 log = logging.getLogger("tunecompile")
 ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
@@ -423,6 +424,7 @@ class WholeSlot(Slot):
 
     def _again(self, args: tuple, kwargs: dict) -> Any:
         if self.step.active:
+            substitute()
             self.state.follow_tables()
             self.state.follow_budget()
             self.state.pulse.beat(batch_tokens(args, kwargs))

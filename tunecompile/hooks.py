@@ -12,6 +12,7 @@ from torch import nn
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.recovery import Recovery
 from tunecompile.sizes import batch_tokens
+from tunecompile.traceable import substitute
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
@@ -58,6 +59,7 @@ class EntryHook(NotCopied):
             step.outer = True  # written and never read there, where Dynamo would guard on it
         step.scoring = self._scores(module, args, kwargs or {})
         if step.active or step.scoring:
+            substitute()
             self.state.follow_checkpointing()
         if not step.active:
             return None

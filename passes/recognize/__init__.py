@@ -1,6 +1,7 @@
 """Torch subgraphs to ops. Each file is one family; it says in plain PyTorch what it looks for."""
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
+from tunecompile.passes.recognize.dora import PASS as dora
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora
@@ -11,4 +12,4 @@ from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
-__all__ = ["add_rms_norm", "grouped_linear", "linear_cross_entropy", "lora", "lora_mlp", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]
+__all__ = ["add_rms_norm", "dora", "grouped_linear", "linear_cross_entropy", "lora", "lora_mlp", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, biases and rank scaling."""
+"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, biases, rank scaling and magnitudes."""
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,18 @@ def _are_tokens(match: Match) -> str | None:
     return None
 
 
+def _magnitudes(match: Match) -> str | None:
+    """Whether each column is multiplied by one number. The sum may have the magnitudes' dtype."""
+    magnitude = value(match.bound["magnitude"])
+    if not isinstance(magnitude, torch.Tensor) or magnitude.dim() > 2 or tuple(magnitude.shape[-1:]) != tuple(value(_base(match)).shape[-1:]) or magnitude.numel() != magnitude.shape[-1]:
+        return "the magnitudes are not one a column"
+    return _fits(match)
+
+
+def _rows_and_magnitudes(match: Match) -> str | None:
+    return _are_tokens(match) or _magnitudes(match)
+
+
 def _base(match: Match):
     """The base product: the one that reads the base weight."""
     weight = match.bound["weight"]
@@ -64,6 +76,14 @@ def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
         own_bias = _to(own_bias, given, torch.promote_types(given, torch.float32)) * scale
         bias = own_bias if bias is None else bias + own_bias
     return _product(x, weight, bias, a, b, scale, adapter_input, match)
+
+
+def _build_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude, match):
+    """(m - 1) base + m delta, beside base: m times the adapted product, which is rounded once. The bias is not multiplied."""
+    made, dtype = _product(x, weight, None, a, b, scale, adapter_input, match) * magnitude, torch.promote_types(dtype_of(_base(match)), dtype_of(match.bound["magnitude"]))
+    if bias is not None:
+        made, dtype = made + bias, torch.promote_types(dtype, dtype_of(match.bound["bias"]))
+    return _to(made, dtype, dtype_of(match.outputs[0]))
 
 
 def _product(x, weight, bias, a, b, scale, adapter_input, match):
@@ -126,6 +146,31 @@ def of_rows(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape)
     return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale, own_bias)
 
 
+def _magnified(base, unbiased, a, b, scale, adapter_input, magnitude):
+    delta = F.linear(F.linear(cast(adapter_input), a, None), b, None)
+    return base + ((magnitude - 1) * unbiased + magnitude * delta * scale)
+
+
+@rewrite("adapter_with_magnitudes", to=_build_with_magnitudes, where=_magnitudes)
+def with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude):
+    """DoRA."""
+    base = cast(F.linear(cast(x), weight, bias))
+    return _magnified(base, base - bias, a, b, scale, adapter_input, magnitude)
+
+
+@rewrite("adapter_with_magnitudes_without_bias", to=lambda x, weight, a, b, scale, adapter_input, magnitude, match:
+         _build_with_magnitudes(x, weight, None, a, b, scale, adapter_input, magnitude, match), where=_magnitudes)
+def with_magnitudes_without_bias(x, weight, a, b, scale, adapter_input, magnitude):
+    base = cast(F.linear(cast(x), weight, None))
+    return _magnified(base, base, a, b, scale, adapter_input, magnitude)
+
+
+@rewrite("adapter_of_rows_with_magnitudes", to=_build_with_magnitudes, where=_rows_and_magnitudes)
+def of_rows_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, width, shape, magnitude):
+    base = cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape))
+    return _magnified(base, base - bias, a, b, scale, adapter_input, magnitude)
+
+
 def anchors(graph):
     """A linear that only another, wider linear reads: the way down to the rank."""
     found = []
@@ -137,4 +182,5 @@ def anchors(graph):
     return found
 
 
-PASS = recognize("lora", [then_rounded, behind_bias_then_rounded, of_rows_then_rounded, adapter, behind_bias, of_rows], anchors)
+PASS = recognize("lora", [then_rounded, behind_bias_then_rounded, of_rows_then_rounded, adapter, behind_bias, of_rows,
+                          with_magnitudes, with_magnitudes_without_bias, of_rows_with_magnitudes], anchors)

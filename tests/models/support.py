@@ -107,7 +107,8 @@ ADAPTERS = {
     "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
     "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
     "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
-    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True),
+    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True), "DoRA over NF4": lora(base=four_bit(), use_dora=True),
+    "DoRA with dropout": lora(use_dora=True, lora_dropout=0.1), "DoRA over weights stored [in, out] (GPT-2)": lora("gpt2", use_dora=True),
     "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100), "RandLoRA": other("RandLoraConfig", r=8), "VeRA": other("VeraConfig", r=8),
     "LoHa": other("LoHaConfig", r=4, alpha=8), "LoKr": other("LoKrConfig", r=4, alpha=8), "OFT": other("OFTConfig", oft_block_size=8, r=0), "BOFT": other("BOFTConfig", boft_block_size=8),
@@ -129,6 +130,8 @@ LEARNING = {
 SIBLINGS = {"lora": (7, 7), "grouped_linear": (5, 5)}
 FOUND = {  #: by a cell's name, what its report says of some passes, found and rewritten. No layer is compiled in pieces there
     "LoRA with a bias of its own (lora_bias)": SIBLINGS,
+    "DoRA": {"dora": (7, 7), **SIBLINGS}, "DoRA over NF4": {"dora": (7, 7), "nf4": (7, 7), **SIBLINGS}, "DoRA with dropout": {"dora": (7, 7), "lora": (7, 0)},
+    "DoRA over weights stored [in, out] (GPT-2)": {"dora": (4, 4), "lora": (4, 4)},
 }
-QUICK = {"LoRA with a bias of its own (lora_bias)", "two adapters, both active", "IA3", "FP4", "only biases"}
+QUICK = {"DoRA over weights stored [in, out] (GPT-2)", "LoRA with a bias of its own (lora_bias)", "two adapters, both active", "IA3", "FP4", "only biases"}
 CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]

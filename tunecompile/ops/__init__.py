@@ -5,6 +5,7 @@ dtype" is bf16, fp16, fp32 or fp64; gradients have shape and dtype of what they 
 """
 
 from tunecompile.ops.attention import varlen_attention
+from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
@@ -15,5 +16,5 @@ from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import gated_activation
 
-__all__ = ["add_rms_norm", "dequantize_4bit", "gated_activation", "linear_cross_entropy", "linear_cross_entropy_rows", "lora_linear",
+__all__ = ["adapted_norm", "add_rms_norm", "dequantize_4bit", "gated_activation", "linear_cross_entropy", "linear_cross_entropy_rows", "lora_linear",
            "lora_linear_nf4", "lora_mlp", "lora_mlp_tiled", "rms_norm", "rope", "varlen_attention"]

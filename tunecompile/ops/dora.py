@@ -1,0 +1,33 @@
+"""What weight-decomposed adapters (DoRA: Liu et al., 2024, arXiv:2402.09353) need beside `lora_linear`: the norms of the adapted weight."""
+
+import torch
+from torch import Tensor
+
+from tunecompile.op import Cost, op
+
+__all__ = ["adapted_norm"]
+
+
+def _flops(weight: Tensor, a: Tensor, *_) -> int:
+    return 2 * weight.numel() * a.shape[0]
+
+
+@op(cost=Cost.MATMUL, flops=_flops)
+def adapted_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The norm of each row of W + scale B A, by which DoRA divides its magnitudes (arXiv:2402.09353, section 4.3: a constant to autograd).
+
+    It has no backward, and counts as a product, so that N numbers are saved, and the adapted weight is made once.
+
+    Args:
+        weight: W, [N, K], any floating dtype.
+        a: A, [r, K], any floating dtype.
+        b: B, [N, r], any floating dtype.
+        scale: of the adapter, as in `tunecompile.ops.lora.lora_linear`.
+        dtype: of the result.
+
+    Returns:
+        [N] in `dtype`, rounded once from fp32 but for B A, which is computed in the adapters' dtype.
+    """
+    wide, adapters = torch.promote_types(dtype, torch.float32), torch.promote_types(a.dtype, b.dtype)
+    delta = b.to(adapters) @ a.to(adapters)
+    return torch.linalg.vector_norm(weight.to(wide) + scale * delta.to(wide), dim=1).to(dtype)
