@@ -52,6 +52,11 @@ def other(name: str, **options: Any) -> Callable[[], nn.Module]:
     return with_peft(name, **{"target_modules": ["q_proj", "v_proj"], **options})
 
 
+def activated() -> nn.Module:
+    """An adapter that is active from the last of certain tokens on: those of one batch of three have it, and in one row only."""
+    return lora(target_modules=["q_proj", "v_proj"], alora_invocation_tokens=zoo.batch(seed=0)["input_ids"][0, 4:6].tolist())()
+
+
 def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import peft
@@ -107,7 +112,8 @@ ADAPTERS = {
     "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
     "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
     "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
-    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "DoRA": lora(use_dora=True), "DoRA over NF4": lora(base=four_bit(), use_dora=True),
+    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "aLoRA": activated,
+    "LoRA over weights stored [in, out] (GPT-2)": lora("gpt2"), "LoRA over transposed weights (Falcon)": lora("falcon"), "DoRA": lora(use_dora=True), "DoRA over NF4": lora(base=four_bit(), use_dora=True),
     "DoRA with dropout": lora(use_dora=True, lora_dropout=0.1), "DoRA over weights stored [in, out] (GPT-2)": lora("gpt2", use_dora=True),
     "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100), "RandLoRA": other("RandLoraConfig", r=8), "VeRA": other("VeraConfig", r=8),
