@@ -18,6 +18,8 @@ from tunecompile.quantized import STATE
 
 def substitute() -> None:
     """For the packages that are imported by now."""
+    if torch.compiler.is_compiling():  # by the user, around us
+        return
     for module, name, make in (("peft.utils.integrations", "dequantize_module_weight", _weight_of), ("peft.utils.other", "transpose", _transposed)):
         if (original := getattr(sys.modules.get(module), name, None)) is not None:
             _register(original, make)
