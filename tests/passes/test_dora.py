@@ -7,6 +7,9 @@ from torch import nn
 
 from tests.passes.conftest import check, family, random
 from tests.passes.test_lora import operands, peft_block, rows_of, trained
+from tunecompile._torch import make_fx
+from tunecompile.memory.menu import dear_nodes
+from tunecompile.ops import adapted_norm
 from tunecompile.traceable import substitute
 
 PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped_linear")
@@ -108,13 +111,15 @@ def magnified(**options):
     return model
 
 
-@pytest.mark.parametrize("options", [{"biased": True}, *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {"use_rslora": True, "r": 4}))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"biased": True}, {"use_rslora": True, "r": 4}], ids=str)
 def test_peft(options):
     model = magnified(**options)
     seen = check(model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3, "lora_linear": 2}, parameters=trained(model))
     assert len(seen.graphs) == 1
 
 
+@pytest.mark.slow
 def test_peft_with_dropout():
     """The base is multiplied twice, by what is dropped and by what is not."""
     model = magnified(lora_dropout=0.5)
@@ -133,3 +138,12 @@ def test_peft_over_4_bits(double, storage):
     seen = check(model, random(2, 3, 64), passes=GROUPED, expect={"dequantize_4bit": 4, "adapted_norm": 2, "lora_linear": 2}, parameters=trained(model),
                  tol=5e-5 if all(p.dtype == torch.float32 for p in trained(model)) else 3e-2)  # peft 0.18 gives adapters the dtype of the storage
     assert len(seen.graphs) == 1 and not seen.refused
+
+
+def test_no_plan_is_about_norms():
+    """They are vectors, and stay saved: computing them again would free nothing."""
+    def fn(x, w, a, b):
+        return (x @ w.t()) * adapted_norm(w, a, b, 0.5, torch.float32)
+
+    graph = make_fx(fn, tracing_mode="fake")(torch.randn(3, 8), *(t.detach() for t in operands())).graph
+    assert [node.target for node in dear_nodes(graph)] == [torch.ops.aten.mm.default]

@@ -53,9 +53,16 @@ def backward_nodes(graph: Graph) -> set[Node]:
 
 
 def dear_nodes(graph: Graph) -> list[Node]:
-    """The products and attentions of the forward pass, by whose place in this list a `Plan` calls them."""
+    """The products and attentions of the forward pass, by whose place in this list a `Plan` calls them. Without those that return a vector (norms of
+    weights): computing them again would free next to nothing, and no plan does."""
     backward = backward_nodes(graph)
-    return [node for node in graph.nodes if node.op == "call_function" and node not in backward and cost(node) is Cost.MATMUL and not random(node)]
+    return [node for node in graph.nodes
+            if node.op == "call_function" and node not in backward and cost(node) is Cost.MATMUL and not random(node) and not _is_vector(node)]
+
+
+def _is_vector(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dim() < 2
 
 
 def name(node: Node) -> str:
