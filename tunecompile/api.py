@@ -226,7 +226,7 @@ class State(NotCopied):
                 self.norms.append(slot)
 
     def _attach_padding(self, stack: Layers) -> None:
-        padding = Padding(stack.owner, stack.members, self.step)
+        padding = Padding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self._unused_heads()) < len(self.heads))
         stack.owner._compiled_call_impl = OwnerSlot(padding)
         self.paddings.append(padding)
         for slot in self.slots:
@@ -372,11 +372,13 @@ class State(NotCopied):
         """A head that no training step called, where there were steps."""
         if not any(region.variants for region in self.regions):
             return []
-        unused = [head for head in self.heads if not getattr(head.module._compiled_call_impl, "called", True)]
         forward = self.model.__dict__.get("forward") or getattr(self._base(), "__dict__", {}).get("forward")
         where = getattr(forward, "__globals__", {}).get("__name__", "another package")  # `__module__` is the wrapped function's
         who = f"{where} replaced the model's forward and" if forward else "the loop"
-        return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in unused]
+        return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in self._unused_heads()]
+
+    def _unused_heads(self) -> list[Head]:
+        return [head for head in self.heads if not getattr(head.module._compiled_call_impl, "called", True)]
 
     def _base(self) -> Any:
         """The model below adapters."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.recovery import Recovery
+from tunecompile.padding import scores
 from tunecompile.sizes import batch_tokens
 from tunecompile.traceable import substitute
 
@@ -57,7 +58,7 @@ class EntryHook(NotCopied):
         step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if torch.compiler.is_compiling():
             step.outer = True  # written and never read there, where Dynamo would guard on it
-        step.scoring = self._scores(module, args, kwargs or {})
+        step.scoring = scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
             substitute()
             self.state.follow_checkpointing()
@@ -72,18 +73,6 @@ class EntryHook(NotCopied):
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
-
-
-    def _scores(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether log-probabilities are computed to be compared with those of training steps (a reference model in DPO, the old policy in GRPO): the same
-        code has to compute them, or its rounding becomes part of the loss. Generation is told by its cache."""
-        if not module.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
-            return False
-        if not self.takes_cache:
-            return True
-        asked = kwargs.get("use_cache")
-        caches = getattr(getattr(module, "config", None), "use_cache", True) if asked is None else asked
-        return not caches and kwargs.get("past_key_values") is None and len(args) < 3
 
 
 class LabelsHook(NotCopied):

@@ -17,7 +17,7 @@ import inspect
 import logging
 import sys
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -167,8 +167,9 @@ def _rounded(count: int, device: torch.device) -> int:
 class Padding:
     """Decides for each batch of one owner of layers, and keeps why padded ones were not flattened."""
 
-    def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any):
+    def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any, head_is_called: Callable[[], bool] = lambda: True):
         self.owner, self.layers, self.step = owner, layers, step
+        self.head_is_called = head_is_called  #: by any training step
         self.apart: dict[tuple, bool] = {}  #: whether packed sequences do not see each other, by how the model is called
         self.notes: dict[str, None] = {}
         self.looks = UNPADDED
@@ -186,15 +187,29 @@ class Padding:
         self.flat = flat is not None and flat.gives_up
         if flat is None:
             return self._as_it_comes(given, args, kwargs)
+        output = self._without_padding(flat, given, args, kwargs)
+        if not self.refused:
+            self.flattened += flat.gives_up
+            self.packed += not flat.gives_up
+        return output
+
+    def score(self, args: tuple, kwargs: dict) -> Any:
+        """The owner's call without gradients, flattened as training steps are: a reference that rounds otherwise would be read as a change of the policy.
+        What stands at padding is given up where nobody gets it: where no step has called the head, so that the caller takes labelled rows by himself."""
+        given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
+        asks = scores(self.owner, any(p.name == "use_cache" for p in self.parameters), args, kwargs) and (
+            self.packed if given.get("attention_mask") is None else self.flattened and self.step.labels is not None and not self.head_is_called())
+        flat = self.decide(given) if asks else None
+        self.flat = flat is not None and flat.gives_up
+        return self.owner._call_impl(*args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
+
+    def _without_padding(self, flat: Flat, given: dict, args: tuple, kwargs: dict) -> Any:
         try:
             with self.attention():
-                output = flat.outputs(self.owner._call_impl(**flat.inputs(given)))
+                return flat.outputs(self.owner._call_impl(**flat.inputs(given)))
         except CannotFlatten as reason:
-            self.refuse(str(reason), PADDED if self.flat else PACKED)
+            self.refuse(str(reason), PADDED if flat.gives_up else PACKED)
             return self.owner._call_impl(*args, **kwargs)
-        self.flattened += flat.gives_up
-        self.packed += not flat.gives_up
-        return output
 
     def refuse(self, reason: str, batches: str = PADDED) -> None:
         """From now on every batch runs as it comes."""
@@ -302,6 +317,18 @@ class Padding:
         return said + list(self.notes)
 
 
+def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
+    """Whether log-probabilities are computed to be compared with those of training steps (a reference model in DPO, the old policy in GRPO): the same
+    code has to compute them, or its rounding becomes part of the loss. Generation is told by its cache."""
+    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return False
+    if not takes_cache:
+        return True
+    asked = kwargs.get("use_cache")
+    caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
+    return not caches and kwargs.get("past_key_values") is None and len(args) < 3
+
+
 class OwnerSlot:
     """What stands in the owner's `_compiled_call_impl`: in a training step the batch is flattened, if it may be."""
 
@@ -310,8 +337,10 @@ class OwnerSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.padding.owner
-        if not owner.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not owner.training or torch.compiler.is_compiling():
             return owner._call_impl(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.padding.score(args, kwargs)
         recovery = self.padding.step.recovery
         if recovery is None:
             return self.padding.call(args, kwargs)

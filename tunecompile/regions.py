@@ -281,9 +281,11 @@ class Slot:
         return self._compiled(args, kwargs, finish)
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
-        if OFFSETS in kwargs:
-            return self._flattened(args, kwargs, finish)
-        return self._run(args, kwargs, self.region.sizes.mark, finish)
+        return self._marked(kwargs, lambda mark: self._run(args, kwargs, mark, finish))
+
+    def _marked(self, kwargs: dict, run: Callable[[Callable], Any]) -> Any:
+        """`run`, given what marks the sizes that may change: others where the batch comes without its padding."""
+        return self._flattened(run) if OFFSETS in kwargs else run(self.region.sizes.mark)
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
         kind, sizes = self._kind(args, kwargs, mark)
@@ -311,8 +313,11 @@ class Slot:
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients."""
-        self.variant = self.region.scoring(self._kind(args, kwargs, self.region.sizes.mark)[0])
-        return self.variant.call(self.layer, *args, **kwargs)
+        def run(mark: Callable) -> Any:
+            self.variant = self.region.scoring(self._kind(args, kwargs, mark)[0])
+            return self.variant.call(self.layer, *args, **kwargs)
+
+        return self._marked(kwargs, run)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
@@ -325,11 +330,11 @@ class Slot:
         where, hidden = found[0], _AsksForGradient.apply(found[1], torch.empty(0, requires_grad=True))
         return (args, {**kwargs, where: hidden}) if isinstance(where, str) else ((*args[:where], hidden, *args[where + 1:]), kwargs)
 
-    def _flattened(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
+    def _flattened(self, run: Callable[[Callable], Any]) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
         try:
             with self.padding.attention():  # a checkpoint around the layer recomputes it when the owner's call is long over
-                output = self._run(args, kwargs, lambda tensors, sizes: mark_flat(tensors, sizes[1]), finish)
+                output = run(lambda tensors, sizes: mark_flat(tensors, sizes[1]))
             if not self.variant.attends:
                 raise CannotFlatten("its layers do not call attention by transformers' attention interface")
             return output

@@ -8,6 +8,8 @@ import torch
 
 import tunecompile
 from tests.models import zoo
+from tests.models.test_packing import packed
+from tests.models.test_padding import padded
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,3 +118,54 @@ def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
         with m.disable_adapter():
             apart.append((policy - score(m).float().log_softmax(-1)).abs().max().item())
     assert apart[1] == 0 and apart[0] == 0
+
+
+def fused(model: torch.nn.Module) -> torch.nn.Module:
+    """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
+    def forward(input_ids, attention_mask=None, labels=None):
+        hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[:, :-1]
+        taken = labels[:, 1:] != -100
+        return (hidden[taken] @ model.lm_head.weight.t()).log_softmax(-1).gather(-1, labels[:, 1:][taken][:, None])
+
+    model.forward = forward
+    return model
+
+
+def test_padding_is_left_out_of_scores_as_of_training():
+    """A policy is its own reference to the bit."""
+    model, reference = pair(adapted=False)
+    fused(model), fused(reference)
+    for step in range(2):
+        policy = model(**padded(seed=step))
+        with torch.no_grad():
+            assert torch.equal(model(**padded(seed=step)), policy)
+            assert torch.allclose(reference(**padded(seed=step)), policy, atol=1e-5)
+        policy.sum().backward()
+    assert compiled(model) == {"training": 1, "without_gradient": 1}
+    assert any(key[0] == "without_gradient" and variant.attends for region in model._tunecompile.regions for key, variant in region.variants.items())
+    assert "padding is left out of the layers (2 batches)" in tunecompile.report(model).notes
+
+
+def test_logits_of_a_score_keep_their_padding():
+    """Once somebody has read them, no batch is flattened any more."""
+    model, reference = pair(adapted=False)
+    plain = model.forward
+    fused(model)(**padded()).sum().backward()
+    model.forward = plain
+    inputs = padded() | {"use_cache": False}
+    with torch.no_grad():
+        model(**inputs)
+        assert any("logits are read beside the loss" in note for note in tunecompile.report(model).notes)
+        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+
+
+def test_packed_scores_are_told_apart_as_training_is():
+    """Without a mask, so that the same code computes both."""
+    model, reference = pair(adapted=False)
+    inputs = packed((7, 9)) | {"use_cache": False}
+    policy = model(**inputs).logits
+    with torch.no_grad():
+        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+        assert torch.equal(model(**inputs).logits, policy + 0)
+    policy.sum().backward()
+    assert compiled(model) == {"training": 1, "without_gradient": 1}

@@ -95,6 +95,8 @@ class HeadSlot:
         module = self.head.module
         if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
             self.called, self.placement = True, place(module)
+        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
+            self.head.read()  # logits of a forward without gradients are real, and anybody's
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return module._call_impl(*args, **kwargs)
         if self.placement is None:
