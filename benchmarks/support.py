@@ -1,7 +1,7 @@
 """The table of what is supported, from the tests of its cells (`tests/models/test_support.py`): on a GPU through Inductor, else op by op on the CPU.
 
     python benchmarks/support.py --out benchmarks/results/support.json
-    python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json
+    python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json    # all others stay in the file as they were
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.support import CELLS  # noqa: E402
+from tests.models.support import cells  # noqa: E402
 from tunecompile.compare.machine import header  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cells whose section or name contain this")
+    parser.add_argument("--only", default="", help="cells whose section or name this says, as pytest's -k (\"trainer or loop\")")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at a time (more than one needs pytest-xdist)")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -39,10 +39,14 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cells.xml")
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow", "-rfE",
-                        *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={**os.environ, "SUPPORT_DEVICE": device})
-        rows = [row(case) for case in ElementTree.parse(path).iter("testcase")]
-    order = [str(cell) for cell in CELLS]  # processes finish in any
-    return sorted(rows, key=lambda found: order.index(f"{found['section']}: {found['name']}"))
+                        *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": "0", **os.environ, "SUPPORT_DEVICE": device})
+        return [row(case) for case in ElementTree.parse(path).iter("testcase")]
+
+
+def merged(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the table's order (processes finish in any), with what an earlier run found of cells that did not run now."""
+    found = {f"{row['section']}: {row['name']}": row for row in (*before, *rows)}
+    return [found[name] for cell in cells() if (name := str(cell)) in found]
 
 
 def row(case: ElementTree.Element) -> dict[str, Any]:
@@ -61,7 +65,8 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = tested(given.only, given.processes, device)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({**header(), "device": device, "runs": rows}, indent=1) + "\n")
+    before = json.loads(given.out.read_text())["runs"] if given.only and given.out.exists() else []
+    given.out.write_text(json.dumps({**header(), "device": device, "runs": merged(rows, before)}, indent=1) + "\n")
     for found in rows:
         print(f"{found['status']:8s}{found['section']}: {found['name']}  {found['rewritten']} of {found['found']} {found['reason']}")
     return 0 if rows and all(found["status"] != "failed" for found in rows) else 1

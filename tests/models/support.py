@@ -1,9 +1,13 @@
-"""What people train with: adapters, bases, and what of a model learns. A cell each, for the test and for the README's table."""
+"""What people train with: adapters, bases, and what of a model learns. A cell each, for the test and for the README's table.
+
+Batches, and losses and trainers, stand in files beside this one; `cells()` has all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +15,28 @@ from torch import nn
 
 from tests.models import zoo
 
+DEVICE = os.environ.get("SUPPORT_DEVICE", "cpu")  #: benchmarks/support.py runs them on a GPU, through Inductor
+Make = Callable[[], nn.Module]
+
+
+def three() -> list[dict]:
+    return [zoo.batch(seed=seed, rows=2, length=16 + 4 * (seed > 1)) for seed in range(3)]
+
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to train. `build` makes a model with the same weights each time."""
+    """A way to train. `build` makes a model with the same weights each time, which then takes a step on each batch, or is trained by `run`."""
 
     section: str
     name: str
-    build: Callable[[], nn.Module]
+    build: Make
     quick: bool = False  #: whether `make test` runs it
     random: bool = False  #: whether its steps draw random numbers: then only each system's mean could be compared, and the values are left to other tests
+    batches: Callable[[], list[dict]] = three
+    loss: Callable[[nn.Module, dict], torch.Tensor] = zoo.by_labels
+    run: Callable[[Make, Path], tuple[dict[str, float], nn.Module]] | None = None  #: given what makes the model, and a folder: all numbers that are logged, and what was trained
+    limit: float | None = None  #: of the relative error, where rounding is coarser than fp32's
+    compiles: int | None = None  #: of a region at most, whatever the shapes
 
     def __str__(self) -> str:
         return f"{self.section}: {self.name}"
@@ -141,3 +157,10 @@ FOUND = {  #: by a cell's name, what its report says of some passes, found and r
 }
 QUICK = {"DoRA over weights stored [in, out] (GPT-2)", "LoRA with a bias of its own (lora_bias)", "two adapters, both active", "IA3", "FP4", "only biases"}
 CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]
+
+
+def cells() -> list[Cell]:
+    """All, in the order of the table."""
+    from tests.models import support_batches, support_losses, support_trainers
+
+    return [*CELLS, *support_batches.CELLS, *support_losses.CELLS, *support_trainers.CELLS]

@@ -1,7 +1,6 @@
 """Real training loops: losses and gradients as without `optimize`, whatever the batches, precision and checkpointing."""
 
 import copy
-import random
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.models import zoo
+from tests.models.support_losses import evaluated_before_the_backward
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,46 +47,7 @@ def fell_back(model: nn.Module) -> list[str]:
     return [note for note in tunecompile.report(model).notes if "eager" in note or "pieces" in note]
 
 
-# -- a plain loop -------------------------------------------------------------------------------------------------------
-
-
-def test_plain_loop_with_accumulation_and_clipping():
-    model, reference = pair(lambda: zoo.adapt(small()))
-    curves = []
-    for m in (model, reference):
-        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
-        curve = []
-        for step in range(6):
-            loss = m(**zoo.batch(seed=step)).loss / 2
-            loss.backward()
-            curve.append(loss.item())
-            if step % 2:
-                curve.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1).item())
-                optimizer.step()
-                optimizer.zero_grad()
-        curves.append(curve)
-    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
-    assert tunecompile.report(model).compiles == 1 and not fell_back(model)
-
-
-@pytest.mark.parametrize("write", [
-    lambda logits, labels: F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)),
-    lambda logits, labels: F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[..., 1:].contiguous().view(-1)),
-    lambda logits, labels: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().flatten(0, 1), labels.flatten()),
-    lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
-    lambda logits, labels: F.cross_entropy(logits.view(-1, logits.shape[-1]) / 0.7, labels.view(-1), reduction="none").mean(),
-    lambda logits, labels: -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).mean(),
-    lambda logits, labels: F.kl_div(logits.log_softmax(-1), logits.detach().roll(1, 0).softmax(-1), reduction="batchmean"),
-    lambda logits, labels: sum(F.cross_entropy(row, label) for row, label in zip(logits, labels)),
-    lambda logits, labels: F.cross_entropy(torch.cat([logits, logits * 2]).flatten(0, 1), labels.repeat(2, 1).flatten()),
-    lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-4 * logits.logsumexp(-1).square().mean(),
-    lambda logits, labels: F.cross_entropy(logits.masked_fill(torch.arange(logits.shape[-1]) > 200, -1e9).flatten(0, 1), labels.clamp(max=200).flatten()),
-    lambda logits, labels: F.cross_entropy(logits.squeeze(0).unsqueeze(0).view(-1, logits.shape[-1]), labels.view(-1).clamp(min=0), ignore_index=0),
-], ids=["reshape", "ellipsis", "smoothing", "transposed", "no reduction", "gathered", "distilled", "by row", "stacked", "z-loss", "masked", "ignore"])
-def test_losses_in_the_users_loop(write):
-    model, reference = pair(lambda: small(num_attention_heads=2))
-    inputs = zoo.batch()
-    equal(model, reference, lambda m: write(m(inputs["input_ids"]).logits, inputs["labels"]))
+# -- a plain loop (losses on logits, clipping and more: support_losses.py, support_trainers.py) -------------------------
 
 
 def test_logits_can_be_logged():
@@ -167,12 +128,6 @@ def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
     assert "softmax reads them" in next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy").refused[0]
 
 
-def test_two_forwards_before_one_backward():
-    model, reference = pair()
-    first, second = zoo.batch(seed=1), zoo.batch(seed=2, rows=3)
-    equal(model, reference, lambda m: m(**first).loss + 2 * m(**second).loss)
-
-
 @pytest.mark.parametrize("write", ["labels", pytest.param("own", marks=pytest.mark.slow)])
 def test_a_graph_that_is_retained(write):
     """Not in the first step, so that the backward is compiled for one that is not."""
@@ -190,19 +145,11 @@ def test_a_graph_that_is_retained(write):
 
 def test_evaluation_between_forward_and_backward():
     """A reference model's logits, say: the step's decision must not reach the recomputation."""
-    def run(m):
-        loss = m(**zoo.batch()).loss
-        m.eval()
-        with torch.no_grad():
-            m(**zoo.batch(seed=2))
-        m.train()
-        return loss
-
     model, reference = pair()
-    equal(model, reference, run)
+    equal(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
     for m in (model, reference):
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    equal(model, reference, run)
+    equal(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
 
 
 def test_forward_without_gradients_between_steps():
@@ -251,61 +198,14 @@ def test_hooks_on_layers_fire():
     assert torch.allclose(torch.stack(seen[id(model)]), torch.stack(seen[id(reference)]), rtol=1e-4)
 
 
-# -- batches ------------------------------------------------------------------------------------------------------------
+# -- batches (see support_batches.py) ------------------------------------------------------------------------------------------------------------
 
 
-def padded(side: str, rows: int = 3, length: int = 12) -> dict:
-    inputs = zoo.batch(rows=rows, length=length)
-    mask = torch.ones_like(inputs["input_ids"])
-    for row in range(rows):
-        part = slice(0, 3 * row) if side == "left" else slice(length - 3 * row, length)
-        mask[row, part] = 0
-    inputs["labels"] = inputs["input_ids"].masked_fill(mask == 0, -100)
-    return {**inputs, "attention_mask": mask}
-
-
-def packed() -> dict:
-    from transformers import DataCollatorWithFlattening
-
-    rows = [{"input_ids": zoo.batch(rows=1, length=n, seed=n)["input_ids"][0].tolist()} for n in (5, 9, 3)]
-    return DataCollatorWithFlattening(return_position_ids=True)(rows)
-
-
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_padded_and_packed_batches(family):
-    model, reference = pair(lambda: small(family, **({"sliding_window": 4} if family == "gemma3" else {})))
-    for inputs in (padded("left"), padded("right"), {**packed(), "use_cache": False}, packed()):  # the last with a cache: transformers does not tell them apart
-        equal(model, reference, lambda m: m(**inputs).loss)
-    assert not fell_back(model)
-
-
-def test_batches_of_one_row_one_token_and_no_label():
+def test_no_label_at_all():
     model, reference = pair()
-    for rows, length in ((1, 16), (3, 1), (1, 1), (2, 16)):
-        inputs = zoo.batch(rows=rows, length=length)
-        equal(model, reference, lambda m: m(inputs["input_ids"]).logits.square().mean())
     masked = zoo.batch()
     masked["labels"].fill_(-100)
-    assert model(**masked).loss.isnan() and reference(**masked).loss.isnan()
-    equal(model, reference, lambda m: m(**masked, num_items_in_batch=torch.tensor(8)).loss)  # one empty micro-batch of several
-    some = zoo.batch()
-    equal(model, reference, lambda m: m(**some, num_items_in_batch=torch.tensor(57)).loss)
-    equal(model, reference, lambda m: m(**some, num_items_in_batch=57).loss)
-    assert not fell_back(model)
-
-
-@pytest.mark.slow
-def test_twenty_shapes_compile_a_handful_of_times():
-    model, reference = pair()
-    shapes = random.Random(0)
-    for seed in range(20):
-        inputs = zoo.batch(rows=shapes.randint(2, 6), length=shapes.randint(4, 40), seed=seed)
-        equal(model, reference, lambda m: m(**inputs).loss)
-    assert tunecompile.report(model).compiles == 2  # the first shape, and all others
-    for seed in range(5):
-        inputs = zoo.batch(rows=1, length=shapes.randint(4, 40), seed=seed)
-        equal(model, reference, lambda m: m(**inputs).loss)
-    assert tunecompile.report(model).compiles == 3 and not fell_back(model)
+    assert model(**masked).loss.isnan() and reference(**masked).loss.isnan() and not fell_back(model)
 
 
 def test_a_length_that_equals_another_size_by_chance():

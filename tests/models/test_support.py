@@ -1,7 +1,6 @@
-"""Every cell of the README's table of what is supported: losses and gradients as without `optimize`."""
+"""Every cell of the README's table of what is supported: losses, gradients and trained weights as without `optimize`."""
 
 import math
-import os
 from statistics import median
 
 import pytest
@@ -9,23 +8,21 @@ import torch
 
 import tunecompile
 from tests.models import zoo
-from tests.models.support import CELLS, FOUND, Cell
+from tests.models.support import DEVICE, FOUND, Cell, cells
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-DEVICE = os.environ.get("SUPPORT_DEVICE", "cpu")  #: benchmarks/support.py runs them on a GPU, through Inductor
 LIMIT = 2e-4 if DEVICE == "cpu" else 1e-3
 FALLEN = ("eagerly", "in pieces", "without rewrites", "run as they are", "runs as it is", "is left alone")
 
 
 def built(cell: Cell) -> torch.nn.Module:
-    try:
-        with torch.device(DEVICE if cell.section == "base" else "cpu"):  # some of PEFT's adapters draw with a generator of the CPU
-            return cell.build().to(DEVICE)
-    except ImportError as error:
-        pytest.skip(f"not installed: {error}")
-    except (AttributeError, TypeError) as error:
-        pytest.skip(f"this version has it not: {error}")
+    with torch.device(DEVICE if cell.section == "base" else "cpu"):  # some of PEFT's adapters draw with a generator of the CPU
+        return cell.build().to(DEVICE)
+
+
+def optimized(cell: Cell) -> torch.nn.Module:
+    return tunecompile.optimize(built(cell), executor="eager" if DEVICE == "cpu" else "inductor")
 
 
 def errors(gradients: dict, truth: dict) -> dict[str, float]:
@@ -34,27 +31,62 @@ def errors(gradients: dict, truth: dict) -> dict[str, float]:
     return {name: ((g.double() - truth[name].double()).norm() / truth[name].double().norm().clamp_min(floor)).item() for name, g in gradients.items()}
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=[] if cell.quick else pytest.mark.slow) for cell in CELLS])
-def test_cell(cell, record_property):
-    """Three batches. In half precision, what counts is the distance to the same weights in fp32, beside eager's."""
-    pytest.importorskip("peft")
-    plain, model = built(cell), tunecompile.optimize(built(cell), executor="eager" if DEVICE == "cpu" else "inductor")
+def follow_steps(cell: Cell) -> torch.nn.Module:
+    """In half precision, what counts is the distance to the same weights in fp32, beside eager's."""
+    plain, model = built(cell), optimized(cell)
     half = any(p.is_floating_point() and p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters())
     exact = zoo.in_fp32(plain) if half else plain
-    for seed in range(3):
-        shape = dict(seed=seed, rows=2, length=16 + 4 * (seed > 1))
-        steps = [zoo.step(m, zoo.batch(**shape, device=DEVICE)) for m in ((model, plain, exact) if half else (model, plain))]
+    for batch in cell.batches():
+        batch = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        steps = [zoo.step(m, dict(batch), loss=cell.loss) for m in ((model, plain, exact) if half else (model, plain))]
         (loss, gradients), (plain_loss, plain_gradients), (_, truth) = steps[0], steps[1], steps[-1]
         assert set(gradients) == set(plain_gradients)
         if cell.random:
             assert math.isfinite(loss) and all(g.isfinite().all() for g in gradients.values())
             continue
-        assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-2 if half else 1e-5)
+        assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-2 if half else 1e-5, abs=1e-6)
         off, own = (errors(found, truth) for found in (gradients, plain_gradients))
         if half:
             assert median(off.values()) < 1.1 * median(own.values()) + 1e-4
         for name, error in off.items():
-            assert error < (3 * own[name] + 5e-3 if half else LIMIT), f"{name}: {error:.1e}, eager's {own[name]:.1e}"
+            assert error < (3 * own[name] + 5e-3 if half else cell.limit or LIMIT), f"{name}: {error:.1e}, eager's {own[name]:.1e}"
+    return model
+
+
+def learnt(model: torch.nn.Module, start: dict) -> dict:
+    return {name: p.detach().double() - start[name] for name, p in model.named_parameters() if name in start}
+
+
+def follow_run(cell: Cell, folder) -> torch.nn.Module:
+    """All that is logged, and by how much each weight has changed: with SGD, the sum of its gradients."""
+    start = {name: p.detach().double() for name, p in built(cell).named_parameters() if p.requires_grad}
+    made, outcomes = [], []
+    for make in (optimized, built):
+        torch.manual_seed(7)
+        outcomes.append(cell.run(lambda: made.append(make(cell)) or made[-1], folder / make.__name__))
+    (numbers, trained), (plain_numbers, plain) = outcomes
+    limit = cell.limit or LIMIT
+    changes, truth = learnt(trained, start), learnt(plain, start)
+    assert sum(change.any().item() for change in truth.values()) > len(truth) // 2, "it learns nothing, so it proves nothing"
+    if cell.random:
+        assert all(change.isfinite().all() for change in changes.values())
+        return made[0]
+    assert numbers == pytest.approx(plain_numbers, rel=limit, abs=limit / 10)
+    for name, error in errors(changes, truth).items():
+        assert error < limit, f"{name}: {error:.1e}"
+    return made[0]
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=[] if cell.quick else pytest.mark.slow) for cell in cells()])
+def test_cell(cell, record_property, tmp_path):
+    pytest.importorskip("peft")
+    try:
+        built(cell)
+    except ImportError as error:
+        pytest.skip(f"not installed: {error}")
+    except (AttributeError, TypeError) as error:
+        pytest.skip(f"this version has it not: {error}")
+    model = follow_run(cell, tmp_path) if cell.run else follow_steps(cell)
     told = tunecompile.report(model)
     found, rewritten = (sum(getattr(m, key) for m in told.matches) for key in ("found", "rewritten"))
     record_property("found", found)
@@ -65,3 +97,4 @@ def test_cell(cell, record_property):
     expected = FOUND.get(cell.name, {})
     assert {m.family: (m.found, m.rewritten) for m in told.matches if m.family in expected} == expected
     assert not expected or not any("pieces" in note for note in told.notes), told.notes
+    assert cell.compiles is None or all(region.compiles <= cell.compiles for region in told.regions), told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -103,17 +104,21 @@ def batch(vocabulary: int = 256, rows: int = 2, length: int = 16, device: str = 
     return {"input_ids": ids, "labels": labels}
 
 
-def step(model: nn.Module, inputs: dict, autocast: torch.dtype | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def by_labels(model: nn.Module, inputs: dict) -> torch.Tensor:
+    return model(**inputs).loss
+
+
+def step(model: nn.Module, inputs: dict, autocast: torch.dtype | None = None, loss: Callable[[nn.Module, dict], torch.Tensor] = by_labels) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, gradients by name) of one forward and backward."""
     device = next(iter(inputs.values())).device.type
     model.train()
     model.zero_grad(set_to_none=True)
     with torch.autocast(device, autocast) if autocast else contextlib.nullcontext():
-        loss = model(**inputs).loss
-    loss.backward()
+        value = loss(model, inputs)
+    value.backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), gradients
+    return value.detach(), gradients
 
 
 def errors(gradients: dict, reference: dict) -> dict[str, float]:
