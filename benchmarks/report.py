@@ -265,8 +265,9 @@ def render_support(result: dict | None) -> str:
     if result is None:
         return ""
     how = f"on {result['machine']['gpu']}" if result["device"] == "cuda" else "on a CPU, op by op"
-    lines = [f"Losses and gradients of three batches of a small model, beside the same model's without `optimize`, {how} (`benchmarks/support.py`, transformers {result['versions']['transformers']}, "
-             f"PEFT {result['versions']['peft']}, {result['date'][:10]}). Of dropout only that they are finite. What is not rewritten runs as torch.compile, or eager code, runs it.", "",
+    lines = ["Losses and gradients of a few batches of a small model, and of trainers and loops all that they log and the change of every weight, beside those without `optimize`, "
+             f"{how} (`benchmarks/support.py`, transformers {result['versions']['transformers']}, PEFT {result['versions']['peft']}, TRL {result['versions']['trl']}, {result['date'][:10]}). "
+             "Of dropout only that they are finite. What is not rewritten runs as torch.compile, or eager code, runs it.", "",
              "| | | right | patterns rewritten | what stays as it was |", "|---|---|---|---|---|"]
     for section, runs in itertools.groupby(result["runs"], key=lambda run: run["section"]):
         for number, run in enumerate(runs):
