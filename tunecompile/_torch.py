@@ -33,12 +33,13 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes",    "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast
+linear = torch._C._nn.linear  #: what `torch.nn.functional.linear` is, until DeepSpeed's ZeRO-3 puts another function in its place (tunecompile/zero.py)
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:

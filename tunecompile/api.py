@@ -342,10 +342,10 @@ class State(NotCopied):
             handle.remove()
         for slot in self.norms:
             _empty(slot.layer, slot)
+            slot.let_go()
         for slot in self.slots:
             _empty(slot.layer, slot)
-            if slot.states is not None:
-                slot.states.remove()
+            slot.let_go()
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = function.function
@@ -360,6 +360,7 @@ class State(NotCopied):
         for head in self.heads:
             if isinstance(slot := head.module._compiled_call_impl, HeadSlot):
                 _empty(head.module, slot)
+                slot.let_go()
         self.heads.clear()
 
     def _note_replicas(self) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from tunecompile._torch import linear
 from tunecompile.op import HALF
 
 __all__ = ["TABLE", "canonicalize", "dtype_of", "is_barrier", "is_mutation", "name_of", "value"]
@@ -142,7 +143,7 @@ def _cat(node: Node) -> Spelling | None:
 
 def _linear(node: Node) -> Spelling | None:
     found = _arguments(node, input=..., weight=..., bias=None)
-    return found and ("call_function", F.linear, tuple(found), {})
+    return found and ("call_function", linear, tuple(found), {})
 
 
 #: how a matrix is transposed -> with which arguments (those that say "the last two" are used for stacks of matrices)
@@ -164,7 +165,7 @@ def _product(node: Node) -> Spelling | None:
     weight = _transposed(turned)
     if weight is None or _barrier_between(turned, node):  # under no_grad, the transpose of what is trained is not
         return None
-    return "call_function", F.linear, (node.args[0], weight, None), {}
+    return "call_function", linear, (node.args[0], weight, None), {}
 
 
 def _barrier_between(first: Node, last: Node) -> bool:
@@ -242,7 +243,7 @@ for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
 TABLE.update({name: _cast(dtype) for name, dtype in _CASTS.items()})
 TABLE.update({
     "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
-    torch.cat: _cat, torch.concat: _cat, F.linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
+    torch.cat: _cat, torch.concat: _cat, linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
     F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, F.relu: _activation(F.relu), torch.relu: _activation(F.relu), "relu": _activation(F.relu),
     torch.stack: _stack, "flatten": _flatten, torch.flatten: _flatten, **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
     **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, "matmul", "mm"), _product),

@@ -8,15 +8,16 @@ from operator import getitem
 from typing import Any, Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from tunecompile._torch import linear
 from tunecompile.backend import Forgotten, own_code
 from tunecompile.canonical import canonicalize, value
 from tunecompile.ops import lora_linear
 from tunecompile.partition import copied
 from tunecompile.pipeline import Context, Pass, run_stage
+from tunecompile.zero import whole
 
 
 class NotLinear(Exception):
@@ -34,6 +35,11 @@ class Product:
     up: Tensor | None = None
     scale: float = 1.0
     adapter_dtype: torch.dtype | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a row has."""
+        return whole(self.weight).shape[0]
 
     def inner(self, hidden: Tensor) -> Tensor | None:
         """scale * x down^T: [T, r]."""
@@ -117,7 +123,7 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
     path = {y}
     y = _source(y, path)
     exact = value(y).dtype
-    if y.target is F.linear:
+    if y.target is linear:
         x, weight, bias = (*y.args, None)[:3]
         rest = ()
     elif y.target is getitem and y.args[0].target is lora_linear.overload and y.args[1] == 0:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunecompile import packing
+from tunecompile import context, packing
 from tunecompile._torch import in_checkpoint
 from tunecompile.ops import varlen_attention
 
@@ -178,6 +178,7 @@ class Padding:
         self.refused = _refuse(owner, layers, self.parameters)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+        self.shared = False  #: whether attention ever ran outside of what is compiled
         self.flat = False  #: whether the last call gave up what stands at padding
 
     def call(self, args: tuple, kwargs: dict) -> Any:
@@ -226,16 +227,23 @@ class Padding:
         self.notes[f"{batches}: {reason}"] = None
 
     @contextlib.contextmanager
-    def attention(self) -> Iterator[None]:
+    def attention(self, interface: str = INTERFACE) -> Iterator[None]:
         """Layers call our attention function, and no mask is made."""
         before = [(config, config._attn_implementation_internal) for config in self.configs]
         for config, _ in before:
-            config._attn_implementation_internal = INTERFACE
+            config._attn_implementation_internal = interface
         try:
             yield
         finally:
             for config, name in before:  # another model may share the config, and be under way
-                config._attn_implementation_internal = "sdpa" if name == INTERFACE else name
+                config._attn_implementation_internal = "sdpa" if name == interface else name
+
+    def outside(self) -> contextlib.AbstractContextManager:
+        """Around a layer: where `context_parallel` has taken attention's place, it is called outside of what is compiled."""
+        if not context.is_shared() or self.owner.config._attn_implementation_internal != "sdpa":
+            return contextlib.nullcontext()
+        self.shared = True
+        return self.attention(context.INTERFACE)
 
     def decide(self, given: dict) -> Flat | None:
         """The batch without its padding, or None where it has none or must keep it."""
@@ -309,12 +317,14 @@ class Padding:
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if getattr(config, name, False):
                 return f"{name} is asked for"
+        if context.is_shared():
+            return "context_parallel gives each process a part of every sequence"
         return "a checkpoint is around all layers, and would have to repeat the decision" if in_checkpoint() else ""
 
     def report(self) -> list[str]:
         said = [f"padding is left out of the layers ({self.flattened} batches)"] if self.flattened else []
         said += [f"packed sequences are told apart without a mask ({self.packed} batches)"] if self.packed else []
-        return said + list(self.notes)
+        return said + [context.OUTSIDE] * self.shared + list(self.notes)
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:

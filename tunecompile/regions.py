@@ -6,6 +6,7 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
+from tunecompile import context
 from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
@@ -28,6 +30,7 @@ from tunecompile.partition import Decide
 from tunecompile.pipeline import Context, Pass
 from tunecompile.quantized import put_states_back
 from tunecompile.sizes import Sizes, mark_flat, tensors_in
+from tunecompile.zero import Gathered, gathered
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ class Slot:
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
-        self.placement: Placement | None = None  #: where accelerate put the layer
+        self.placement: Placement | Gathered | None = None  #: where accelerate put the layer, or what DeepSpeed gathers for it
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,19 +258,27 @@ class Slot:
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 
     def _refused(self) -> bool:
-        """Whether accelerate's hooks do what cannot be compiled."""
+        """Whether accelerate's hooks, or shared attention, do what cannot be compiled."""
         if self.hooks is None:
             self._look_around()
-        if self.placement is None or not self.placement.refused:
-            return False
-        self.region.refused[self.placement.refused] += 1
-        return True
+        why = self.placement.refused if self.placement is not None else ""
+        if not why and context.is_shared() and (self.padding is None or not context.can_run_outside(self.padding.owner)):
+            why = context.REFUSED
+        self.region.refused.update([why] if why else [])
+        return bool(why)
 
     def _look_around(self) -> None:
         """At the first step, when adapters are in place and devices are chosen."""
-        self.placement = place(self.layer)
+        self.placement = place(self.layer) or gathered(self.layer)
         self.states = put_states_back(self.layer)
         self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
+
+    def let_go(self) -> None:
+        """Undo that."""
+        if isinstance(self.placement, Gathered):
+            self.placement.let_go()
+        if self.states is not None:
+            self.states.remove()
 
     @property
     def budget(self) -> Any:
@@ -292,12 +303,12 @@ class Slot:
         budget = self.budget
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
-            return self.variant.call(self.layer, *args, **kwargs)
+            return self._call(args, kwargs)
         option = budget.option(self, math.prod(sizes))
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
         try:
             with budget.around(self):
-                output = self.variant.call(self.layer, *args, **kwargs)
+                output = self._call(args, kwargs)
                 budget.ran(self, output)
                 return finish(output)
         finally:
@@ -309,15 +320,19 @@ class Slot:
         tensors = list(tensors_in(args, kwargs))
         sizes = Sizes.of(tensors)
         mark(tensors, sizes)
-        return (torch.is_grad_enabled(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors)), sizes
+        return (torch.is_grad_enabled(), context.is_shared(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors)), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients."""
         def run(mark: Callable) -> Any:
             self.variant = self.region.scoring(self._kind(args, kwargs, mark)[0])
-            return self.variant.call(self.layer, *args, **kwargs)
+            return self._call(args, kwargs)
 
         return self._marked(kwargs, run)
+
+    def _call(self, args: tuple, kwargs: dict) -> Any:
+        with self.padding.outside() if self.padding is not None else contextlib.nullcontext():
+            return self.variant.call(self.layer, *args, **kwargs)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of

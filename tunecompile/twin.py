@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tunecompile._torch import reparametrized
+from tunecompile._torch import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.packing import keeps_apart, seeing_all, tokens_of
 from tunecompile.regions import find_layers
@@ -148,4 +148,4 @@ class _Dequantized(nn.Module):
 
         with torch._C.DisableTorchFunction():  # `Float64` would ask for fp64: upstream.DEQUANTIZED_IN_FP64
             weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
-        return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+        return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))

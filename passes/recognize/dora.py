@@ -1,8 +1,8 @@
 """The norms of adapted weights, as PEFT writes them for DoRA: it multiplies both matrices of the adapter by an identity of K x K, as large as the weight or larger."""
 
 import torch
-import torch.nn.functional as F
 
+from tunecompile._torch import linear
 from tunecompile.canonical import dtype_of, value
 from tunecompile.match import Match, cast
 from tunecompile.ops import adapted_norm
@@ -29,13 +29,13 @@ def _build(weight, a, b, scale, match):
 
 @rewrite("adapted_norm", to=_build, where=_whole)
 def norm(weight, a, b, scale, size, device, dtype):
-    delta = F.linear(F.linear(torch.eye(size, device=device, dtype=dtype), a, None), b, None)
+    delta = linear(linear(torch.eye(size, device=device, dtype=dtype), a, None), b, None)
     return cast(torch.linalg.norm(weight + scale * cast(delta.T).detach(), dim=1)).detach()
 
 
 def anchors(graph):
     """An identity that a linear reads."""
-    return [node for node in graph.nodes if node.target is torch.eye and any(user.target is F.linear for user in node.users)]
+    return [node for node in graph.nodes if node.target is torch.eye and any(user.target is linear for user in node.users)]
 
 
 PASS = recognize("dora", [norm], anchors)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from tunecompile._torch import linear
 from tunecompile.canonical import dtype_of, value
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.pipeline import Context, Pass, Tally
@@ -37,7 +38,7 @@ def _climb(logits: Node) -> tuple[Node, list[Node], float, float] | str:
     """(linear, nodes that move rows, scale, soft-cap), from the loss upwards; or why the chain is not understood."""
     rows, scale, softcap, outer = [], 1.0, 0.0, None
     node = logits
-    while node.target is not F.linear:
+    while node.target is not linear:
         if len(node.users) > 1:
             return "the logits are used elsewhere too"
         args = _operands(node)
@@ -99,21 +100,21 @@ def run(graph: Graph, context: Context) -> None:
         if isinstance(chain, str):
             tally.refused.append(chain + where_from(node))
             continue
-        linear, rows, scale, softcap = chain
-        if value(arguments["input"]).shape[-1] != value(linear).shape[-1]:
+        product, rows, scale, softcap = chain
+        if value(arguments["input"]).shape[-1] != value(product).shape[-1]:
             tally.refused.append("the vocabulary is reshaped" + where_from(node))
             continue
-        bound = {"x": linear.args[0], "weight": linear.args[1], "bias": linear.args[2], "target": arguments["target"]}
-        climbed = [n for n in graph.nodes if n in _between(arguments["input"], linear)]
+        bound = {"x": product.args[0], "weight": product.args[1], "bias": product.args[2], "target": arguments["target"]}
+        climbed = [n for n in graph.nodes if n in _between(arguments["input"], product)]
 
         def build(x, weight, bias, target):
-            dtype = dtype_of(linear)
-            x, weight, bias = (v if v is None or dtype_of(linear.args[i]) == dtype else v.to(dtype) for i, v in enumerate((x, weight, bias)))
+            dtype = dtype_of(product)
+            x, weight, bias = (v if v is None or dtype_of(product.args[i]) == dtype else v.to(dtype) for i, v in enumerate((x, weight, bias)))
             for step in reversed(rows):
                 if step.target is operator.getitem:
                     x = x[_without_vocabulary(step)]
-            x = x.reshape(-1, value(linear.args[0]).shape[-1])
-            trained = [getattr(value(v), "requires_grad", False) for v in linear.args]
+            x = x.reshape(-1, value(product.args[0]).shape[-1])
+            trained = [getattr(value(v), "requires_grad", False) for v in product.args]
             op = linear_cross_entropy_rows if arguments["reduction"] == "none" else linear_cross_entropy
             made = op(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"], arguments["label_smoothing"], trained[0],
                       trained[1] or trained[2])

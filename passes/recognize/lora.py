@@ -1,8 +1,8 @@
 """Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, biases, rank scaling and magnitudes."""
 
 import torch
-import torch.nn.functional as F
 
+from tunecompile._torch import linear
 from tunecompile.canonical import dtype_of, value
 from tunecompile.match import Match, cast
 from tunecompile.ops import lora_linear
@@ -15,7 +15,7 @@ __all__ = ["PASS"]
 def _fits(match: Match) -> str | None:
     bound, base = match.bound, _base(match)
     a, b, weight = value(bound["a"]), value(bound["b"]), value(bound["weight"])
-    outputs, inputs = weight.shape if base.target is F.linear else reversed(weight.shape)
+    outputs, inputs = weight.shape if base.target is linear else reversed(weight.shape)
     if not isinstance(bound["scale"], (int, float)):
         return "the scale is not a constant"
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or b.shape[0] != outputs or a.shape[1] != inputs:
@@ -67,7 +67,7 @@ def _rows_and_magnitudes(match: Match) -> str | None:
 def _base(match: Match):
     """The base product: the one that reads the base weight."""
     weight = match.bound["weight"]
-    return next(node for node in match.nodes.values() if (node.target, node.args[1:2]) == (F.linear, (weight,)) or (node.target, node.args[2:]) == (torch.addmm, (weight,)))
+    return next(node for node in match.nodes.values() if (node.target, node.args[1:2]) == (linear, (weight,)) or (node.target, node.args[2:]) == (torch.addmm, (weight,)))
 
 
 def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
@@ -89,7 +89,7 @@ def _build_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitud
 def _product(x, weight, bias, a, b, scale, adapter_input, match):
     base, source = _base(match), match.bound["x"]
     dtype = dtype_of(base)
-    down = next(node for node in match.nodes.values() if node.target is F.linear and node.args[1] is match.bound["a"])
+    down = next(node for node in match.nodes.values() if node.target is linear and node.args[1] is match.bound["a"])
     if base.target is torch.addmm:
         weight = weight.t()
     own = [] if _source(match.bound["adapter_input"]) is _source(source) else [_to(adapter_input, dtype_of(match.bound["adapter_input"]), dtype_of(down))]
@@ -111,28 +111,28 @@ def _source(node):
 
 
 def _delta(adapter_input, a, b, scale, own_bias):
-    return cast(F.linear(F.linear(cast(adapter_input), a, None), b, own_bias) * scale)
+    return cast(linear(linear(cast(adapter_input), a, None), b, own_bias) * scale)
 
 
 @rewrite("adapter_then_rounded", to=_build, where=_adapter)
 def then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, dtype):
-    return (cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
+    return (cast(linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
 
 
 @rewrite("adapter", to=_build, where=_adapter)
 def adapter(x, weight, bias, a, b, scale, adapter_input, own_bias):
-    return cast(F.linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)
+    return cast(linear(cast(x), weight, bias)) + _delta(adapter_input, a, b, scale, own_bias)
 
 
 @rewrite("adapter_behind_bias_then_rounded", to=_build, where=_adapter)
 def behind_bias_then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, dtype):
-    return (cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
+    return (cast(linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
 
 
 @rewrite("adapter_behind_bias", to=_build, where=_adapter)
 def behind_bias(x, weight, bias, a, b, scale, adapter_input, own_bias):
     """The bias is added to a product with a transposed weight (Falcon)."""
-    return cast(F.linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)
+    return cast(linear(cast(x), weight, None) + bias) + _delta(adapter_input, a, b, scale, own_bias)
 
 
 @rewrite("adapter_of_rows_then_rounded", to=_build, where=_rows)
@@ -147,21 +147,21 @@ def of_rows(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape)
 
 
 def _magnified(base, unbiased, a, b, scale, adapter_input, magnitude):
-    delta = F.linear(F.linear(cast(adapter_input), a, None), b, None)
+    delta = linear(linear(cast(adapter_input), a, None), b, None)
     return base + ((magnitude - 1) * unbiased + magnitude * delta * scale)
 
 
 @rewrite("adapter_with_magnitudes", to=_build_with_magnitudes, where=_magnitudes)
 def with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude):
     """DoRA."""
-    base = cast(F.linear(cast(x), weight, bias))
+    base = cast(linear(cast(x), weight, bias))
     return _magnified(base, base - bias, a, b, scale, adapter_input, magnitude)
 
 
 @rewrite("adapter_with_magnitudes_without_bias", to=lambda x, weight, a, b, scale, adapter_input, magnitude, match:
          _build_with_magnitudes(x, weight, None, a, b, scale, adapter_input, magnitude, match), where=_magnitudes)
 def with_magnitudes_without_bias(x, weight, a, b, scale, adapter_input, magnitude):
-    base = cast(F.linear(cast(x), weight, None))
+    base = cast(linear(cast(x), weight, None))
     return _magnified(base, base, a, b, scale, adapter_input, magnitude)
 
 
@@ -175,9 +175,9 @@ def anchors(graph):
     """A linear that only another, wider linear reads: the way down to the rank."""
     found = []
     for node in graph.nodes:
-        if node.target is F.linear and len(node.users) == 1:
+        if node.target is linear and len(node.users) == 1:
             (user,) = node.users
-            if user.target is F.linear and user.args[0] is node:
+            if user.target is linear and user.args[0] is node:
                 found.append(node)
     return found
 

@@ -3,9 +3,9 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from tunecompile._torch import linear
 from tunecompile.canonical import dtype_of, is_barrier, value
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
@@ -63,7 +63,7 @@ def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, co
         B = B.view(torch.uint8).reshape(-1, 1)
     weight = dequantize_4bit(B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None, absmax_offset,
                              rows, columns, blocksize, quant_type, dtype)
-    return F.linear(A, weight, bias)
+    return linear(A, weight, bias)
 
 
 def run(graph: Graph, context: Context) -> None:

@@ -23,6 +23,7 @@ from tunecompile.memory.recordings import RECORDED, Recordings
 from tunecompile.memory.trace import Trace
 from tunecompile.memory.work import Work, beside_layers
 from tunecompile.ops.linear_cross_entropy import workspace
+from tunecompile.zero import whole
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
@@ -125,7 +126,7 @@ class Budget:
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
-        return sum(workspace(head.module.weight, tokens) for head in self.heads)
+        return sum(workspace(whole(head.module.weight), tokens) for head in self.heads)
 
     def step_ms(self) -> float | None:
         """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
@@ -134,7 +135,7 @@ class Budget:
         return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
 
     def _beside_layers(self, tokens: int) -> Work:
-        return beside_layers([head.module.weight for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], tokens)
+        return beside_layers([whole(head.module.weight) for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], tokens)
 
     def _layers_menus(self) -> list[Menu]:
         """Each layer's; of those that nobody has surveyed yet, another's."""

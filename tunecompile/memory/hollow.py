@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunecompile._torch import linear
 from tunecompile.ops.nf4 import dequantize_4bit
 
 BLOCK, OUTER = 64, 256  #: weights a scale, scales a scale of their own
@@ -40,7 +40,7 @@ class Hollow4bit(nn.Module):
         weight = _dequantize(self.weight, self.absmax, self.code, self.scale, self.offset, self.out_features, self.in_features, self.blocksize,
                              self.quant_type, self.dtype)
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return F.linear(x.to(self.dtype), weight, bias).to(x.dtype)
+        return linear(x.to(self.dtype), weight, bias).to(x.dtype)
 
 
 _dequantize = dequantize_4bit.overload

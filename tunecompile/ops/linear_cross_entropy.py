@@ -6,9 +6,9 @@ So do Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cr
 from typing import Iterator, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile._torch import linear
 from tunecompile.op import Cost, has_triton, op
 
 __all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_rows",
@@ -99,7 +99,7 @@ def _parts(weight: Tensor, labels: Tensor, ignore_index: int) -> Iterator[slice 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor) -> Tensor:
     """Those of the rows `part`, whose hidden states are `x`."""
-    logits = F.linear(x, weight, bias)
+    logits = linear(x, weight, bias)
     if inner is not None:
         logits += inner[part] @ outer.t()
     return logits

@@ -37,7 +37,7 @@ def understand(recipe: Logits, steps: Sequence[Step] | None = None) -> Chain:
     Raises:
         Unfit: they do something else.
     """
-    chain, vocabulary = Chain(recipe.hidden), recipe.product.weight.shape[0]
+    chain, vocabulary = Chain(recipe.hidden), recipe.product.vocabulary
     for step in recipe.steps if steps is None else steps:
         if step.function in _SCALE:
             chain = _scaled(chain, step)

@@ -75,16 +75,25 @@ def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tens
 def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) -> Tensor:
     rows = recipe.head.labelled.rows(target, ignore_index)
     hidden, target = (chain.rows, target) if rows is None else (chain.rows[rows], target[rows])
-    total = linear_cross_entropy(*_arguments(recipe, chain, hidden, target, ignore_index, label_smoothing))[0]
+    total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
 def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
     rows = recipe.head.labelled.rows(target, ignore_index) if ignore_index != NO_LABEL else None
     if rows is None:
-        return linear_cross_entropy_rows(*_arguments(recipe, chain, chain.rows, target, ignore_index, label_smoothing))[0]
-    found = linear_cross_entropy_rows(*_arguments(recipe, chain, chain.rows[rows], target[rows], ignore_index, label_smoothing))[0]
+        return _call(linear_cross_entropy_rows, recipe, chain, chain.rows, target, ignore_index, label_smoothing)
+    found = _call(linear_cross_entropy_rows, recipe, chain, chain.rows[rows], target[rows], ignore_index, label_smoothing)
     return found.new_zeros(target.shape).index_copy(0, rows, found)
+
+
+def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: Any) -> Tensor:
+    """What an op makes of hidden states, in the place of the head's forward where its hooks have to run."""
+    def run(args: tuple, _: dict) -> Tensor:
+        return op(*_arguments(recipe, chain, *args, *others))[0]
+
+    around = recipe.head.gathered
+    return run((hidden,), {}) if around is None else around.call(run, (hidden,), {})
 
 
 def _arguments(recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple:

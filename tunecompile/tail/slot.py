@@ -14,6 +14,7 @@ from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.pipeline import Tally
 from tunecompile.tail.deferred import lazily
 from tunecompile.tail.logits import Logits
+from tunecompile.zero import Gathered, gathered
 
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
 
@@ -57,6 +58,7 @@ class Head:
     looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
+    gathered: Gathered | None = None  #: what has its weight gathered while a loss is computed
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """The head, applied under the autocast dtype that held when it was called (None: under none)."""
@@ -70,7 +72,7 @@ class Head:
 
 def defer(head: Head, hidden: Tensor, product: Product) -> Tensor:
     """The head's output, deferred."""
-    meta = torch.empty((*hidden.shape[:-1], product.weight.shape[0]), dtype=product.dtype, device="meta")
+    meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
     trained = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.module.parameters()))
     return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
 
@@ -89,12 +91,12 @@ class HeadSlot:
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
         self.peel = Peel(head.module, passes)
-        self.placement: Placement | None = None
+        self.placement: Placement | Gathered | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
         if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
-            self.called, self.placement = True, place(module)
+            self.called, self.placement = True, place(module) or gathered(module)
         if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
             self.head.read()  # logits of a forward without gradients are real, and anybody's
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -104,7 +106,24 @@ class HeadSlot:
         if self.placement.refused:
             self.head.refuse(f"the head runs as it is: {self.placement.refused}")
             return module._call_impl(*args)
+        if isinstance(self.placement, Gathered):
+            return self._gathered_later(*args)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def let_go(self) -> None:
+        if isinstance(self.placement, Gathered):
+            self.placement.let_go()
+
+    def _gathered_later(self, hidden: Tensor) -> Tensor:
+        """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
+        logits pass through other hooks then."""
+        why = "the model computes no loss" if self.step.labels is None else "it is no linear" if not _is_plain(self.head.module) else \
+            "it has other hooks" if self.placement.others() else ""
+        if why:
+            self.head.refuse(f"the head runs as it is: ZeRO-3 gathers its weight for each call, and {why}")
+            return self.head.module._call_impl(hidden)
+        self.head.gathered = self.placement
+        return self._defer(hidden, self._plain(hidden))
 
     def _deferred(self, hidden: Tensor) -> Tensor:
         try:
@@ -112,6 +131,9 @@ class HeadSlot:
         except NotLinear as reason:
             self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
             return self.head.module._call_impl(hidden)
+        return self._defer(hidden, product)
+
+    def _defer(self, hidden: Tensor, product: Product) -> Tensor:
         if self.step.budget is not None:
             self.step.budget.settle()
         return defer(self.head, hidden, product)
@@ -120,6 +142,12 @@ class HeadSlot:
         module = self.head.module
         if hooked(module):
             raise NotLinear("with hooks")
-        if type(module) is not nn.Linear or "forward" in vars(module):
-            return self.peel.product(hidden)
+        return self._plain(hidden) if _is_plain(module) else self.peel.product(hidden)
+
+    def _plain(self, hidden: Tensor) -> Product:
+        module = self.head.module
         return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and "forward" not in vars(module)
