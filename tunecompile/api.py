@@ -25,10 +25,11 @@ from tunecompile.memory.offload import Offload
 from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes, gauge
 from tunecompile.memory.recovery import Recovery, sharded
 from tunecompile.monitor.pulse import Pulse, describe
+from tunecompile.notes import note_new_layers, note_outside, note_sharded
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
-from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, note_new_layers, note_outside, structure
+from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, structure
 from tunecompile.report import Report, summarize
 from tunecompile.sizes import batch_tokens
 from tunecompile.tail import Head, HeadSlot
@@ -393,7 +394,7 @@ class State(NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
-                         + note_new_layers(self.model) + self._note_outer() + self._note_unused_heads() + self._note_replicas()
+                         + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 
     def _memory(self) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ by a name of our own among the attention functions of transformers, which is cal
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -37,3 +38,11 @@ def can_run_outside(owner: Any) -> bool:
         return False
     interface.register(INTERFACE, attention)
     return True
+
+
+def outside(padding: Any) -> contextlib.AbstractContextManager:
+    """Around a layer of an owner that has a `Padding`: where `context_parallel` has taken attention's place, it is called outside of what is compiled."""
+    if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal != "sdpa":
+        return contextlib.nullcontext()
+    padding.shared = True
+    return padding.attention(INTERFACE)

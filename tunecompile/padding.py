@@ -178,7 +178,7 @@ class Padding:
         self.refused = _refuse(owner, layers, self.parameters)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
-        self.shared = False  #: whether attention ever ran outside of what is compiled
+        self.shared = False  #: whether attention ever ran outside of what is compiled, see `context`
         self.flat = False  #: whether the last call gave up what stands at padding
 
     def call(self, args: tuple, kwargs: dict) -> Any:
@@ -237,13 +237,6 @@ class Padding:
         finally:
             for config, name in before:  # another model may share the config, and be under way
                 config._attn_implementation_internal = "sdpa" if name == interface else name
-
-    def outside(self) -> contextlib.AbstractContextManager:
-        """Around a layer: where `context_parallel` has taken attention's place, it is called outside of what is compiled."""
-        if not context.is_shared() or self.owner.config._attn_implementation_internal != "sdpa":
-            return contextlib.nullcontext()
-        self.shared = True
-        return self.attention(context.INTERFACE)
 
     def decide(self, given: dict) -> Flat | None:
         """The batch without its padding, or None where it has none or must keep it."""

@@ -6,7 +6,6 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -65,22 +64,6 @@ def find_layers(model: nn.Module) -> list[Layers]:
 
     visit(model, "", model)
     return found
-
-
-def note_new_layers(model: nn.Module) -> list[str]:
-    """Layers of an optimized model that came, or took another's place, since then."""
-    new = [layer for stack in find_layers(model) for layer in stack.members if layer._compiled_call_impl is None]
-    return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
-
-
-def note_outside(model: nn.Module, stacks: Sequence[Layers], head: nn.Module | None) -> list[str]:
-    """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
-    inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
-    apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) or module is head for p in module.parameters()}
-    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside and id(p) not in apart)
-    if outside <= sum(inside.values()):
-        return []
-    return [f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"]
 
 
 def find_norms(owner: nn.Module) -> list[nn.Module]:
@@ -331,7 +314,7 @@ class Slot:
         return self._marked(kwargs, run)
 
     def _call(self, args: tuple, kwargs: dict) -> Any:
-        with self.padding.outside() if self.padding is not None else contextlib.nullcontext():
+        with context.outside(self.padding):
             return self.variant.call(self.layer, *args, **kwargs)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -35,12 +35,12 @@ def optimized(made: nn.Module, **options) -> nn.Module:
     return tunecompile.optimize(made, executor="inductor" if DEVICE == "cuda" else "eager", **options)
 
 
-def of_readme(told: str, names: dict) -> nn.Module:
-    """The model after the README's lines in which this is said."""
+def of_readme(told: str, names: dict) -> nn.Module | None:
+    """The model, if there is one, after the README's lines in which this is said."""
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     names["tunecompile"] = SimpleNamespace(optimize=optimized)
     exec(next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if told in block), names)  # noqa: S102: our own README
-    return names["model"]
+    return names.get("model")
 
 
 def whole(of: nn.Module) -> None:

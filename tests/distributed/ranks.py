@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Callable
 
-TIMEOUT = 240  #: seconds; a rank that waits for one that died would wait for half an hour
+TIMEOUT = 540  #: seconds; a rank that waits for one that died would wait for half an hour
 
 
 def slow(case: Callable) -> Callable:
@@ -31,7 +31,7 @@ def cases_of(modules: str, slow: bool) -> dict[str, Callable]:
             if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow}
 
 
-def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False) -> list[str]:
+def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False, timeout: float = TIMEOUT) -> list[str]:
     """What failed: a traceback for each case and rank."""
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     if not gpus:
@@ -41,7 +41,7 @@ def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False) 
                                   env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank, log in enumerate(said)]
     with contextlib.suppress(subprocess.TimeoutExpired):
         for process in processes:
-            process.wait(TIMEOUT)
+            process.wait(timeout)
     for process in processes:
         process.kill()
     ended = [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)]

@@ -1,5 +1,7 @@
 """Engines of several processes: gradients are those of one process on all of the batch."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -8,20 +10,36 @@ from tests.distributed.ranks import run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-DDP, FSDP = "tests.distributed.ddp", "tests.distributed.fsdp"
+DDP, FSDP, PARALLEL, ZERO = (f"tests.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "zero"))
 
 
-@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP}", False), pytest.param(DDP, True, marks=pytest.mark.slow), pytest.param(FSDP, True, marks=pytest.mark.slow)])
-def test_on_two_ranks(modules, slow, tmp_path):
-    for needed in ("transformers", "peft"):
-        pytest.importorskip(needed)
-    failed = run(modules, slow, 2, tmp_path)
+def check(modules: str, slow: bool, ranks: int, folder, **options):
+    for needed in ("transformers", "peft", *(["deepspeed"] if ZERO in modules else [])):
+        if importlib.util.find_spec(needed) is None:  # DeepSpeed chooses a device when it is imported
+            pytest.skip(f"{needed} is not installed")
+    failed = run(modules, slow, ranks, folder, **options)
     assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL}", False), (ZERO, False), *(pytest.param(module, True, marks=pytest.mark.slow) for module in
+                                                                                              (DDP, FSDP, PARALLEL, ZERO))])
+def test_on_two_ranks(modules, slow, tmp_path):
+    check(modules, slow, 2, tmp_path)
 
 
 @pytest.mark.gpu
-def test_on_two_gpus(tmp_path):
+@pytest.mark.parametrize("modules, gpus", [(f"{DDP},{FSDP},{PARALLEL}", 2), (ZERO, 1), (ZERO, 2)])
+def test_on_gpus(modules, gpus, tmp_path):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("one GPU")
+    check(modules, False, gpus, tmp_path, gpus=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("module", [PARALLEL, ZERO])
+def test_all_cases_on_two_gpus(module, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    failed = run(f"{DDP},{FSDP}", False, 2, tmp_path, gpus=True)
-    assert not failed, "\n\n".join(failed)
+    check(module, True, 2, tmp_path, gpus=True, timeout=1800)
