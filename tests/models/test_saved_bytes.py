@@ -1,6 +1,7 @@
 """The report's saved bytes are those autograd holds between forward and backward."""
 
 import pytest
+import torch
 
 import tunecompile
 from tests.models import zoo
@@ -22,3 +23,17 @@ def test_a_layer_saves_what_the_report_says():
     (few, by_report), (many, _) = measure(3), measure(5)
     layer_input = ROWS * LENGTH * zoo.SMALL["hidden_size"] * 4  # saved as well, but it is the layer before that made it
     assert (many - few) // 2 == by_report + layer_input
+
+
+def test_weights_are_saved_themselves_and_not_as_views():
+    """An engine that frees a gathered weight and gathers it again (ZeRO-3) cannot reach a view of it."""
+    model, views = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2).train(), executor="eager"), []
+    weights = {p.untyped_storage().data_ptr() for layer in model.model.layers for p in layer.parameters()}
+
+    def pack(saved):
+        views.extend([tuple(saved.shape)] if saved.untyped_storage().data_ptr() in weights and not isinstance(saved, torch.nn.Parameter) else [])
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        model(**zoo.batch(rows=ROWS, length=LENGTH)).loss.backward()
+    assert not views

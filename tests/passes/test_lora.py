@@ -37,6 +37,13 @@ def test_matches(spelling):
     check(spelling, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
 
 
+def test_linears_behind_a_function_of_another_package(monkeypatch):
+    """DeepSpeed's ZeRO-3 puts one in the place of torch's, for good."""
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda input, weight, bias=None: linear(input, weight, bias))
+    check(lora, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (1, 1, 8), (2, 0, 8)])
 def test_any_rank_of_the_input(shape):
     check(lora, random(*shape), *operands(), passes=PASSES, expect={"lora_linear": 1})
