@@ -240,6 +240,11 @@ class Replays:
         self.bytes += max(0, self.recorder.memory(device)[0] - before)
         return Recording(self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
 
+    def leave_out(self, device: torch.device) -> None:
+        """Say why layers are not recorded."""
+        if device.type == self.recorder.device:
+            self.failures.append("no CUDA graph: several processes share the layers' weights, which lie elsewhere at every call")
+
     def notes(self) -> list[str]:
         said = list(dict.fromkeys(self.failures))
         if self.recorded:

@@ -24,6 +24,7 @@ from tunecompile.errors import summary
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
+from tunecompile.memory.recovery import sharded
 from tunecompile.padding import OFFSETS, CannotFlatten, Padding, attends
 from tunecompile.partition import Decide
 from tunecompile.pipeline import Context, Pass
@@ -254,6 +255,10 @@ class Slot:
         """At the first step, when adapters are in place and devices are chosen."""
         self.placement = place(self.layer) or gathered(self.layer)
         self.states = put_states_back(self.layer)
+        if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
+            # what is gathered lies elsewhere at every call, and where another layer's weights were; a recorded collective waits for all ranks
+            self.region.replays.leave_out(next(self.layer.parameters()).device)
+            self.region.replays = None
         self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
 
     def let_go(self) -> None:

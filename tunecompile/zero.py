@@ -61,6 +61,11 @@ class Gathered:
             vars(self.layer).pop(LEAF, None)
 
 
+def in_parts(model: nn.Module) -> bool:
+    """Whether weights of a model are with several processes now."""
+    return any(hasattr(p, "ds_id") and p.numel() != p.ds_numel for p in model.parameters())
+
+
 def whole(weight: Tensor) -> Tensor:
     """What has the weight's shape when it is gathered, and no values then."""
     shape = getattr(weight, "ds_shape", None)

@@ -49,6 +49,11 @@ def whole(of: nn.Module) -> None:
     assert report.compiles == 1 and not [note for note in report.notes if "eager" in note or "pieces" in note], report
 
 
+def unrecorded(of: nn.Module) -> None:
+    """A CUDA graph would read weights where they were gathered when it was recorded."""
+    assert all(region.replays is None for region in of._tunecompile.regions)
+
+
 def batch(seed: int = 0, rows: int = 4, length: int = 24) -> dict[str, torch.Tensor]:
     return zoo.batch(rows=rows, length=length, seed=seed, device=DEVICE)
 

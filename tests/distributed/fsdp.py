@@ -5,7 +5,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, unrecorded, whole
 from tests.distributed.ranks import slow
 
 
@@ -23,6 +23,7 @@ def adapters(rank, ranks):
     made = _sharded(optimized(model()))
     steps(made, model(), rank, ranks)
     whole(made)
+    unrecorded(made)
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
+import pytest
 import torch
 
 import tunecompile
-from tests.distributed.common import DEVICE, batch, model, of_readme, optimized, packed, part, whole
+from tests.distributed.common import DEVICE, batch, model, of_readme, optimized, packed, part, unrecorded, whole
 from tests.distributed.ranks import slow
 from tests.models import zoo
+from tunecompile.errors import CannotMerge, CannotVerify
 
 if DEVICE == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -72,6 +75,7 @@ def stage_3(rank, ranks):
     made = optimized(model())
     _steps(_engine(made, _config(3)), model(), rank, ranks)
     whole(made)
+    unrecorded(made)
     _found(made, lora=7, linear_cross_entropy=1, rope=2, swiglu=1)
 
 
@@ -121,6 +125,17 @@ def evaluated_between_and_restored(rank, ranks):
     tunecompile.restore(made)
     assert not any("_z3_leaf" in vars(module) for module in made.modules())
     _steps(engine, one, rank, ranks, count=2)
+
+
+@slow
+def weights_in_parts_are_not_read(rank, ranks):
+    made = optimized(model())
+    engine = _engine(made, _config(3))
+    with pytest.raises(CannotVerify, match="as soon as"):  # DeepSpeed takes gradients then
+        tunecompile.verify(made, part(batch(), rank, ranks))
+    with pytest.raises(CannotMerge, match="GatheredParameters"):
+        tunecompile.save_merged(made, tempfile.mkdtemp())
+    _steps(engine, model(), rank, ranks, count=1)
 
 
 @slow

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.errors import CannotMerge, MissingExtra
+from tunecompile.zero import in_parts
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 T = TypeVar("T")
@@ -77,6 +78,8 @@ def _base(model: nn.Module) -> Any:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise CannotMerge(reason=f"it is a {type(model).__name__}, and no model of transformers or PEFT; of a wrapper (DDP, say) give what is inside: model.module")
+    if in_parts(model):
+        raise CannotMerge(reason="ZeRO-3 holds its weights in parts: call this within deepspeed.zero.GatheredParameters(list(model.parameters()))")
     return model
 
 
