@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.distributed.ranks import run
+from tests.distributed.ranks import TIMEOUT, run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -21,10 +21,13 @@ def check(modules: str, slow: bool, ranks: int, folder, **options):
     assert not failed, "\n\n".join(failed)
 
 
-@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL}", False), (ZERO, False), *(pytest.param(module, True, marks=pytest.mark.slow) for module in
+ALL = [pytest.mark.slow, pytest.mark.timeout(1300)]
+
+
+@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL}", False), (ZERO, False), *(pytest.param(module, True, marks=ALL) for module in
                                                                                               (DDP, FSDP, PARALLEL, ZERO))])
 def test_on_two_ranks(modules, slow, tmp_path):
-    check(modules, slow, 2, tmp_path)
+    check(modules, slow, 2, tmp_path, timeout=1200 if slow else TIMEOUT)
 
 
 @pytest.mark.gpu
