@@ -139,6 +139,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
     assert script("report").render_predictions(tmp_path / "nothing") == ""
 
 
+@pytest.mark.slow
 def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     """One that is there, and one that is not: its row says so, and the others stay."""
     pytest.importorskip("peft")

@@ -160,6 +160,7 @@ trained()
 """
 
 
+@pytest.mark.slow
 def test_the_structured_trace_has_the_same(tmp_path):
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TUNECOMPILE_DUMP", None)

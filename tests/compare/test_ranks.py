@@ -37,7 +37,8 @@ def test_what_cannot_be_joined_is_said_before_anything_runs(changes, said, tmp_p
         check_request(Comparison([SYSTEMS["hf"]], JOB.replace(**changes), tmp_path))
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_two_processes_make_one_row(parallel, tmp_path):
     pytest.importorskip("peft")
     made = run_comparison(Comparison([SYSTEMS["hf"]], JOB.replace(parallel=parallel), tmp_path, check=False))["runs"][0]

@@ -143,6 +143,7 @@ def _pipelined(schedule, places, rank, full=False, prepare=optimized):
     return parts
 
 
+@slow
 def stages(rank, ranks):
     from torch.distributed.pipelining import Schedule1F1B
 
@@ -245,6 +246,7 @@ def _shared(made, one, count=3, rows=2, length=32):
         alike(made, one)
 
 
+@slow
 def sequences(rank, ranks):
     made = optimized(model())
     _shared(made, model())

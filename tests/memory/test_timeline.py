@@ -84,6 +84,7 @@ def test_the_picture_is_the_planners_own_sum(share, tmp_path):
     assert any("lora_linear" in row["again"] for row in timeline.rows(budget)) is (share < 1)
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
     model = build(int(0.6 * needed()))
     for _ in range(3):

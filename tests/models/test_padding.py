@@ -259,8 +259,8 @@ def without(inputs: dict, *names: str, **more) -> dict:
     (lambda b: without(b, labels=b["input_ids"]), "labels stand at padding"),
     (lambda b: without(padded(side="left"), labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100)),
      "labels stand at padding"),
-    (lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
-     "a row is not in one piece"),
+    pytest.param(lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
+                 "a row is not in one piece", marks=pytest.mark.slow),
     pytest.param(lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow),
     pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
 ], ids=["unmasked", "first token", "holes", "hidden states", "cache"])

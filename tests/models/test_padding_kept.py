@@ -29,6 +29,7 @@ def test_noise_on_embeddings_keeps_its_size():
     assert size[0] == pytest.approx(size[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_another_loss_beside_the_labels():
     """Distillation or a z-loss may read what stands at padding: from the step after the first such one the padding stays."""
     model, reference = pair(lambda: zoo.make("llama"))

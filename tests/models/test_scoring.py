@@ -146,6 +146,7 @@ def test_padding_is_left_out_of_scores_as_of_training():
     assert "padding is left out of the layers (2 batches)" in tunecompile.report(model).notes
 
 
+@pytest.mark.slow
 def test_logits_of_a_score_keep_their_padding():
     """Once somebody has read them, no batch is flattened any more."""
     model, reference = pair(adapted=False)
@@ -159,6 +160,7 @@ def test_logits_of_a_score_keep_their_padding():
         assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_scores_are_told_apart_as_training_is():
     """Without a mask, so that the same code computes both."""
     model, reference = pair(adapted=False)

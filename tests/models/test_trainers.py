@@ -89,7 +89,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
 
 
-@pytest.mark.parametrize("options", [{"packing": True}, pytest.param({"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow)],
+@pytest.mark.parametrize("options", [pytest.param({"packing": True}, marks=pytest.mark.slow), pytest.param({"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow)],
                          ids=["packed", "padded"])
 def test_trl_sft(options, tmp_path):
     model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "down_proj"]))

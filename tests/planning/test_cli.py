@@ -42,6 +42,7 @@ def test_a_folder_without_a_config_and_one_that_cannot_be_read(tmp_path):
     assert result.exit_code == 2 and "transformers cannot read it" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_people_read_a_table_and_machines_json(tmp_path):
     shape_config("llama-tiny").save_pretrained(tmp_path)
     options = ["--lora", "--batch", "2", "--seq-len", "256", "--gpu", "rtx4090", "--gpus", "2"]

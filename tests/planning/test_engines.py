@@ -102,6 +102,7 @@ def test_all_engines_are_answered_for_and_the_fastest_is_taken():
     assert engines["FSDP2"].gathered > 0 == engines["DDP"].gathered
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_helps():
     report = plan(question(mode="full", gpu=find_gpu("h100,memory=1GiB"), rows=512, length=2048, gpus=2))
     assert report.best is None and "is nearest" in report.reason

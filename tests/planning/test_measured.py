@@ -1,4 +1,4 @@
-"""What a plan for one H200 says, beside every training step that was measured on one: the files under benchmarks/results, as they are committed."""
+"""What a plan for one H200, or for several, says, beside every training step that was measured on them: the files under benchmarks/results, as they are committed."""
 
 import json
 import re
@@ -20,7 +20,7 @@ OUTSIDE = {("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE, ("llama-3.2-1b-qlo
            ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN, ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
            ("batches-10gib", "tunecompile@10GiB", "8x512"): CHAIN}
 NOT_PLANNED = {"fp8": "a plan computes in bf16", "padded": "a plan's rows are equally long"}
-QUICK = ("llama-3.1-8b-lora-4x2048", "llama-3.2-1b-qlora-4x2048", "llama-3.1-8b-qlora-4x2048-memory")  #: the others take a minute, or say the same
+QUICK = ("llama-3.1-8b-lora-4x2048", "llama-3.2-1b-qlora-4x2048")  #: the others take a minute, or say the same
 
 
 def rows() -> list:
@@ -31,7 +31,7 @@ def rows() -> list:
             ours = run.get("system", "").startswith("tunecompile") and run["status"] == "ok" and {"first_step_s", "shape"} <= run.keys()
             if ours and not any(word in run["system"] + run["shape"] for word in NOT_PLANNED):
                 marks = [] if path.stem in QUICK else [pytest.mark.slow]
-                found.append(pytest.param(path.stem, result["command"], run, marks=marks, id=f"{path.stem}, {run['system']}, {run['shape']}"))
+                found.append(pytest.param(path.stem, result["command"], run, marks=marks, id=f"{path.stem}, {run['system']}, {run['shape']}" + f" on {run.get('gpus')}" * ((run.get("gpus") or 1) > 1)))
     return found
 
 
@@ -44,8 +44,9 @@ def planned(command: str, run: dict) -> EnginePlan:
     within = option("within") if run["system"] == "tunecompile" else None
     memory = run["system"].partition("@")[2] or option("memory") or within
     count, length = map(int, run["shape"].split("x"))
-    question = Question(run["model"], run["mode"], count, length, find_gpu("h200"), memory=memory, host_memory=option("host-memory"))
-    return Planner(question).one_gpu()
+    gpus = run.get("gpus") or 1
+    planner = Planner(Question(run["model"], run["mode"], count, length, find_gpu("h200"), gpus=gpus, memory=memory, host_memory=option("host-memory")))
+    return planner.one_gpu() if gpus == 1 else {"ddp": planner.ddp, "fsdp2": planner.fsdp}[run["parallel"]]()
 
 
 @pytest.mark.parametrize("stem, command, run", rows())
