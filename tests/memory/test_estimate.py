@@ -35,7 +35,8 @@ def resident(estimate: tunecompile.Estimate) -> int:
     return estimate.weights + estimate.gradients + estimate.optimizer
 
 
-@pytest.mark.parametrize("quantised, share", [(False, 0.7), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((False, 1.2), (True, 0.7), (True, 1.2)))])
+@pytest.mark.parametrize("quantised, share", [(False, 0.7), (False, 1.2), (True, 0.7), (True, 1.2)])
+@pytest.mark.slow
 def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share):
     """On a CPU a step's budget bounds what layers, head and loss hold. An estimate counts the rest as well."""
     if quantised:

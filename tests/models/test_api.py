@@ -383,6 +383,7 @@ def test_a_model_compiled_by_its_user():
         assert any("compiled as a whole by somebody else" in note for note in tunecompile.report(model).notes)
 
 
+@pytest.mark.slow
 def test_report_says_why_a_region_was_compiled_again():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
     for length in (16, 24, 32):

@@ -31,7 +31,8 @@ def batches(model) -> int:
     return int(said.split(TOLD_APART)[1].split("(")[1].split()[0]) if TOLD_APART in said else 0
 
 
-@pytest.mark.parametrize("family, changes", [pytest.param(*each, marks=pytest.mark.slow) for each in (("gemma3", {"sliding_window": 4}), ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 4}))])
+@pytest.mark.parametrize("family, changes", [("gemma3", {"sliding_window": 4}), ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 4})])
+@pytest.mark.slow
 def test_families(family, changes):
     model, reference = pair(lambda: zoo.make(family, use_cache=False, **changes))
     equal(model, reference, packed((5, 1, 9)))

@@ -78,8 +78,9 @@ def test_in_double_precision():
     assert flattened(model) == 1
 
 
-@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("wrapped", ["before", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.slow
 def test_adapters(quantized, wrapped):
     pytest.importorskip("peft")
     if quantized:

@@ -25,7 +25,8 @@ def test_by_trls_functions(loss, made):  # noqa: F811
     assert tally(model).rewritten == 1 and len(made) == (loss is grpo)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("DPO", marks=pytest.mark.slow), "ORPO"])
+@pytest.mark.parametrize("kind", ["DPO", "ORPO"])
+@pytest.mark.slow
 def test_trainers(kind, tmp_path):
     model = follow_run(next(cell for cell in support_trainers.CELLS if cell.name == kind), tmp_path)
     fused = kind == "DPO" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")  # TRL's own

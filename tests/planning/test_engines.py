@@ -88,6 +88,7 @@ def test_a_longer_sequence_never_needs_less():
     assert most == sorted(most, reverse=True)
 
 
+@pytest.mark.slow
 def test_all_engines_are_answered_for_and_the_fastest_is_taken():
     report = plan(question(gpus=4, rows=8, together=True))
     engines = {engine.engine: engine for engine in report.engines}
