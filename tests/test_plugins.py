@@ -101,6 +101,7 @@ def run(script: str, *paths: Path, **environment: str) -> None:
     assert done.returncode == 0 and done.stdout.strip().endswith("fine"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_example_is_found_rewritten_and_right(example):
     run(TRAIN, ROOT.parent, example)
 

@@ -124,5 +124,5 @@ LOSSES: dict[str, dict] = {
     "two forwards before one backward": dict(loss=two_forwards), "evaluation between forward and backward": dict(loss=evaluated_before_the_backward),
 }
 QUICK = {"a teacher's logits", "two forwards before one backward", *(f"the user's: {name}" for name in (
-    "cross_entropy of shifted logits", "without a reduction, at a temperature", "logits joined with others", "a sum over rows"))}
+    "cross_entropy of shifted logits", "logits joined with others"))}
 CELLS = [Cell("loss", name, **{"build": whole, "batches": two, "quick": name in QUICK, **what}) for name, what in LOSSES.items()]

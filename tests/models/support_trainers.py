@@ -283,5 +283,5 @@ LOOPS: dict[str, dict] = {
     "a moving average of the weights": dict(run=averaged), "evaluation and generation between steps": dict(run=loop(between=evaluated)),
     "no_grad and inference_mode between steps": dict(run=loop(between=scored)),
 }
-QUICK = {"accelerate", "gradient clipping and accumulation", "a moving average of the weights", "evaluation and generation between steps"}
+QUICK = {"accelerate", "evaluation and generation between steps"}
 CELLS = [Cell(section, name, **{"build": adapted, "quick": name in QUICK, **what}) for section, table in {"trainer": TRAINERS, "loop": LOOPS}.items() for name, what in table.items()]

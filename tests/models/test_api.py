@@ -265,6 +265,7 @@ print(sorted(name for name in set(sys.modules) - before if name.startswith(heavy
     assert run(code, tmp_path) == "[]"
 
 
+@pytest.mark.slow
 def test_imported_before_everything_else(tmp_path):
     code = """
 import tunecompile

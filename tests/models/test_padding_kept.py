@@ -52,8 +52,8 @@ def after_metrics(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("loss", [every_token, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (
-    lambda logits: every_token(logits, "none"), after_metrics, lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean()))],
+@pytest.mark.parametrize("loss", [pytest.param(loss, marks=pytest.mark.slow) for loss in (every_token,
+    lambda logits: every_token(logits, "none"), after_metrics, lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean())],
                          ids=["own labels", "no reduction", "after metrics", "joined"])
 def test_a_loss_of_the_users_own_counts_padding(loss):
     """Beside labels that do not. From the next step on the padding stays, and numbers are right."""
