@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile.canonical import is_barrier, is_mutation, value
-from tunecompile.ops import lora_linear
+from tunecompile.ops import gated_activation, lora_linear
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import annotate
 
@@ -19,7 +19,8 @@ PURE = {torch.nn.functional.dropout, "to", "view", add, mul}  #: what weights, b
 
 
 def _siblings(graph: Graph) -> list[list[Node]]:
-    """Adapted linears by what they read, their adapters' dtype and whether they have biases and inputs of their own."""
+    """Adapted linears by what they read, their adapters' dtype, whether they have biases and inputs of their own, and which gated activation reads them:
+    where attention and MLP read the same norm, gate|up are a group of their own, whose gradient the activation's backward writes as it is needed."""
     groups: dict[tuple, list[Node]] = {}
     epoch = 0
     for node in graph.nodes:
@@ -27,12 +28,18 @@ def _siblings(graph: Graph) -> list[list[Node]]:
         if node.target is lora_linear.overload and (y := _result(node)) is not None and not _changed_in_place(y):
             x, inputs, _, biases, *_, dtype = node.args
             source = x.args if x.target == "to" and len(x.args) == 2 else x  # autocast gives every linear a cast of its own
-            groups.setdefault((epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y)), []).append(node)
+            groups.setdefault((epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y), _gated(y)), []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
 
 
 def _result(node: Node) -> Node | None:
     return next((user for user in node.users if user.target is getitem and user.args[1] == 0), None)
+
+
+def _gated(y: Node) -> Node | None:
+    """The gated activation that y, or a piece of it, goes into."""
+    readers = (user if user.target is gated_activation.overload else _gated(user) if user.target in VIEWS else None for user in y.users)
+    return next(filter(None, readers), None)
 
 
 def _changed_in_place(y: Node) -> bool:

@@ -26,7 +26,7 @@ GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, an
     **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma", "helium", "ernie4_5"), LLAMA),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}),
     **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
-    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)}),  # a mean is taken off
+    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1)}),  # a mean is taken off
     "gemma2": LLAMA | {"rms_norm": (4, 4)},
     "gemma3": LLAMA | {"rms_norm": (6, 6)},
     "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tests.passes.conftest import check, family, random
 from tests.passes.test_lora import Siblings, lora, operands
+from tunecompile.ops import gated_activation
 
 PASSES = family("lora", "grouped_linear")
 
@@ -112,6 +113,18 @@ def test_autocast_with_fp32_parameters_is_grouped():
     layer = Siblings(3)
     with torch.autocast("cpu", torch.bfloat16):
         check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), tol=2e-2)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_mlp_beside_attention_has_a_group_of_its_own(cast):
+    def fn(x, *o):
+        q, gate, k, up = (lora(x, *o[i:i + 3]) for i in (0, 3, 6, 9))
+        return q * k, F.silu(gate.to(torch.float32) if cast else gate) * up
+
+    seen = check(fn, random(2, 3, 8), *operands(), *operands(), *operands(), *operands(), passes=family("lora", "swiglu", "grouped_linear"),
+                 expect={"lora_linear": 2, "gated_activation": 1})
+    up = next(node for node in seen.graphs[0].nodes if node.target is gated_activation.overload).args[1]
+    assert len(up.args[0].users) == 2  # of its group: gate and itself
 
 
 def test_dropout_on_one_sibling_only():
