@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Callable
@@ -62,6 +63,7 @@ def main(modules: str, slow: bool, folder: Path) -> None:
     for name, case in cases_of(modules, slow).items():
         torch._dynamo.reset()
         torch.manual_seed(0)
+        print(f"{time.strftime('%X')} {name}", flush=True)  # the last one is where ranks hang, if they do
         try:
             case(rank, ranks)
             outcome[name] = ""

@@ -204,6 +204,19 @@ def test_chunks_are_bounded_by_bytes():
     assert module.chunk_rows(128_256) == 1024 and module.chunk_rows(1000) == module.CHUNK_BYTES // 4000
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_trained_heads_gradient_is_summed_in_fp32(dtype, monkeypatch):
+    """Over many chunks, whose sum in half precision would lose what each adds."""
+    monkeypatch.setattr(module, "_step", lambda weight, trained: 64)
+    hidden, weight = (torch.randn(rows, 64, device="cuda").to(dtype) for rows in (4096, 500))
+    labels = torch.randint(0, 500, (4096,), device="cuda")
+    _, (ours, found) = gradients(fused, (hidden, weight, None), labels)
+    _, (_, exact) = gradients(plain, (hidden.double(), weight.double(), None), labels)
+    _, (_, torchs) = gradients(plain, (hidden, weight, None), labels)
+    assert error(found, exact) < 1.1 * error(torchs, exact) + 1e-4
+
+
 def test_opcheck():
     hidden, weight, bias, labels = problem(torch.float32)
     new = [t.requires_grad_() for t in (hidden, weight, bias)]
