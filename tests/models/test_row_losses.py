@@ -1,6 +1,7 @@
 """Losses that need one number for each token: whatever their spelling, no logits of all rows; and where they are not understood, the real ones."""
 
 import copy
+import ctypes
 import importlib
 import sys
 
@@ -337,3 +338,28 @@ def test_nothing_of_rows_times_vocabulary_is_made_or_saved(frozen, monkeypatch):
         with Sizes() as sizes:
             loss.backward()
         assert 0 < sizes.numel < size
+
+
+class OfMemory(torch.autograd.Function):
+    """As kernels see tensors: an address and strides (TRL's for log-probabilities, since 1.15)."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        strides, size = logits.stride(), logits.shape
+        reach = 1 + sum(stride * (length - 1) for stride, length in zip(strides, size))
+        memory = torch.frombuffer((ctypes.c_float * reach).from_address(logits.data_ptr()), dtype=torch.float32)
+        ctx.save_for_backward(logits)
+        return memory.as_strided(size, strides).logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].softmax(-1) * grad[..., None]
+
+
+CUTS = {"some tokens": lambda logits: logits[:, :-1, :][:, -8:], "a row": lambda logits: logits[1:2, 2:], "every other": lambda logits: logits[:, ::2] / 0.7,
+        "flat": lambda logits: logits[:, :-1].reshape(-1, logits.shape[-1]), "as they are": lambda logits: logits, "casts": lambda logits: logits.float()[..., 3:]}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_kernels_take_address_and_strides(cut):
+    equal(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())

@@ -17,7 +17,7 @@ class Unfit(Exception):
 class Recipe(Protocol):
     """How a tensor is made."""
 
-    meta: Tensor  #: its shape and dtype
+    meta: Tensor  #: its shape, strides and dtype
     hidden: Tensor
     trained: bool  #: whether it has a history
     head: Any
@@ -88,11 +88,13 @@ class _Adopted(torch.autograd.Function):
 
 
 class Lazy(Tensor):
-    """A tensor that is made by its recipe when somebody reads it. Shape, dtype and device are those of the real one."""
+    """A tensor that is made by its recipe when somebody reads it. Shape, strides, dtype and device are those of the real one: a kernel takes the strides of
+    what it is given, and the address, for which the real one is made (TRL's Triton kernels for log-probabilities)."""
 
     @staticmethod
     def __new__(cls, recipe: Recipe):
-        return Tensor._make_wrapper_subclass(cls, recipe.meta.shape, dtype=recipe.meta.dtype, device=recipe.hidden.device)
+        like = recipe.meta
+        return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=recipe.hidden.device)
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
