@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tunecompile import context, packing
 from tunecompile._torch import in_checkpoint
+from tunecompile.op import HALF
 from tunecompile.ops import varlen_attention
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 IGNORED = -100
 TOGETHER = "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = False makes none)"
 PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
+#: a constant: Dynamo, which traces `attention`, cannot put a dtype into a string everywhere
+NO_KERNEL = "no kernel computes attention in this precision, or with heads this wide, without padding"
 UNPADDED = 8  #: so many batches are looked at to say why a padded one would not be flattened
 
 _varlen = varlen_attention.overload
@@ -58,9 +61,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and (query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8 or query.shape[-1] > 256):
-        # a constant: Dynamo, which traces this, cannot put a dtype into a string everywhere
-        raise CannotFlatten("no kernel computes attention in this precision, or with heads this wide, without padding")
+    if query.is_cuda and (query.dtype not in HALF or query.shape[-1] % 8 or query.shape[-1] > 256):
+        raise CannotFlatten(NO_KERNEL)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
     return out[None], None
@@ -303,8 +305,11 @@ class Padding:
     def _changed(self) -> str:
         """What the user may set at any time."""
         config = self.owner.config
-        if torch.cuda.is_available() and (device := next(self.owner.parameters()).device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            return "this GPU has no kernel for attention without padding"
+        if (device := next(self.owner.parameters()).device).type == "cuda":
+            if torch.cuda.get_device_capability(device) < (8, 0):
+                return "this GPU has no kernel for attention without padding"
+            if self.owner.dtype not in HALF and not torch.is_autocast_enabled("cuda"):  # told here, before layers are compiled in vain
+                return NO_KERNEL
         if (name := config._attn_implementation_internal) != "sdpa":
             return f"the attention implementation is {name}, and stays so"
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
