@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stand_ins(given: argparse.Namespace, cache: Path) -> None:
+def stand_ins(given: argparse.Namespace) -> None:
     """A folder like the hub's cache, with a tiny random model for every one of whose architecture's name the tests' ids end."""
     from tests.models import zoo
     from tunecompile.compare.shapes import save_tiny_tokenizer
@@ -104,7 +104,7 @@ def stand_ins(given: argparse.Namespace, cache: Path) -> None:
     for model in ids:
         ending = re.sub(r"forcausallm|lmheadmodel", "", model.rpartition("-")[2].lower())
         if ending in stems:
-            folder = cache / f"models--{model.replace('/', '--')}"
+            folder = given.cache / f"models--{model.replace('/', '--')}"
             place = folder / "snapshots" / ("0" * 40)
             place.mkdir(parents=True)
             (folder / "refs").mkdir()
@@ -139,13 +139,16 @@ def outcomes(given: argparse.Namespace, names: list[str], executor: str | None =
         if not told.exists():
             raise SystemExit(f"The tests did not end: {(done.stdout + done.stderr)[-3000:]}")
         cases = list(ElementTree.parse(told).iter("testcase"))
-    found = {}
-    for case in cases:
-        trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
-        status = "passed" if trouble is None else "skipped" if trouble.tag == "skipped" else "failed"
-        compiled = any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property"))
-        found[f"{case.get('classname')}::{case.get('name')}"] = status, (trouble.get("message") or "")[:400] if trouble is not None else "", compiled
-    return found
+    return {f"{case.get('classname')}::{case.get('name')}": (*outcome(case), any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property")))
+            for case in cases}
+
+
+def outcome(case: ElementTree.Element) -> tuple[str, str]:
+    """Of a test in pytest's report: passed, skipped or failed, and why."""
+    trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
+    if trouble is None:
+        return "passed", ""
+    return "skipped" if trouble.tag == "skipped" else "failed", (trouble.get("message") or "")[:400]
 
 
 def main() -> int:
@@ -155,7 +158,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         given.cache = Path(folder)
-        stand_ins(given, given.cache)
+        stand_ins(given)
         names = chosen(given)
         print(f"{len(names)} tests", flush=True)
         plain, optimized = outcomes(given, names), outcomes(given, names, given.executor)

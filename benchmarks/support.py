@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from suites import outcome
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -53,10 +54,8 @@ def row(case: ElementTree.Element) -> dict[str, Any]:
     """Of pytest's report of one cell."""
     section, _, name = case.get("name", "").partition("[")[2].removesuffix("]").partition(": ")
     facts = {entry.get("name"): re.sub(r"/\S*/", "", entry.get("value")) for entry in case.iter("property")}  # places without the folders of this machine
-    trouble = next((entry for kind in ("failure", "error", "skipped") for entry in case.iter(kind)), None)
-    status = {"skipped": "skipped", None: "ok"}.get(trouble.tag if trouble is not None else None, "failed")
-    reason = trouble.get("message", "") if trouble is not None else ""
-    return {"section": section, "name": name, "status": status, "reason": reason[:300], "found": int(facts.get("found", 0)), "rewritten": int(facts.get("rewritten", 0)),
+    status, reason = outcome(case)
+    return {"section": section, "name": name, "status": "ok" if status == "passed" else status, "reason": reason[:300], "found": int(facts.get("found", 0)), "rewritten": int(facts.get("rewritten", 0)),
             "refused": facts.get("refused", ""), "notes": facts.get("notes", "")}
 
 

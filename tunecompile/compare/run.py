@@ -119,7 +119,7 @@ def run_comparison(comparison: Comparison) -> dict:
         checked_here = comparison.check and not job.shapes and job.gpus == 1  # a shape model is checked at a smaller depth, separately
 
         def job_for(system: System) -> Job:
-            own = job.replace(system=system.name, saved_bytes=job.saved_bytes and job.gpus == 1, launches=job.launches and job.gpus == 1, model=folder if folder and system.engine == "unsloth" else job.model)
+            own = job.replace(system=system.name, model=folder if folder and system.engine == "unsloth" else job.model)
             if system.name != "tunecompile":
                 own = own.replace(questions=0, adapter=None)
             checked = checked_here and system.engine in ("hf", "tunecompile")

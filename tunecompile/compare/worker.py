@@ -107,10 +107,12 @@ def measured(model, job: Job, train) -> dict:
     figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
     if (report := compiler_report(model, job)) and report["memory"]:
         figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
-    meters.say("phase", text="measuring memory and launches")
-    if job.launches and job.device == "cuda" and job.engine != REFERENCE:
+    counted = job.engine != REFERENCE and job.gpus == 1  # of a step that one process takes by itself
+    if counted and job.launches and job.device == "cuda":
+        meters.say("phase", text="counting launches")
         figures["launches_per_step"] = meters.count_launches(trained.step)
-    if job.saved_bytes and job.engine != REFERENCE:  # last: under a budget, what is held here may ask for another plan
+    if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
+        meters.say("phase", text="measuring what is saved for the backward")
         figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))
         trained.optimizer.zero_grad(set_to_none=True)
     return figures | {"status": "ok", "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
