@@ -183,7 +183,14 @@ def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, 
         [dhidden, dweight, dbias, dinner, douter], in the shapes of out1 to out5 and the inputs' dtypes.
     """
     like = (hidden, weight, bias, inner, outer)
-    return [(out * grad).to(weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]
+    return [_times(out, grad, weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]
+
+
+def _times(out: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """out * grad, rounded to `dtype` at once: of a trained head's gradient a copy in fp32 would be what the step needs most memory for."""
+    if type(out) is not Tensor or out.dtype == dtype:  # traced
+        return (out * grad).to(dtype)
+    return torch.mul(out, grad, out=torch.empty_like(out, dtype=dtype))
 
 
 @op(cost=Cost.MATMUL, opaque=True)
