@@ -79,6 +79,25 @@ def test_room_to_compute_again_counts():
     assert choice.fits and choice.options[0][-1].plan == KEEP
 
 
+def step(options, tail):
+    """Every moment of a step, one after the other: the most bytes there are."""
+    held = gradients = 0
+    seen = [tail]
+    for option in options:
+        held += option.held
+        seen.append(held + option.forward)
+    seen.append(held + tail)
+    for option in reversed(options):
+        seen.append(held + gradients + option.backward)
+        held, gradients = held - option.held, gradients + option.gradients
+    return max(seen)
+
+
+@given(st.lists(st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.just(0.0), gradients=bytes_), min_size=1, max_size=6), bytes_)
+def test_gradients_come_as_what_layers_hold_goes(options, tail):
+    assert peak([options], tail) == step(options, tail)
+
+
 @pytest.mark.parametrize("spec, expected", [("20GiB", 20 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * 2**20), (10**9, 10**9), (0.5, HostGauge().total() // 2),
                                             (None, None), ("auto", "auto")])
 def test_budgets(spec, expected):

@@ -213,7 +213,7 @@ class Budget:
             return False
         self.highest = self.gauge.peak()[0]  # of a plan that is given up
         target = 0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
-        self.surplus += max(0, self._room(self._resident()) - target)
+        self.surplus += max(0, self._room(self._resident(self._stacks(self.tokens)[0])) - target)
         self.pressed = True
         self._admit(self.tokens)
         if self.admitted.choice.fits or not self._survey_again():
@@ -280,9 +280,9 @@ class Budget:
         if self.admitted is None or self.exceeded:
             self.gauge.release()
         self.exceeded = False
-        resident = self._resident()
-        room = self._room(resident)
         stacks, slots = self._stacks(tokens)
+        resident = self._resident(stacks)
+        room = self._room(resident)
         tail = self.tail(tokens)
         choice = self.recordings.weigh(choose(stacks, room, tail, self._host_bytes()), stacks, room, tail, self._computing(tokens))
         choice, weights = self._keep_weights(choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak))
@@ -308,9 +308,9 @@ class Budget:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
         return max(0, self.present - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
 
-    def _resident(self) -> int:
+    def _resident(self, stacks: Sequence[Stack]) -> int:
         """Bytes that are there whatever layers do."""
-        return self.others() + self._to_come() + self.surplus
+        return self.others() + self._to_come() - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
 
     def _room(self, resident: int) -> int:
         return self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
@@ -344,8 +344,17 @@ class Budget:
                 stacks.append(Stack(len(layers), (Option(KEEP, 0, 0, 0, 0.0),)))
                 continue
             found = self.menus.get(id(layers[0].region), known)
-            stacks.append(Stack(len(layers), menu.options(found.rows, tokens / found.tokens, self._rates_of(found), self.offload is not None and len(found.rows) > 1)))
+            options, coming = menu.options(found.rows, tokens / found.tokens, self._rates_of(found), self.offload is not None and len(found.rows) > 1), self._coming(layers)
+            stacks.append(Stack(len(layers), tuple(replace(option, gradients=coming) for option in options)))
         return stacks, slots
+
+    def _coming(self, layers: Sequence[Any]) -> int:
+        """Bytes of gradients that each of these layers' backward brings."""
+        return min(gradient_bytes(self._ungraded(slot.layer)) for slot in layers)
+
+    def _ungraded(self, module: nn.Module) -> list[nn.Parameter]:
+        """Trained parameters on this GPU without a gradient yet. (A budget of a CPU bounds what layers hold.)"""
+        return [p for p in module.parameters() if p.requires_grad and p.grad is None and p.device == self.device] if self.device.type == "cuda" else []
 
     def _rates(self) -> Rates:
         return rates(self.device, self._dtype())
@@ -374,8 +383,8 @@ class Budget:
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
-        moments = moment_bytes(trained) if self.steps == 1 else 0
-        return gradient_bytes([p for p in trained if p.grad is None]) + moments if self.device.type == "cuda" else 0
+        moments = moment_bytes(trained) if self.steps == 1 and self.device.type == "cuda" else 0
+        return gradient_bytes(self._ungraded(self.model)) + moments
 
     def _note_shortfall(self, missing: int) -> None:
         self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"

@@ -33,7 +33,7 @@ class Estimate:
     weights: int  #: bytes of parameters and buffers
     gradients: int  #: bytes, of what is trained
     optimizer: int  #: bytes of its state
-    activations: int  #: bytes that layers hold for the backward pass, head and loss, at the peak
+    activations: int  #: bytes that come to these at the peak: what layers hold for the backward pass, head and loss, less gradients that are not there yet
     peak: int  #: bytes, the sum of these, as `torch.cuda.max_memory_allocated` counts from the second step on
     budget: int | None  #: bytes that the peak may be, `margin` of them left to the allocator; None where nothing says so
     margin: int  #: bytes
@@ -82,7 +82,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
             against all that the GPU has free. A share or "auto" needs a model on a GPU, or `gpu`.
         host_memory: as for `optimize`. None: what the model was optimized with, else half of what is available, with `gpu` 64 GiB.
         host_embedding: as for `optimize`. None: what the model was optimized with.
-        optimizer_bytes: bytes of the optimizer's state on the GPU; None for two fp32 moments of each trained parameter, as AdamW has them.
+        optimizer_bytes: bytes of the optimizer's state on the GPU; None for two moments of each trained parameter, in its dtype, as torch's AdamW has them.
         gpu: a GPU that is not there, such as "h200", "rtx4090", or with figures of its own "h100,memory=94GiB"; None for the model's own device.
 
     Returns:
@@ -104,7 +104,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     _refuse(model, trained, spread, stage.memory, sheet)
     (device,) = spread
     ledger = Ledger(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
-                    gauge(device) if sheet is None else Sheet(sheet))
+                    gauge(device) if sheet is None else Sheet(sheet), one_by_one=True)
     rehearsal, notes = rehearse(stage, ledger, device, batch_shape, sheet)
     return read(type(model).__name__, tuple(batch_shape), ledger, rehearsal, notes)
 
@@ -136,7 +136,7 @@ def read(name: str, shape: tuple[int, int], ledger: Ledger, rehearsal: Rehearsal
     known = rehearsal.bounded or rehearsal.device.type == "cuda" or rehearsal.gpu is not None
     fits = made.choice.fits
     limit = rehearsal._limit()
-    return Estimate(name, shape, ledger.weights + made.weights, ledger.gradients, ledger.optimizer, made.choice.peak, made.peak, limit if known else None,
+    return Estimate(name, shape, ledger.weights + made.weights, ledger.gradients, ledger.optimizer, made.peak - ledger.allocated() - made.weights, made.peak, limit if known else None,
                     int(MARGIN * limit) if known else 0, fits if known else None, max(0, made.choice.peak - made.room),
                     None if fits else rehearsal.most_tokens(), rehearsal.summary()["plans"], rehearsal.flops(), rehearsal.step_ms(), notes)
 

@@ -134,5 +134,5 @@ def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:
 
 
 def moment_bytes(trained: Iterable[nn.Parameter]) -> int:
-    """Of AdamW's two, in fp32."""
-    return sum(8 * p.numel() for p in trained)
+    """Of AdamW's two, each as the parameter."""
+    return 2 * gradient_bytes(trained)

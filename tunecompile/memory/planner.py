@@ -44,7 +44,7 @@ WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer 
 class Option:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
     beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included.
-    copying: how much more it is where no other layer's work hides its copies."""
+    copying: how much more it is where no other layer's work hides its copies. gradients: bytes of its parameters' that are there from its backward on."""
 
     plan: Plan
     held: int
@@ -54,6 +54,7 @@ class Option:
     offloaded: int = 0
     work: float = 0.0
     copying: float = 0.0
+    gradients: int = 0
 
     def leaves(self, nbytes: int) -> bool:
         """Whether a saved tensor of so many bytes goes to the host. (A batch may be smaller than the one this is the option of.)"""
@@ -107,13 +108,16 @@ def _price(now: Option, then: Option) -> float:
 
 
 def peak(stacks: Sequence[Sequence[Option]], tail: int, ahead: int = AHEAD) -> int:
-    """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward."""
+    """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward, when what later layers
+    held is gone, and their gradients are there."""
     order = [option for stack in stacks for option in stack]
-    held, moving, highest = 0, 0, tail
+    held, moving, highest, gradients = 0, 0, tail, sum(option.gradients for option in order)
     for place, option in enumerate(order):
         moving += option.offloaded - (order[place - ahead - 1].offloaded if place > ahead else 0)  # `copies`, as a running sum
         held += option.held
-        needed = held + moving + (option.forward if option.forward > option.backward else option.backward)
+        gradients -= option.gradients
+        back = option.backward + gradients
+        needed = held + moving + (option.forward if option.forward > back else back)
         highest = needed if needed > highest else highest
     return max(highest, held + tail)
 

@@ -49,6 +49,7 @@ class Ledger:
     optimizer: int
     device: Gauge
     sharded: bool = False  #: whether layers are gathered for every call, so that nothing of them can be kept
+    one_by_one: bool = False  #: whether gradients come with each layer's backward, and are not there before
 
     def allocated(self) -> int:
         return self.weights + self.gradients + self.optimizer
@@ -140,6 +141,9 @@ class Rehearsal(Budget):
 
     def _to_come(self) -> int:
         return 0
+
+    def _ungraded(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad] if self.gauge.one_by_one else []
 
 
 def _attention(graph: Graph, gpu: Gpu) -> float | None:

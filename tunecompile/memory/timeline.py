@@ -92,14 +92,15 @@ def phases(budget: Budget) -> list[Phase]:
     measured = {}
     for sample in budget.trace.samples:  # the first of each: a checkpoint around a layer runs its forward again
         measured.setdefault((sample.kind, sample.place), sample.allocated or None)
-    held, forwards, backwards = 0, [], []
+    held, forwards, backwards, gradients = 0, [], [], sum(option.gradients for option in options if option)
     for place, option in enumerate(options):
-        keeps, ahead, back = (option.held, option.forward, option.backward) if option else (0, 0, 0)
+        keeps, ahead, back, own = (option.held, option.forward, option.backward, option.gradients) if option else (0, 0, 0, 0)
         moving = copies(options, place, budget.admitted.choice.ahead)
         manner = _manner(option)
         after = held + keeps
         forwards.append(Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place))))
-        backwards.append(Phase("backward", place, after, held, after + moving + back, manner, measured.get(("backward", place))))
+        gradients -= own  # what is left are later layers'
+        backwards.append(Phase("backward", place, after + gradients, held + gradients + own, after + gradients + moving + back, manner, measured.get(("backward", place))))
         held = after
     tail = Phase("tail", None, held, held, held + budget.tail(budget.admitted.tokens), "head and loss", measured.get(("tail", None)))
     return [*forwards, tail, *reversed(backwards)]
@@ -125,9 +126,9 @@ def paint(axes: Axes, budget: Budget) -> None:
     unit, scale = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20) if highest >= 2**20 else ("KiB", 2**10)
     edges = range(len(parts) + 1)
     levels = [(resident + part.before) / scale for part in parts] + [(resident + parts[-1].after) / scale]
-    axes.fill_between(edges, levels, color="#bfd3ee", linewidth=0, label="held for the backward pass")
+    axes.fill_between(edges, levels, color="#bfd3ee", linewidth=0, label="held for the backward pass, and gradients")
     if resident:
-        axes.fill_between(edges, resident / scale, color=BASE, linewidth=0, label="there anyway: weights, gradients, optimizer")
+        axes.fill_between(edges, resident / scale, color=BASE, linewidth=0, label="there anyway: weights, optimizer")
     for i, part in enumerate(parts):
         label = f"while it runs: {part.manner if part.kind == 'tail' else 'a layer that ' + part.manner}"
         known = label in axes.get_legend_handles_labels()[1]

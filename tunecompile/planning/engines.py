@@ -87,7 +87,7 @@ def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> Part
 
 def whole(parts: Parts, sheet: Sheet) -> Ledger:
     """One GPU."""
-    return Ledger(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet)
+    return Ledger(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, one_by_one=True)
 
 
 def replicated(parts: Parts, sheet: Sheet) -> Ledger:
