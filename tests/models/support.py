@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,13 @@ def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
     return build
 
 
+def loftq() -> nn.Module:
+    """The base is rounded to 4 bits, and the adapter begins as the best of its rank for what that lost."""
+    if not torch.cuda.is_available():
+        pytest.skip("not here: PEFT computes LoftQ on a GPU")
+    return lora(init_lora_weights="loftq", loftq_config={"loftq_bits": 4, "loftq_iter": 1})()
+
+
 def eight_bit(model: nn.Module, only: Callable[[int], bool] = lambda index: True) -> nn.Module:
     """Linears of some layers in bitsandbytes' 8 bits."""
     import bitsandbytes as bnb
@@ -121,14 +129,14 @@ def trained(which: Callable[[str], bool], family: str = "llama") -> Callable[[],
 
 
 ADAPTERS = {
-    "LoRA": lora(), "LoRA, rank-stabilised": lora(use_rslora=True), "LoRA with trained biases (bias=\"all\")": lora("qwen2", bias="all"), "LoRA with a bias of its own (lora_bias)": lora(lora_bias=True),
+    "LoRA": lora(), "LoRA, rank-stabilised": lora(use_rslora=True), "LoRA with trained biases (bias=\"all\")": lora("qwen2", bias="all"), "LoRA with a bias of its own (lora_bias)": lora(lora_bias=True), "LoRA with the biases of what it adapts (bias=\"lora_only\")": lora("qwen2", bias="lora_only"),
     "LoRA with dropout": lora(lora_dropout=0.1), "ranks and alphas by layer (rank_pattern)": lora(rank_pattern={"q_proj": 8, "layers.1.mlp.up_proj": 2}, alpha_pattern={"k_proj": 32}),
     "some layers (layers_to_transform)": lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), "modules_to_save": lora(modules_to_save=["embed_tokens", "lm_head"]),
     "LoRA on embeddings": lora(target_modules=["q_proj", "embed_tokens"]), "LoRA on the head": lora(target_modules=["q_proj", "lm_head"]),
     "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
     "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
     "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
-    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "aLoRA": activated,
+    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "LoftQ": loftq, "aLoRA": activated,
     "LoRA over weights stored [in, out] (GPT-2)": lora("gpt2"), "LoRA over transposed weights (Falcon)": lora("falcon"), "DoRA": lora(use_dora=True), "DoRA over NF4": lora(base=four_bit(), use_dora=True),
     "DoRA with dropout": lora(use_dora=True, lora_dropout=0.1), "DoRA over weights stored [in, out] (GPT-2)": lora("gpt2", use_dora=True),
     "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
@@ -142,7 +150,7 @@ ADAPTERS = {
 }
 BASES = {
     "bf16": lambda: lora()().to(torch.bfloat16), "fp16": lambda: lora()().to(torch.float16), "fp32": lora(),
-    "NF4, double quantisation": lora(base=four_bit()), "NF4": lora(base=four_bit(double=False)), "FP4, double quantisation": lora(base=four_bit("fp4")), "FP4": lora(base=four_bit("fp4", False)),
+    "NF4, double quantisation": lora(base=four_bit()), "NF4, computed in bf16": lora(base=lambda model: zoo.quantize(model.to(torch.bfloat16), torch.bfloat16)), "NF4": lora(base=four_bit(double=False)), "FP4, double quantisation": lora(base=four_bit("fp4")), "FP4": lora(base=four_bit("fp4", False)),
     "8 bits (LLM.int8)": lora(base=eight_bit), "layers in 8, 4 and 16 bits": lora(base=mixed),
 }
 LEARNING = {
@@ -161,6 +169,6 @@ CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for sectio
 
 def cells() -> list[Cell]:
     """All, in the order of the table."""
-    from tests.models import support_batches, support_losses, support_trainers
+    from tests.models import support_batches, support_families, support_files, support_losses, support_trainers
 
-    return [*CELLS, *support_batches.CELLS, *support_losses.CELLS, *support_trainers.CELLS]
+    return [*CELLS, *support_families.CELLS, *support_batches.CELLS, *support_losses.CELLS, *support_trainers.CELLS, *support_files.CELLS]

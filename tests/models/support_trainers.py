@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models import zoo
-from tests.models.support import DEVICE, Cell, Make, lora, small, trained
+from tests.models.support import DEVICE, Cell, Make, lora, small, trained, two_adapters
 from tests.models.test_trainers import Rows, arguments, collate, tokenizer
 
 Numbers = dict[str, float]
@@ -49,6 +49,12 @@ def hugging_face(own: dict | None = None, **options: Any) -> Callable[[Make, Pat
 def shifted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction="sum") / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+
+
+def hits(outcome: Any) -> Numbers:
+    """The share of tokens that the greatest logit names."""
+    found, labels = outcome.predictions[:, :-1].argmax(-1), outcome.label_ids[:, 1:]
+    return {"hits": float((found == labels)[labels != -100].mean())}
 
 
 def resumed(make: Make, folder: Path) -> Outcome:
@@ -202,6 +208,31 @@ def scored(model: nn.Module, step: int) -> Numbers:
     return seen
 
 
+def switched(model: nn.Module, step: int) -> Numbers:
+    """Both adapters first, then one after the other."""
+    model.base_model.set_adapter([["default"], ["other"], ["default", "other"]][step % 3])
+    return {}
+
+
+def thawed(model: nn.Module, step: int) -> Numbers:
+    """One layer more learns after each step, from the last to the first."""
+    for index, layer in enumerate(model.model.layers):
+        layer.requires_grad_(index >= len(model.model.layers) - 1 - step)
+    return {}
+
+
+def without_adapter(model: nn.Module, step: int) -> Numbers:
+    """What the base gives, and what the weights give once the adapter is merged into them, and taken out again."""
+    seen, inputs = {}, inputs_of(50 + step)
+    with torch.no_grad(), model.disable_adapter():
+        seen["loss of the base"] = model(**inputs).loss.item()
+    model.merge_adapter()
+    with torch.no_grad():
+        seen["loss when merged"] = model(**inputs).loss.item()
+    model.unmerge_adapter()
+    return seen
+
+
 def averaged(make: Make, folder: Path) -> Outcome:
     """An exponential moving average of the weights, by torch: what is compared are the averages, and the loss they give."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -262,7 +293,7 @@ def by_lightning(make: Make, folder: Path) -> Outcome:
     module = Module(make())
     trainer = lightning.Trainer(max_steps=4, accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=0.5,
                                 default_root_dir=folder, val_check_interval=2)
-    trainer.fit(module, [zoo.batch(seed=seed) for seed in range(4)], [zoo.batch(seed=seed) for seed in range(20, 22)])
+    trainer.fit(module, *(torch.utils.data.DataLoader([zoo.batch(seed=seed) for seed in seeds], batch_size=None) for seeds in (range(4), range(20, 22))))
     return module.numbers, module.model
 
 
@@ -271,6 +302,7 @@ TRAINERS: dict[str, dict] = {
     "Trainer": dict(run=hugging_face()), "Trainer, all weights": dict(build=WHOLE, run=hugging_face()),
     "Trainer, gradient checkpointing": dict(run=hugging_face(gradient_checkpointing=True)), "Trainer, NEFTune": dict(run=hugging_face(neftune_noise_alpha=5.0)),
     "Trainer, label smoothing": dict(run=hugging_face(label_smoothing_factor=0.1)), "Trainer, a loss of the user's (compute_loss_func)": dict(run=hugging_face({"compute_loss_func": shifted_loss})),
+    "Trainer, evaluated with metrics": dict(run=hugging_face({"compute_metrics": hits}, eval_strategy="steps", eval_steps=1)),
     "Trainer, resumed from a checkpoint to the bit": dict(build=lora(lora_dropout=0.1), run=resumed, random=True),
     "SFT": dict(run=by_trl("SFT", texts, packing=False)), "SFT, packed": dict(run=by_trl("SFT", texts, packing=True, max_length=24)), "SFT, without padding": dict(run=by_trl("SFT", texts, padding_free=True, max_length=None)),
     "SFT, assistant_only_loss": dict(run=by_trl("SFT", talks, assistant_only_loss=True)), "SFT, completions only": dict(run=by_trl("SFT", completions_of)),
@@ -284,6 +316,8 @@ LOOPS: dict[str, dict] = {
     "AdamW in 8 bits": dict(run=loop(bnb("AdamW8bit", min_8bit_size=16))), "AdamW, paged": dict(run=loop(bnb("PagedAdamW32bit"))), "AdamW in 8 bits, paged": dict(run=loop(bnb("PagedAdamW8bit", min_8bit_size=16))),
     "a moving average of the weights": dict(run=averaged), "evaluation and generation between steps": dict(run=loop(between=evaluated)),
     "no_grad and inference_mode between steps": dict(run=loop(between=scored)),
+    "adapters switched between steps": dict(build=two_adapters(["default", "other"]), run=loop(between=switched)),
+    "adapters disabled and merged between steps": dict(run=loop(between=without_adapter)), "layers thawed between steps": dict(build=WHOLE, run=loop(between=thawed)),
 }
 QUICK = {"evaluation and generation between steps"}
 CELLS = [Cell(section, name, **{"build": adapted, "quick": name in QUICK, **what}) for section, table in {"trainer": TRAINERS, "loop": LOOPS}.items() for name, what in table.items()]

@@ -96,7 +96,7 @@ class Modern(nn.Module):
 
     def forward(self, tokens, labels):
         x, half = self.embed(tokens), WIDTH // HEADS // 2
-        angles = torch.arange(tokens.shape[1])[:, None] / 100 ** (torch.arange(half) / half)
+        angles = torch.arange(tokens.shape[1], device=x.device)[:, None] / 100 ** (torch.arange(half, device=x.device) / half)
         for block in self.blocks:
             x = block(x, (angles.cos(), angles.sin()))
         return {"loss": F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten()), "hidden": (x,)}
@@ -141,7 +141,7 @@ class NanoGPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight
 
     def forward(self, idx, targets=None):
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))

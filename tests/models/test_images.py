@@ -80,20 +80,30 @@ def mllama():
 MODELS = {modernbert: (8, 4, [1, 2]), t5: (36, 0, [1, 2, 1, 2]), qwen2_5_vl: (12, 4, [3, 3]), qwen3_vl: (13, 4, [3, 2, 3]), gemma3: (12, 2, [3, 3]), mllama: (26, 2, [2, 2, 2, 2])}
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_gradients_are_those_of_eager(make):
+def adapted(make) -> tuple[nn.Module, dict]:
+    """(the model under LoRA, a batch), the same each time."""
     torch.manual_seed(0)
-    model, inputs, adapted = make()
+    model, inputs, targets = make()
     for parameter in model.parameters():  # gates and projections that begin at zero let no gradient through
         if parameter.dim() and not parameter.any():
             nn.init.normal_(parameter, std=0.3)
-    model = zoo.adapt(model, target_modules=adapted, task_type="SEQ_2_SEQ_LM" if make is t5 else None)
+    return zoo.adapt(model, target_modules=targets, task_type="SEQ_2_SEQ_LM" if make is t5 else None), inputs
+
+
+def padded(inputs: dict) -> dict:
+    """The same batch, whose second row ends early."""
+    made = {**copy.deepcopy(inputs), "attention_mask": torch.ones_like(inputs["input_ids"])}
+    made["attention_mask"][1, 12:], made["labels"][1, 12:] = 0, -100
+    return made
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_gradients_are_those_of_eager(make):
+    model, inputs = adapted(make)
     linears, rotations, layers = MODELS[make]
-    padded = {**copy.deepcopy(inputs), "attention_mask": torch.ones_like(inputs["input_ids"])}
-    padded["attention_mask"][1, 12:], padded["labels"][1, 12:] = 0, -100
-    expected = [zoo.step(model, each) for each in (inputs, padded)]
+    expected = [zoo.step(model, each) for each in (inputs, padded(inputs))]
     tunecompile.optimize(model, executor="eager")
-    for each, (loss, gradients) in zip((inputs, padded), expected):
+    for each, (loss, gradients) in zip((inputs, padded(inputs)), expected):
         again, got = zoo.step(model, each)
         assert again.item() == pytest.approx(loss.item(), rel=1e-5)
         assert all(gradient.any() for gradient in gradients.values())

@@ -15,11 +15,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A checkpoint of several shards."""
     folder = tmp_path_factory.mktemp("sharded")
-    zoo.make("llama").save_pretrained(folder, max_shard_size="150KB")
+    save_shards(folder)
     assert len(list(folder.glob("*.safetensors"))) > 2
     return str(folder)
+
+
+def save_shards(folder) -> None:
+    """A checkpoint of several files."""
+    zoo.make("llama").save_pretrained(folder, max_shard_size="150KB")
 
 
 def loaded(told: str, **names):

@@ -18,7 +18,8 @@ FALLEN = ("eagerly", "in pieces", "without rewrites", "run as they are", "runs a
 
 def built(cell: Cell) -> torch.nn.Module:
     with torch.device(DEVICE if cell.section == "base" else "cpu"):  # some of PEFT's adapters draw with a generator of the CPU
-        return cell.build().to(DEVICE)
+        model = cell.build()
+    return model if hasattr(model, "hf_device_map") else model.to(DEVICE)  # accelerate has placed it
 
 
 def optimized(cell: Cell) -> torch.nn.Module:

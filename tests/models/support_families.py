@@ -1,0 +1,78 @@
+"""Whose models people train: families of transformers under LoRA, models that read images, and models of a user's own. A cell each (see `support.py`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import test_images as images
+from tests.models import zoo
+from tests.models.support import Cell, lora, small
+from tests.models.test_custom_models import VOCABULARY, Modern, NanoGPT
+
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+#: as people call it -> the zoo's name, and what else its config needs. (golden.py has what is found in these and in more.)
+TEXT: dict[str, tuple[str, dict]] = {
+    "Llama 3": ("llama", {"rope_parameters": LLAMA_3}), "Llama 4, text": ("llama4", {}), "Mistral": ("mistral", {}), "Ministral": ("ministral", {}), "Qwen2, Qwen2.5": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}), "Gemma": ("gemma", {}), "Gemma 2": ("gemma2", {}), "Gemma 3": ("gemma3", {}), "Phi-3, Phi-4": ("phi3", {}), "SmolLM3": ("smollm3", {}), "GPT-2": ("gpt2", {}),
+    "Falcon": ("falcon", {}), "Cohere": ("cohere", {}), "Cohere 2": ("cohere2", {}), "Mixtral": ("mixtral", {}), "Qwen3-MoE": ("qwen3_moe", {}), "gpt-oss": ("gpt_oss", {}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+}
+MORE = {
+    "Llama 3.2 Vision": images.mllama, "Qwen2.5-VL": images.qwen2_5_vl, "Qwen3-VL": images.qwen3_vl, "Gemma 3, with images": images.gemma3, "T5": images.t5, "ModernBERT": images.modernbert,
+}
+
+
+def whole_and_padded(make: Callable) -> Callable[[], list[dict]]:
+    def batches() -> list[dict]:
+        _, inputs = images.adapted(make)
+        return [inputs, images.padded(inputs)]
+    return batches
+
+
+def of_remote_code() -> nn.Module:
+    """Its code stands beside its weights, and transformers imports it under a name of its own (`trust_remote_code`)."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.models import remote
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", f"{folder}/modules"):
+        remote.save(f"{folder}/checkpoint")
+        made = AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint", trust_remote_code=True)
+    assert type(made).__module__ != remote.__name__
+    return made
+
+
+def of_ones_own(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return kind()
+    return build
+
+
+def tokens(*names: str) -> Callable[[], list[dict]]:
+    """Batches of a model that takes tokens and targets by these names."""
+    return lambda: [dict.fromkeys(names, zoo.batch(vocabulary=VOCABULARY, seed=seed, length=12 + seed)["input_ids"]) for seed in range(3)]
+
+
+def first_loss(model: nn.Module, inputs: dict) -> Tensor:
+    return model(**inputs)["loss"]
+
+
+def second_loss(model: nn.Module, inputs: dict) -> Tensor:
+    return model(**inputs)[1]
+
+
+FAMILIES: dict[str, dict] = {
+    **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()}, "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
+    **{name: dict(build=lambda make=make: images.adapted(make)[0], batches=whole_and_padded(make)) for name, make in MORE.items()},
+    "code from a checkpoint (trust_remote_code)": dict(build=lora(base=lambda _: of_remote_code())),
+    "a module of one's own, in Llama's style": dict(build=of_ones_own(Modern), batches=tokens("tokens", "labels"), loss=first_loss),
+    "a module of one's own, in GPT's style": dict(build=of_ones_own(NanoGPT), batches=tokens("idx", "targets"), loss=second_loss),
+}
+CELLS = [Cell("family", name, **what) for name, what in FAMILIES.items()]
