@@ -246,6 +246,12 @@ def replacing(gm: torch.fx.GraphModule, told: Callable[[torch.fx.Node, str, torc
     return gm._set_replace_hook(told)
 
 
+def others_trace() -> bool:
+    """Whether the model runs in a trace that is not ours: compiled from outside, or under a transform of `torch.func` or of forward-mode derivatives. Tensors
+    of these have no storage, and ordinary autograd functions, as compiled code is one, refuse them."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def is_tracing() -> bool:
     """Inside a compilation: whether the user wants torch's structured trace (TORCH_TRACE=folder). Without a folder its handler goes at the first record."""
     return any(isinstance(handler, LazyTraceHandler) for handler in trace_log.handlers)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tunecompile import parametrised
-from tunecompile._torch import grow_segments, start_compile_workers
+from tunecompile._torch import grow_segments, others_trace, start_compile_workers
 from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision, summary
 from tunecompile.graphs import Replays
@@ -305,7 +305,7 @@ class State(NotCopied):
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
-        if not self.check or not self.model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.check or not self.model.training or not torch.is_grad_enabled() or others_trace():
             return
         self.check = False
         from tunecompile.verify import verify
@@ -368,7 +368,8 @@ class State(NotCopied):
         return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if self.replicated else []
 
     def _note_outer(self) -> list[str]:
-        return ["the model was compiled as a whole by somebody else (torch.compile, model.compile): such steps run without tunecompile"] if self.step.outer else []
+        told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": self.step.outer, "torch.func, or forward-mode differentiation, transformed the model": self.step.transformed}
+        return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
     def _note_unused_heads(self) -> list[str]:
         """A head that no training step called, where there were steps."""
@@ -420,8 +421,7 @@ class WholeSlot(Slot):
         self.state.verify_once(args, kwargs)
         if self.layer._compiled_call_impl is not self:  # a rewrite was switched off
             return self.layer._compiled_call_impl(*args, **kwargs)
-        self.step.entered = True
-        self.step.active = self.layer.training and torch.is_grad_enabled()
+        self.step.enter(self.layer)
         if not self.step.active or self.step.recovery is None:
             return self._again(args, kwargs)
         return self.step.recovery.attempt(lambda: self._again(args, kwargs), restarts=True)

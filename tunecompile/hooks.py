@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tunecompile._torch import others_trace
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.recovery import Recovery
 from tunecompile.padding import scores
@@ -40,9 +41,19 @@ class StepFlag:
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
     entered: bool = False  #: whether any step has begun at all
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
+    transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
     budget: Budget | None = None  #: of the model's layers, where the user gave one
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
+
+    def enter(self, module: nn.Module) -> None:
+        """A call of the module that owns the layers begins."""
+        self.entered = True
+        self.active = module.training and torch.is_grad_enabled() and not others_trace()
+        if torch.compiler.is_compiling():
+            self.outer = True  # written and never read there, where Dynamo would guard on it
+        elif others_trace():
+            self.transformed = True
 
 
 class EntryHook(NotCopied):
@@ -54,10 +65,7 @@ class EntryHook(NotCopied):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:  # none where it was taken out meanwhile
         step = self.state.step
-        step.entered = True
-        step.active = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if torch.compiler.is_compiling():
-            step.outer = True  # written and never read there, where Dynamo would guard on it
+        step.enter(module)
         step.scoring = scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
             substitute()

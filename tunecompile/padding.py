@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunecompile import context, packing
-from tunecompile._torch import in_checkpoint
+from tunecompile._torch import in_checkpoint, others_trace
 from tunecompile.op import HALF
 from tunecompile.ops import varlen_attention
 
@@ -328,7 +328,7 @@ class Padding:
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
     """Whether log-probabilities are computed to be compared with those of training steps (a reference model in DPO, the old policy in GRPO): the same
     code has to compute them, or its rounding becomes part of the loss. Generation is told by its cache."""
-    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
         return False
     if not takes_cache:
         return True
@@ -345,7 +345,7 @@ class OwnerSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.padding.owner
-        if not owner.training or torch.compiler.is_compiling():
+        if not owner.training or others_trace():
             return owner._call_impl(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.padding.score(args, kwargs)
