@@ -11,7 +11,7 @@ from torch import nn
 
 import tunecompile
 import tunecompile.passes
-from tests.models import zoo
+from tests.models import support, zoo
 from tunecompile.errors import CannotVerify
 from tunecompile.pipeline import Pass
 from tunecompile.twin import mode, twin_of
@@ -255,6 +255,12 @@ def test_under_accelerates_mixed_precision():
     assert [note for note in tunecompile.report(model).notes if note.startswith("verified: ")]
 
 
+def test_a_batch_without_any_gradient():
+    """Of an adapter that waits for tokens which are not there, say."""
+    (row,) = compare_gradients(*[{"a": torch.zeros(3)}] * 3, torch.float32)
+    assert row["error"] == row["norm_ratio"] == 0 and row["has_gradient"]
+
+
 def test_zeros_that_the_reference_has_too_are_gradients():
     zeros, ones = torch.zeros(4, 4), torch.ones(4, 4)
     rows = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32)
@@ -269,6 +275,14 @@ def test_bad_luck_switches_nothing_off(monkeypatch):
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
     assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+
+
+@pytest.mark.parametrize("adapter", [support.activated, support.other("FourierFTConfig", n_frequency=16), pytest.param(support.with_peft("PrefixTuningConfig", num_virtual_tokens=4), marks=pytest.mark.slow)],
+                         ids=["reads the batch in a hook", "makes tensors of no named dtype", "fills a cache"])
+def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
+    """What one reads of the batch, or adds to a cache, is there in the forward alone."""
+    result = verified(adapter().train(), seed=0)
+    assert result.passed and result.reference == "float64", str(result)
 
 
 def test_a_model_with_gradient_checkpointing():

@@ -24,7 +24,16 @@ from tunecompile.regions import find_layers
 
 
 class Float64(TorchFunctionMode):
-    """Model code casts to fp32 where it wants precision (norms, softmax, loss): under this mode it gets fp64."""
+    """Model code casts to fp32 where it wants precision (norms, softmax, loss), or makes tensors without saying of which dtype: under this mode it gets fp64."""
+
+    def __enter__(self):
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        torch.set_default_dtype(self.default)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def wider(value: Any) -> Any:
@@ -54,9 +63,9 @@ def mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
     return Float64() if dtype is torch.float64 else contextlib.nullcontext()
 
 
-def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, and hold their weights in `dtype` as long as
-    they run; what is outside of them does for good. dtype None: as they are."""
+def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = True) -> nn.Module:
+    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, unless they may not be, and hold their weights in
+    `dtype` as long as they run; what is outside of them does for good. dtype None: as they are."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     bound = (type(None), types.MethodType, functools.partial)  # which a copy binds to itself
     if (replaced := next((name or "the model" for name, module in model.named_modules() if not isinstance(vars(module).get("forward"), bound)), None)) is not None:
@@ -79,7 +88,7 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         _dequantize(twin, dtype)
         _widen(twin, {id(p) for layer in layers for p in layer.parameters()}, dtype)
     for layer in layers:
-        layer.forward = functools.partial(_checkpointed, layer, layer.forward, dtype)
+        layer.forward = functools.partial(_layer, layer, layer.forward, dtype, checkpointed)
     return twin
 
 
@@ -93,14 +102,14 @@ def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwarg
     return args, seeing_all(kwargs, tokens)
 
 
-def _checkpointed(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+def _layer(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         # parameters: what PEFT's wrapper of experts puts back is a buffer otherwise, which would stay as it is when the layer is computed again
         wide = {name: nn.Parameter(p.to(dtype), requires_grad=False) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
         with mode(dtype), reparametrized(layer, wide):  # the mode here, since a layer is computed again by another thread
             return forward(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

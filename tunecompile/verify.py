@@ -128,8 +128,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
         kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
         dtype = torch.float64 if computed in (torch.float32, torch.float64) and not _is_half(model) else torch.float32
         with torch.autocast(kind, autocast.get("dtype"), enabled="dtype" in autocast):
-            eager = _step(twin_of(model, None), batch, measure, seed)
-        exact = _in_high_precision(twin_of(model, dtype), batch, measure, seed, dtype)
+            eager = _of_a_twin(model, None, lambda twin: _step(twin, batch, measure, seed))
+        exact = _of_a_twin(model, dtype, lambda twin: _in_high_precision(twin, batch, measure, seed, dtype))
 
         def judge(step: Step) -> tuple[list[dict], list[Verdict]]:
             rows = compare_gradients(exact[1], eager[1], step[1], computed)
@@ -201,7 +201,7 @@ def compare_gradients(reference: dict[str, Tensor | None], eager: dict[str, Tens
     """A row for every trainable parameter that has a gradient in the reference. dtype: what is computed in."""
     wanted = {name: g for name, g in reference.items() if g is not None}
     eps = torch.finfo(dtype).eps
-    floor = eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0)
+    floor = eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0) or torch.finfo(torch.float64).tiny  # a batch may mean nothing to what is trained
     rows = []
     for name, exact in wanted.items():
         gradient = system.get(name)
@@ -279,6 +279,17 @@ def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: i
     gradients = {name: None if p.grad is None else p.grad.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad(set_to_none=True)
     return float(loss.detach().double()), gradients
+
+
+def _of_a_twin(model: nn.Module, dtype: torch.dtype | None, take: Callable[[nn.Module], Step]) -> Step:
+    """A step of the model's twin. A layer that reads what is only there, or is another, while the model is called (a cache of the caller's, what an adapter
+    finds out about the batch) cannot be computed again: then all is kept."""
+    try:
+        return take(twin_of(model, dtype))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return take(twin_of(model, dtype, checkpointed=False))
 
 
 def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype) -> Step:
