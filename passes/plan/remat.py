@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from tunecompile._torch import CheckpointPolicy
 from tunecompile.memory.liveness import tensor_bytes
-from tunecompile.memory.menu import backward_nodes, dear_nodes, random
+from tunecompile.memory.menu import backward_nodes, dear_nodes, random, sends
 from tunecompile.memory.work import cost
 from tunecompile.op import Cost, returns_view
 from tunecompile.pipeline import Context, Pass
@@ -31,7 +31,7 @@ def run(graph: Graph, context: Context) -> None:
             policy = node.args[0].meta.get("recompute")
             if plan.recompute is not None and node.args[0] in again and _is_small(node):
                 node.meta["pinned"] = True  # the partitioner never asks what a member of a result is tagged with: see `partition`
-        elif random(node):  # its numbers would have to be drawn again from the same state
+        elif random(node) or sends(node):  # its numbers would have to be drawn again from the same state, or all ranks would have to send again
             policy = CheckpointPolicy.MUST_SAVE
         elif again and (node in again or cost(node) is not Cost.MATMUL):
             policy = CheckpointPolicy.MUST_RECOMPUTE  # also what is fused: min-cut would save it in place of the product it is made of

@@ -15,6 +15,8 @@ import tunecompile
 from tests.distributed.common import DEVICE, alike, batch, gradients, model, of_readme, optimized, whole
 from tests.distributed.ranks import slow
 from tests.models import zoo
+from tunecompile.memory import menu
+from tunecompile.memory.planner import KEEP, RECOMPUTE
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,19 @@ def tensors_by_torchs_own_plan(rank, ranks):
                            | {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()})
     _same(optimized(made), one)
     assert not [note for note in tunecompile.report(made).notes if "eagerly" in note], tunecompile.report(made)
+
+
+@slow
+def plans_of_their_own(rank, ranks):
+    """What is computed again is not sent again: the ranks would wait for each other."""
+    one, plans = model(full=True), menu.plans
+    menu.plans = lambda graph: [KEEP, RECOMPUTE]  # to survey a whole layer takes its time
+    try:
+        made = optimized(_sharded(one), memory="1TiB" if rank else "1KiB")
+        _same(made, one)
+    finally:
+        menu.plans = plans
+    assert bool(tunecompile.report(made).memory["plans"][0]["recompute"]) == (rank == 0)
 
 
 @slow

@@ -42,6 +42,11 @@ def random(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def sends(node: Node) -> bool:
+    """Whether ranks exchange something here (tensor parallelism). Each plans by itself, so no plan may send more than another does."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
 def backward_nodes(graph: Graph) -> set[Node]:
     """Everything that depends on a tangent."""
     reached: set[Node] = set()
