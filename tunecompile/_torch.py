@@ -33,7 +33,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes",    "trace", "trace_artifact",
 ]
@@ -260,6 +260,17 @@ def is_tracing() -> bool:
 def trace_artifact(name: str, text: str) -> None:
     """One more file beside those of torch's own compiler, in what tlparse shows."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def meeting_store(prefix: str) -> Any:
+    """Keys with this prefix in the store in which the ranks of the default group met, by a connection of our own: torch's may wait for another rank,
+    with a lock on it. None where there is no such store (a group for tests)."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        return torch.distributed.PrefixStore(prefix, _get_default_store().clone())
+    except RuntimeError:
+        return None
 
 
 def cache_folder() -> Path:

@@ -18,6 +18,7 @@ from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision, summary
 from tunecompile.graphs import Replays
 from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook
+from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.embedding import HostTables
 from tunecompile.memory.kept import Kept
@@ -29,6 +30,7 @@ from tunecompile.notes import note_new_layers, note_outside, note_sharded
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import pipeline, said
+from tunecompile.ranks import Board
 from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, structure
 from tunecompile.report import Report, summarize
 from tunecompile.sizes import batch_tokens
@@ -158,6 +160,7 @@ class State(NotCopied):
     offload_dir: Path | None = None
     tables: HostTables | None = None
     check: bool = False  #: whether the first training step is to be verified
+    board: Board | None = None  #: of the ranks that train the model
     step: StepFlag = field(default_factory=StepFlag)
     regions: list[Region] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -296,6 +299,8 @@ class State(NotCopied):
                 grow_segments()
             self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self.heads, self._offload(device), self.replays,
                                       self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
+            self.board = self.board or Board.of(self.model)
+            self.step.recovery.agreement = Agreement(self.board)
         self.step.budget.begin()
         self.step.recovery.begin()
 
@@ -328,7 +333,8 @@ class State(NotCopied):
     def again_with(self, passes: tuple, *notes: str) -> None:
         """Everything anew, with other passes."""
         self.detach()
-        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostTables() if self.tables else None)
+        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostTables() if self.tables else None,
+                     board=self.board)
         self.__dict__.update(made.__dict__)
         self.__post_init__()
         self.notes += notes

@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
            "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoPlan", "NoSecondDerivative",
-           "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
+           "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "RankLost", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
            "UnknownPrecision", "UnsafeFolder", "summary"]
 
 
@@ -82,6 +82,14 @@ class StepLost(TunecompileError, torch.OutOfMemoryError):
 
     template = ("CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
                 "Leave this step out; the next one follows a plan that needs less: {plan}.")
+
+
+class RankLost(TunecompileError):
+    """In the same place, where the other processes are there: they wait for this one in the middle of the step. No `torch.OutOfMemoryError`, since a loop
+    that leaves such steps out would go on alone, and what it sends would be taken for parts of the step that the others are in."""
+
+    template = ("Rank {rank} of {ranks} ran out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}, and these wait for this "
+                "one. Let the run end (torchrun ends the others), and resume it from its last checkpoint with memory={less!r} or a smaller batch.")
 
 
 class InvalidRewrite(TunecompileError):

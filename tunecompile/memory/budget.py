@@ -91,7 +91,8 @@ class Budget:
     steps: int = 0
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
-    pressed: bool = False  #: whether the device was full under a plan, so that less than the budget is there
+    ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
+    pressed: bool = False  #: whether a device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -213,11 +214,21 @@ class Budget:
             return False
         self.highest = self.gauge.peak()[0]  # of a plan that is given up
         target = 0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
-        self.surplus += max(0, self._room(self._resident(self._stacks(self.tokens)[0])) - target)
+        self.surplus += max(0, self._own_room(self._resident(self._stacks(self.tokens)[0])) - target)
+        return self._make_smaller()
+
+    def give_way(self, room: int) -> bool:
+        """Another rank ran out of memory, and plans with so many bytes for layers, head and loss from here on: so does this one, if it has more. Whether
+        that takes another plan."""
+        self.ceiling = room if self.ceiling is None else min(room, self.ceiling)
+        return self.admitted is not None and bool(self.menus) and self.admitted.choice.peak > self.ceiling and self._make_smaller()
+
+    def _make_smaller(self) -> bool:
+        before = self.admitted.choice.peak
         self.pressed = True
         self._admit(self.tokens)
         if self.admitted.choice.fits or not self._survey_again():
-            return self.admitted.choice.peak < made.choice.peak
+            return self.admitted.choice.peak < before
         return True
 
     @property
@@ -313,6 +324,9 @@ class Budget:
         return self.others() + self._to_come() - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
 
     def _room(self, resident: int) -> int:
+        return self._own_room(resident) if self.ceiling is None else min(self._own_room(resident), self.ceiling)
+
+    def _own_room(self, resident: int) -> int:
         return self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
 
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
@@ -371,6 +385,10 @@ class Budget:
         if self.limit == "auto":
             return self.gauge.available()
         return self.limit - self.gauge.outside()
+
+    def within(self) -> int:
+        """Bytes that would have been the right budget, as far as steps have shown."""
+        return max(0, self._limit() - self.surplus)
 
     def _host_bytes(self) -> int | None:
         """That may leave the device; None for any number."""

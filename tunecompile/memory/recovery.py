@@ -26,7 +26,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch import saving_is_taken
-from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
+from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, RankLost, StepLost
+from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
 
@@ -257,6 +258,8 @@ class Recovery:
         self.open = 0  #: layers of this step that had no backward that is known of
         self.failures = 0  #: of allocations, that were dealt with
         self.before: str | None = None  #: the plan under which memory ran out, until the user is told
+        self.cause = "the step"  #: what ran out of it
+        self.agreement = Agreement(None)  #: with other ranks
         self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
         self.notes: list[str] = []
 
@@ -280,8 +283,18 @@ class Recovery:
         if failures > self.failures and self.open and self.budget.admitted is not None:
             self.before = self.in_words()
             self.budget.retreat(0)
+            self.agreement.out_of_memory(self.budget)
         self.failures, self.open = failures, 0
+        self._give_way()
         self.bound = self.bound or self._bound()
+
+    def _give_way(self) -> None:
+        """Other ranks may have run out of memory since the last step."""
+        news = self.agreement.news()
+        before = self.in_words() if news else None
+        for rank, room in news:
+            if self.budget.give_way(room):
+                self.before, self.cause = self.before or before, f"rank {rank}"
 
     def layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
         """A layer's call, as one node of the caller's graph where it can be repeated."""
@@ -306,7 +319,7 @@ class Recovery:
 
         Raises:
             NothingFits: that is more than there is.
-            StepLost: other processes would have to repeat it, too.
+            StepLost, RankLost: other processes would have to repeat it, too.
         """
         if saving_is_taken() is not None:  # a checkpoint counts what is saved, and would miss what failed
             return call()
@@ -343,22 +356,33 @@ class Recovery:
         budget.gauge.release()
         self.failures = budget.gauge.failures()
         smaller = budget.retreat(missing if tries == 1 else None, restarts)
+        self.agreement.out_of_memory(budget)
         if self.bound is not None:
-            raise StepLost(missing=_short(missing), reason=self.bound, plan=self.in_words())
+            raise self.lost(missing)
         self.before = self.before or before
         return smaller or bool(dropped)
 
+    def lost(self, missing: int) -> StepLost | RankLost:
+        """A step that this process cannot repeat by itself."""
+        told = {"missing": _short(missing), "reason": self.bound, "plan": self.in_words()}
+        if self.agreement.alone:
+            return StepLost(**told)
+        return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.budget.within()), **told)
+
     def given_up(self, missing: int) -> NothingFits:
-        self.before = None
+        self.before, self.cause = None, "the step"
         return NothingFits(missing=_short(missing), plan=self.in_words(), help=helps(self.budget, missing))
 
     def tell(self) -> None:
         """Once it went well, and the new plan is known."""
+        if self.budget is not None:
+            self.agreement.tell(self.budget, self.in_words)
         if self.before is None:
             return
         before, self.before, after = self.before, None, self.in_words()
-        note = f"the step ran out of memory: the plan was {before}, and is now {after}" if before != after else \
-            f"the step ran out of memory under its smallest plan ({after}), and layers had to compute everything again"
+        who, self.cause = self.cause, "the step"
+        note = f"{who} ran out of memory: the plan was {before}, and is now {after}" if before != after else \
+            f"{who} ran out of memory under its smallest plan ({after}), and layers had to compute everything again"
         if note not in self.notes:
             self.notes.append(note)
             log.warning("tunecompile: %s", note)
@@ -376,7 +400,7 @@ class Recovery:
     def said(self) -> list[str]:
         """For the report."""
         reasons = dict.fromkeys(self.refused.values())
-        return self.notes + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
+        return self.notes + self.agreement.said(self.budget, self.in_words()) + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
 
 
 def _short(missing: int) -> str:

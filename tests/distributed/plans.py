@@ -1,0 +1,112 @@
+"""Memory budgets of several ranks: each plans for itself, and what one finds out all follow."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tunecompile
+from tests.distributed.common import alike
+from tests.distributed.ranks import slow
+from tests.memory.full import WHERE, Full, build, loss, needed
+from tunecompile.errors import RankLost
+
+
+def _sharded(made):
+    for layer in made.backbone.layers:
+        fully_shard(layer)
+    return fully_shard(made)
+
+
+def _plans(made):
+    return [(plan["layers"], bool(plan["recompute"])) for plan in tunecompile.report(made).memory["plans"]]
+
+
+def _said(made, text):
+    return [note for note in tunecompile.report(made).notes if text in note]
+
+
+def _train(wrapped, *batches):
+    """Gradients stay."""
+    for seed, rows in enumerate(batches):
+        wrapped.zero_grad()
+        torch.manual_seed(seed)
+        loss(wrapped, rows, seed).backward()
+
+
+def each_for_its_own_batch(rank, ranks):
+    """Plans of different ranks go together, with layers that are whole and with layers that are gathered."""
+    memory, rows = int(1.2 * needed()), 4 + 12 * rank
+    for wrap in (DistributedDataParallel, _sharded):
+        made = build(memory)
+        ours, one = wrap(made), wrap(build(None))
+        for each in (ours, one):
+            _train(each, rows, rows)
+        alike(ours, one)
+        assert _plans(made) == [(4, rank == 1)]
+        assert _said(made, f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'compute again'}")
+
+
+def _finds_out(where, rank):
+    made = build(int(1.2 * needed()))
+    ours, one = DistributedDataParallel(made), DistributedDataParallel(build(None))
+    _train(ours, 4)
+    if rank == 1:
+        full = Full(made, 1, where)
+    for each in (ours, one):
+        _train(each, 4)
+    alike(ours, one)
+    assert _plans(made) == ([(4, False)] if rank == 0 else [(1, True), (3, False)]) and (rank == 0 or full.raised == 1)
+    for each in (ours, one):
+        _train(each, 4)
+    alike(ours, one)
+    assert _plans(made) == [(1, True), (3, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
+    assert len(_said(made, "rank 1 ran out of memory: the plan was 4 layers keep" if rank == 0 else "the step ran out of memory")) == 1
+
+
+def what_one_finds_out(rank, ranks):
+    """Memory runs out on one rank: it repeats that part, nobody else does, and all have the same plan from their next step on."""
+    _finds_out(WHERE[1], rank)
+
+
+@slow
+def what_one_finds_out_elsewhere_in_the_step(rank, ranks):
+    for where in (WHERE[0], WHERE[2]):
+        _finds_out(where, rank)
+
+
+@slow
+def a_small_batch_has_room(rank, ranks):
+    """What the other rank has left is enough for this one: its plan stays."""
+    made = build(int(1.2 * needed()))
+    ours = DistributedDataParallel(made)
+    _train(ours, 4 - 2 * rank)
+    if rank == 0:
+        Full(made, 1, "forward")
+    for _ in range(2):
+        _train(ours, 4 - 2 * rank)
+    assert _plans(made) == ([(1, True), (3, False)] if rank == 0 else [(4, False)]) and not (rank and _said(made, "ran out of memory"))
+
+
+def a_rank_that_cannot_repeat(rank, ranks):
+    """Its layers are gathered from all ranks, which are in the middle of the step. The error is none that a loop would leave a step out for."""
+    made = _sharded(build(int(1.2 * needed())))
+    _train(made, 4)
+    recovery = made._tunecompile.step.recovery
+    with pytest.raises(RankLost, match=f"Rank {rank} of 2 ran out of memory.*resume it from its last checkpoint with memory='0.*MiB'") as caught:
+        recovery.make_room(2048, 1)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def a_board_that_is_gone(rank, ranks):
+    """The store may be that of a rank that has ended."""
+    class Gone:
+        def check(self, keys):
+            raise torch.distributed.DistNetworkError("connection was reset")
+
+    made = build(int(1.2 * needed()))
+    _train(made, 4)
+    board = made._tunecompile.board
+    board.store = Gone()
+    _train(made, 4)
+    assert board.store is None and _said(made, f"rank {rank} of 2: no other plan is known")
