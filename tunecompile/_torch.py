@@ -32,7 +32,7 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
+    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
     "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes",    "trace", "trace_artifact",
@@ -142,13 +142,18 @@ Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable
 def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
     while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
-    if DistributedDataParallel._get_active_ddp_module() is None:
+    if around_now() is None:
         return compiled(*args, **kwargs)
     as_it_was = torch._dynamo.config._make_closure_patcher(optimize_ddp=False)()
     try:
         return compiled(*args, **kwargs)
     finally:
         as_it_was()
+
+
+def around_now() -> DistributedDataParallel | None:
+    """The wrapper inside whose forward this is, if any."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def _keep_for_another_backward(kind: str | None) -> None:

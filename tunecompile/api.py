@@ -39,6 +39,7 @@ from tunecompile.traceable import substitute
 
 log = logging.getLogger("tunecompile")
 ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
+VERIFIED = "verified"  #: what ranks tell each other of the first step: whether it is right, and in words
 Precision = Literal["fp8"]
 
 
@@ -73,6 +74,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
             and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` shows the loss curves beside each other.
         verify: whether the first training step is taken three ways before it is taken for good, as `tunecompile.verify` does: a rewrite that makes
             gradients wrong is switched off for this model, with a warning, and the report tells the outcome. The loss has to be the model's own.
+            Of several ranks each verifies its own batch, and every rank's report tells of all.
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
             of code generation.
 
@@ -299,10 +301,15 @@ class State(NotCopied):
                 grow_segments()
             self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self.heads, self._offload(device), self.replays,
                                       self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
-            self.board = self.board or Board.of(self.model)
-            self.step.recovery.agreement = Agreement(self.board)
+            self.step.recovery.agreement = Agreement(self.meet())
         self.step.budget.begin()
         self.step.recovery.begin()
+
+    def meet(self) -> Board:
+        """Not before the first training step, when there are adapters and ranks."""
+        if self.board is None:
+            self.board = Board.of(self.model)
+        return self.board
 
     def _offload(self, device: torch.device) -> Offload | None:
         """On a CPU there is nowhere else to go."""
@@ -319,14 +326,14 @@ class State(NotCopied):
             names = [name for name, p in inspect.signature(self.model.forward).parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             if len(args) > len(names):
                 raise CannotVerify(reason="the model's arguments have no names")
-            if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-                raise CannotVerify(reason="several processes take it together")
             result = verify(self.model, {**dict(zip(names, args)), **kwargs})
         except Exception as error:  # training goes on as it would have
             log.debug("the first step could not be verified", exc_info=True)
             self.notes.append(f"not verified: {summary(error)}")
+            self.meet().say(VERIFIED, [False, self.notes[-1]])
             return
         self.notes.append(f"verified: {result.summary()}")
+        self.meet().say(VERIFIED, [result.passed, result.summary()])
         if not result.passed:
             log.warning("%s", result)
 
@@ -370,6 +377,12 @@ class State(NotCopied):
                 slot.let_go()
         self.heads.clear()
 
+    def _note_other_ranks(self) -> list[str]:
+        """How the first step was on them."""
+        others = [(rank, *said) for rank, said in self.board.said(VERIFIED).items() if rank != self.board.rank] if self.board is not None else []
+        broken = [f"rank {rank}: {said}" for rank, passed, said in others if not passed]
+        return [f"verified on {len(others)} of {self.board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"] if others else []
+
     def _note_replicas(self) -> list[str]:
         return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if self.replicated else []
 
@@ -400,7 +413,7 @@ class State(NotCopied):
 
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
-                         said(self.passes) + self.notes + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
+                         said(self.passes) + self.notes + self._note_other_ranks() + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
                          + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 

@@ -16,12 +16,16 @@ from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from tunecompile._torch import around_now
 from tunecompile.api import ATTRIBUTE, State, optimize, restore
 from tunecompile.errors import CannotVerify
 from tunecompile.fault import find, without
+from tunecompile.memory.recovery import sharded
 from tunecompile.op import HALF
+from tunecompile.ranks import several
 from tunecompile.regions import find_layers
 from tunecompile.twin import mode, twin_of
 
@@ -94,7 +98,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     The model is left as it was: weights, gradients that have accumulated, buffers, random state. Dropout is off meanwhile. A model that is not
     optimized is, for this step. Where a gradient of an optimized model is more than twice as far off as eager's, the rewrite at fault is found by
     bisection (a compilation of one layer for each of five or six trials) and switched off for this model; training goes on with what is left.
-    Call it under `torch.autocast` if the training loop does; fp32 judges half precision, fp64 judges fp32.
+    Call it under `torch.autocast` if the training loop does; fp32 judges half precision, fp64 judges fp32. Of several ranks each may verify by itself:
+    nothing is exchanged, and of a `DistributedDataParallel` its module is verified.
 
     Args:
         model: in training mode, on the device it is trained on.
@@ -106,15 +111,22 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
         Losses, errors and verdicts, and what was switched off.
 
     Raises:
-        CannotVerify: nothing in the model is trained, it is in evaluation mode, gives no loss or cannot be copied, or its optimizer steps in the
-            backward pass.
+        CannotVerify: nothing in the model is trained, it is in evaluation mode, gives no loss or cannot be copied, its optimizer steps in the
+            backward pass, its weights are shared with other processes, or `DistributedDataParallel(static_graph=True)` is around it.
     """
     measure = loss or _own_loss
+    wrapper = model if isinstance(model, DistributedDataParallel) else around_now()
+    if wrapper is not None and wrapper.static_graph:
+        raise CannotVerify(reason="DistributedDataParallel(static_graph=True) counts every backward pass as one of its graph's. Verify before the model is wrapped")
+    model = wrapper.module if wrapper is model else model
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or not model.training:
         raise CannotVerify(reason="the model is in evaluation mode: call model.train()" if trained else "nothing in the model is trained")
     if any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in trained):
         raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
+    if several() and any(map(sharded, model.parameters())):
+        raise CannotVerify(reason="its weights are shared with other processes (FSDP, ZeRO-3, tensor parallelism), which would have to take each of its steps "
+                                  "together. Verify on one process, before they are")
     batch = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), dict(batch))  # its makers see no gradient of this
     visiting = getattr(model, ATTRIBUTE, None) is None
     faults: list[dict[str, Any]] = []

@@ -5,6 +5,8 @@ from torch.nn.parallel import DistributedDataParallel
 import tunecompile
 from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, whole
 from tests.distributed.ranks import slow
+from tests.test_verify import planted
+from tunecompile import passes
 
 
 def _in_one_piece(make, rank, ranks):
@@ -83,7 +85,44 @@ def within_a_budget(rank, ranks):
 
 
 @slow
-def verification_is_refused(rank, ranks):
+def verified_on_each_rank(rank, ranks):
+    """Without an exchange: what the reducer sees of it is nothing."""
+    for options in ({}, {"find_unused_parameters": True}):
+        made = optimized(model(), verify=True)
+        steps(DistributedDataParallel(made, **options), model(), rank, ranks)
+        notes = tunecompile.report(made).notes
+        assert notes[0].startswith("verified: ") and notes[0].endswith("as near to float64 as eager's"), notes
+        assert "verified on 1 of 1 other ranks: it is right there, too" in notes
+
+
+@slow
+def not_verified_in_a_static_graph(rank, ranks):
+    """Its backward passes would be counted: gradients of the step after it would never be reduced."""
     made = optimized(model(), verify=True)
-    steps(DistributedDataParallel(made), model(), rank, ranks, count=1)
-    assert "several processes take it together" in tunecompile.report(made).notes[0]
+    steps(DistributedDataParallel(made, static_graph=True), model(), rank, ranks)
+    assert "Verify before the model is wrapped" in tunecompile.report(made).notes[0]
+
+
+@slow
+def verified_as_it_is_wrapped(rank, ranks):
+    wrapped = DistributedDataParallel(optimized(model()))
+    if rank == 0:
+        result = tunecompile.verify(wrapped, part(batch(), rank, ranks))
+        assert result.passed and not any(row["parameter"].startswith("module.") for row in result.gradients)
+    steps(wrapped, model(), rank, ranks)
+
+
+@slow
+def wrong_on_one_rank(rank, ranks):
+    """It looks for the rewrite at fault by itself, while the others wait for its gradients, and all reports tell."""
+    pipeline = passes.PIPELINE
+    passes.PIPELINE = planted(1.01) if rank else pipeline
+    try:
+        made = optimized(model(), verify=True)
+        steps(DistributedDataParallel(made), model(), rank, ranks)
+    finally:
+        passes.PIPELINE = pipeline
+    said = "loss is as near to the reference as eager's does not hold"
+    notes = [note for note in tunecompile.report(made).notes if said in note]
+    assert len(notes) == 1 and notes[0].startswith("verified: " if rank else "verified on 1 of 1 other ranks: rank 1: "), notes
+    assert "the rewrite at fault is planted: wrong" in notes[0]

@@ -1,5 +1,6 @@
 """FSDP2: `fully_shard` of every layer, which is one compiled region, and of what is around them."""
 
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -7,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tunecompile
 from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, unrecorded, whole
 from tests.distributed.ranks import slow
+from tunecompile.errors import CannotVerify
 
 
 def _layers(of):
@@ -100,3 +102,12 @@ def within_a_budget(rank, ranks):
     made = _sharded(optimized(model(), memory="1GiB"))
     steps(made, model(), rank, ranks)
     assert tunecompile.report(made).memory["plans"]
+
+
+@slow
+def verification_is_refused(rank, ranks):
+    made = _sharded(optimized(model(), verify=True))
+    steps(made, model(), rank, ranks, count=1)
+    assert any(note.startswith("not verified: ") and "Verify on one process, before they are" in note for note in tunecompile.report(made).notes)
+    with pytest.raises(CannotVerify, match="its weights are shared with other processes"):
+        tunecompile.verify(made, part(batch(), rank, ranks))

@@ -19,33 +19,29 @@ PLAN = "plan"  #: what ranks say on the board
 
 
 class Agreement:
-    """Of one rank with the others. board: None for the only process."""
+    """Of one rank with the others."""
 
-    def __init__(self, board: Board | None):
+    def __init__(self, board: Board):
         self.board, self.told = board, 0
-
-    @property
-    def alone(self) -> bool:
-        return self.board is None
 
     def out_of_memory(self, budget: Budget) -> None:
         """This rank was, and has its new plan, if there could be any."""
-        if self.board is not None and budget.admitted is not None:
+        if budget.admitted is not None:
             self.board.post(room=budget.admitted.room)
 
     def news(self) -> list[tuple[int, int]]:
         """Where a step begins: ranks that ran out of memory since the last one, and bytes for layers, head and loss that each has from there on."""
-        return [] if self.board is None else [(notice["rank"], notice["room"]) for notice in self.board.news()]
+        return [(notice["rank"], notice["room"]) for notice in self.board.news()]
 
     def tell(self, budget: Budget, plan: Callable[[], str]) -> None:
         """The others, where the plan is another than before."""
-        if self.board is not None and budget.plans != self.told:
+        if self.board.ranks > 1 and budget.plans != self.told:
             self.told = budget.plans
             self.board.say(PLAN, plan())
 
     def said(self, budget: Budget, plan: str) -> list[str]:
         """For the report."""
-        if self.board is None:
+        if self.board.ranks == 1:
             return []
         self.tell(budget, lambda: plan)
         others = {rank: theirs for rank, theirs in self.board.said(PLAN).items() if rank != self.board.rank}

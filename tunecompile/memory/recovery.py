@@ -30,6 +30,7 @@ from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits,
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
+from tunecompile.ranks import Board
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
@@ -259,7 +260,7 @@ class Recovery:
         self.failures = 0  #: of allocations, that were dealt with
         self.before: str | None = None  #: the plan under which memory ran out, until the user is told
         self.cause = "the step"  #: what ran out of it
-        self.agreement = Agreement(None)  #: with other ranks
+        self.agreement = Agreement(Board(None, 0, 1))  #: with other ranks
         self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
         self.notes: list[str] = []
 
@@ -365,7 +366,7 @@ class Recovery:
     def lost(self, missing: int) -> StepLost | RankLost:
         """A step that this process cannot repeat by itself."""
         told = {"missing": _short(missing), "reason": self.bound, "plan": self.in_words()}
-        if self.agreement.alone:
+        if self.agreement.board.ranks == 1:
             return StepLost(**told)
         return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.budget.within()), **told)
 
