@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,7 +32,7 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "enable_python_dispatcher", "fake_mode_of",
+    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
     "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes",    "trace", "trace_artifact",
@@ -139,6 +139,14 @@ Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable] | None]
 
 
+#: (graph, its fake inputs) -> a context in which code is generated for it
+Turn = Callable[[torch.fx.GraphModule, Sequence[Any]], contextlib.AbstractContextManager]
+
+
+def _at_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
 def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
     while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
@@ -165,8 +173,8 @@ def _keep_for_another_backward(kind: str | None) -> None:
 
 
 def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
-                     keep: Keep | None = None, cached: bool = True) -> Callable:
-    """cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
+                     keep: Keep | None = None, cached: bool = True, turn: Turn = _at_once) -> Callable:
+    """turn: around the generation of code. cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -174,7 +182,8 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        code = compile_fx_inner(graph_module, example_inputs, **kwargs)
+        with turn(graph_module, example_inputs):
+            code = compile_fx_inner(graph_module, example_inputs, **kwargs)
         if wrap is not None and isinstance(code, CompiledFxGraph) and not kwargs.get("is_inference") and not code.mutated_input_idxs:
             code.current_callable = wrap(code.current_callable, kind, kwargs.get("static_input_idxs", ()))
         if around is not None:
@@ -193,7 +202,7 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
 
 
 def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, wrap: Wrap | None = None,
-                  keep: Keep | None = None, cached: bool = False) -> Callable:
+                  keep: Keep | None = None, cached: bool = False, turn: Turn = _at_once) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled: seconds instead of minutes, for tests."""
 
     def compiler(kind: str | None) -> Callable:
@@ -281,6 +290,11 @@ def meeting_store(prefix: str) -> Any:
 def cache_folder() -> Path:
     """Where Inductor keeps what it generated."""
     return Path(cache_dir())
+
+
+def default_cache_folder() -> Path:
+    """The same where nobody says where."""
+    return Path(default_cache_dir())
 
 
 def current_frame() -> int | None:

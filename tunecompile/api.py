@@ -15,6 +15,7 @@ from torch import nn
 from tunecompile import parametrised
 from tunecompile._torch import grow_segments, others_trace, start_compile_workers
 from tunecompile.backend import Executor
+from tunecompile.cache import link_read_only
 from tunecompile.errors import CannotVerify, NotAModule, NotOptimized, UnknownPrecision, summary
 from tunecompile.graphs import Replays
 from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook
@@ -102,6 +103,7 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         return model
     state = State(model, pipeline(), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
                   HostTables() if host_embedding else None, check=verify)
+    state.notes += link_read_only() if executor == "inductor" else []
     state.attach()
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import types
 import weakref
+from functools import partial
 from typing import Callable, Literal, Sequence
 
 import torch
 from torch.fx import GraphModule
 
 from tunecompile import _torch, sdpa, upstream
+from tunecompile.cache import in_turn
 from tunecompile.canonical import canonicalize
 from tunecompile.drawing.snapshot import replacements, snapshot
 from tunecompile.dump import Dump
@@ -110,7 +112,7 @@ class Backend:
             context.notes.append(str(upstream.MIX_ORDER_REDUCTION))
         with self._attention(gm, inputs, context):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
-                            cached=self.plan is not None and not self.plan.weights and context.cached)
+                            cached=self.plan is not None and not self.plan.weights and context.cached, turn=partial(in_turn, lower.uuid))
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
         """Under which attention's kernel is chosen, while the graph is traced."""

@@ -10,7 +10,7 @@ from tests.distributed.ranks import TIMEOUT, run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-DDP, FSDP, PARALLEL, PLANS, ZERO = (f"tests.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "plans", "zero"))
+DDP, FSDP, PARALLEL, PLANS, STARTUP, ZERO = (f"tests.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "plans", "startup", "zero"))
 
 
 def check(modules: str, slow: bool, ranks: int, folder, **options):
@@ -24,8 +24,8 @@ def check(modules: str, slow: bool, ranks: int, folder, **options):
 ALL = [pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
-@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL},{PLANS}", False), (ZERO, False), *(pytest.param(module, True, marks=ALL) for module in
-                                                                                                      (DDP, FSDP, PARALLEL, PLANS, ZERO))])
+@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL},{PLANS},{STARTUP}", False), (ZERO, False), *(pytest.param(module, True, marks=ALL) for module in
+                                                                                                               (DDP, FSDP, PARALLEL, PLANS, STARTUP, ZERO))])
 def test_on_two_ranks(modules, slow, tmp_path):
     check(modules, slow, 2, tmp_path, timeout=1200 if slow else TIMEOUT)
 

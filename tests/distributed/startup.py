@@ -1,0 +1,63 @@
+"""The first step of several ranks: one compiles, the others take what it made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tunecompile
+from tests.distributed.ranks import slow
+from tests.memory.full import Tiny, loss
+from tunecompile import cache
+
+
+def _folder():
+    """The same, and an empty one, for all ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def _in_turn(rank, folder, graph):
+    """Rank 0 comes first, and takes its time. What each found on its turn."""
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    with cache.in_turn(lambda: str(folder), torch.fx.symbolic_trace(lambda x: graph(x)), [torch.ones(2)]):
+        if rank:
+            return (folder / "made").exists()
+        time.sleep(1)
+        (folder / "made").touch()
+
+
+def one_after_the_other(rank, ranks):
+    assert _in_turn(rank, _folder(), torch.sin) is (True if rank else None)
+    assert _in_turn(rank, _folder(), torch.cos if rank else torch.sin) is (False if rank else None)  # of another graph
+    longest, cache.LONGEST = cache.LONGEST, 0.1
+    try:
+        assert _in_turn(rank, _folder(), torch.sin) is (False if rank else None)  # nobody waits for ever
+    finally:
+        cache.LONGEST = longest
+
+
+@slow
+def compiled_once(rank, ranks):
+    """What one generated the other finds."""
+    before, folder = os.environ.get(cache.FOLDER), _folder()
+    os.environ[cache.FOLDER] = str(folder)
+    torch._dynamo.utils.counters.clear()
+    try:
+        loss(tunecompile.optimize(Tiny().train())).backward()
+        found, counted = [None] * ranks, torch._dynamo.utils.counters["inductor"]
+        dist.all_gather_object(found, (counted["fxgraph_cache_miss"], counted["fxgraph_cache_hit"]))
+        assert sorted(found) == [(0, 2), (2, 0)], found
+    finally:
+        os.environ.pop(cache.FOLDER)
+        os.environ.update({cache.FOLDER: before} if before else {})
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
