@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Callable
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tunecompile
 from tests.models import zoo
@@ -73,6 +78,34 @@ def alike(ours: nn.Module, one: nn.Module, limit: float = 1e-3 if DEVICE == "cud
     """The gradients of both are the same ones."""
     worst = zoo.errors(gradients(ours), gradients(one))
     assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def resumed(wrap: Callable[[nn.Module], nn.Module], rank: int, ranks: int, saved: int = 2, count: int = 4) -> None:
+    """A run that ends behind a step and begins again from torch's distributed checkpoint has the losses of one that goes on."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+
+    def run(first: int, last: int) -> list[float]:
+        torch._dynamo.reset()
+        made = wrap(model(full=True, attention_dropout=0.1))
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        if first:
+            held = dict(zip(("model", "optimizer"), get_state_dict(made, optimizer)))
+            dcp.load(held, checkpoint_id=folder[0])
+            set_state_dict(made, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        losses = []
+        for seed in range(first, last):
+            torch.manual_seed(seed)
+            losses.append(made(**part(batch(seed), rank, ranks)).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if last == saved:
+            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(made, optimizer))), checkpoint_id=folder[0])
+        return [loss.item() for loss in losses]
+
+    whole = run(0, count)
+    assert run(0, saved) + run(saved, count) == whole and len(set(whole)) == count
 
 
 def steps(ours: nn.Module, one: nn.Module, rank: int, ranks: int, count: int = 2) -> None:

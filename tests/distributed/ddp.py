@@ -3,7 +3,7 @@
 from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, resumed, steps, whole
 from tests.distributed.ranks import slow
 from tests.test_verify import planted
 from tunecompile import passes
@@ -126,3 +126,8 @@ def wrong_on_one_rank(rank, ranks):
     notes = [note for note in tunecompile.report(made).notes if said in note]
     assert len(notes) == 1 and notes[0].startswith("verified: " if rank else "verified on 1 of 1 other ranks: rank 1: "), notes
     assert "the rewrite at fault is planted: wrong" in notes[0]
+
+
+@slow
+def interrupted_and_resumed(rank, ranks):
+    resumed(lambda made: DistributedDataParallel(optimized(made)), rank, ranks)

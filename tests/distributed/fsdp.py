@@ -6,7 +6,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, steps, unrecorded, whole
+from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
 from tests.distributed.ranks import slow
 from tunecompile.errors import CannotVerify
 
@@ -111,3 +111,8 @@ def verification_is_refused(rank, ranks):
     assert any(note.startswith("not verified: ") and "Verify on one process, before they are" in note for note in tunecompile.report(made).notes)
     with pytest.raises(CannotVerify, match="its weights are shared with other processes"):
         tunecompile.verify(made, part(batch(), rank, ranks))
+
+
+@slow
+def interrupted_and_resumed(rank, ranks):
+    resumed(lambda made: _sharded(optimized(made)), rank, ranks)
