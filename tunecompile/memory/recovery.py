@@ -16,9 +16,7 @@ import gc
 import logging
 import re
 import weakref
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence, TypeVar
+from typing import Any, Callable, Sequence, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +28,7 @@ from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits,
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
+from tunecompile.memory.surroundings import Surroundings
 from tunecompile.ranks import Board
 
 log = logging.getLogger("tunecompile")
@@ -51,41 +50,6 @@ def requested(error: torch.OutOfMemoryError) -> int:
     """Bytes that could not be had; 0 where the error does not tell."""
     found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a forward depends on beside its arguments and weights: torch's random state, on the host and on its device, and autocast."""
-
-    device: torch.device
-    host: Tensor
-    here: Tensor | None
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cached: bool
-
-    @staticmethod
-    def now(device: torch.device) -> "Surroundings":
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu")))
-        here = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Surroundings(device, torch.get_rng_state(), here, autocast, torch.is_autocast_cache_enabled())
-
-    def rewind(self) -> None:
-        """Random numbers are those of then."""
-        torch.set_rng_state(self.host)
-        if self.here is not None:
-            torch.cuda.set_rng_state(self.here, self.device)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """In the backward pass: as it was then, and after it as it is now."""
-        present = Surroundings.now(self.device)
-        with ExitStack() as stack:
-            stack.callback(present.rewind)
-            stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            self.rewind()
-            yield
 
 
 class _Cut(torch.autograd.Function):

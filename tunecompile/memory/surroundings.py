@@ -1,0 +1,45 @@
+"""What a forward depends on beside its arguments and weights, so that it can be repeated with the same result."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """torch's random state, on the host and on its device, and autocast."""
+
+    device: torch.device
+    host: Tensor
+    here: Tensor | None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool
+
+    @staticmethod
+    def now(device: torch.device) -> "Surroundings":
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu")))
+        here = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return Surroundings(device, torch.get_rng_state(), here, autocast, torch.is_autocast_cache_enabled())
+
+    def rewind(self) -> None:
+        """Random numbers are those of then."""
+        torch.set_rng_state(self.host)
+        if self.here is not None:
+            torch.cuda.set_rng_state(self.here, self.device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In the backward pass: as it was then, and after it as it is now."""
+        present = Surroundings.now(self.device)
+        with ExitStack() as stack:
+            stack.callback(present.rewind)
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
+            self.rewind()
+            yield
