@@ -33,7 +33,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes",    "trace", "trace_artifact",
 ]
@@ -290,6 +290,11 @@ def meeting_store(prefix: str) -> Any:
 def cache_folder() -> Path:
     """Where Inductor keeps what it generated."""
     return Path(cache_dir())
+
+
+def keeps_code() -> bool:
+    """Whether Inductor looks there for code that was generated before."""
+    return torch._inductor.config.fx_graph_cache and not torch._inductor.config.force_disable_caches
 
 
 def default_cache_folder() -> Path:

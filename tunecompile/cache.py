@@ -12,7 +12,12 @@ from typing import IO, Any, Callable, Iterator, Sequence
 import torch
 from torch.fx import GraphModule
 
-from tunecompile._torch import cache_folder, default_cache_folder
+try:
+    import fcntl
+except ImportError:  # on Windows nobody waits
+    fcntl = None
+
+from tunecompile._torch import cache_folder, default_cache_folder, keeps_code
 from tunecompile.ranks import several
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  #: torch's environment variable
@@ -55,11 +60,9 @@ def in_turn(uuid: Callable[[], str | None], gm: GraphModule, inputs: Sequence[An
     Whoever compiles waits for nobody, but for a GPU whose work may wait for another rank's. So nobody waits for ever: after `LONGEST` a process compiles
     by itself. The lock is the system's, and ends with its process. uuid: gives what the code depends on beside the graph, or None where it is not cached.
     """
-    if not several() or (known := uuid()) is None or (file := _open(_key(gm, inputs, known))) is None:
+    if not several() or not keeps_code() or (known := uuid()) is None or (file := _open(_key(gm, inputs, known))) is None:
         yield
         return
-    import fcntl
-
     with file:
         if not _locked(file, fcntl.LOCK_EX):
             until = time.monotonic() + LONGEST
@@ -70,8 +73,6 @@ def in_turn(uuid: Callable[[], str | None], gm: GraphModule, inputs: Sequence[An
 
 
 def _locked(file: IO, kind: int) -> bool:
-    import fcntl
-
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
         return True
@@ -81,9 +82,9 @@ def _locked(file: IO, kind: int) -> bool:
 
 def _open(key: str) -> IO | None:
     """The file of a lock; None where there can be none."""
-    with contextlib.suppress(OSError, ImportError):
-        import fcntl  # noqa: F401: not on Windows
-
+    if fcntl is None:
+        return None
+    with contextlib.suppress(OSError):
         folder = cache_folder() / "tunecompile" / "turns"
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / key).open("w")

@@ -38,6 +38,8 @@ def _in_turn(rank, folder, graph):
 def one_after_the_other(rank, ranks):
     assert _in_turn(rank, _folder(), torch.sin) is (True if rank else None)
     assert _in_turn(rank, _folder(), torch.cos if rank else torch.sin) is (False if rank else None)  # of another graph
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert _in_turn(rank, _folder(), torch.sin) is (False if rank else None)  # nothing would be there
     longest, cache.LONGEST = cache.LONGEST, 0.1
     try:
         assert _in_turn(rank, _folder(), torch.sin) is (False if rank else None)  # nobody waits for ever
