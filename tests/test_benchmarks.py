@@ -104,6 +104,7 @@ def test_rows_of_given_lengths_under_a_budget_of_their_own(longest):
     assert all(plan["recompute"] for row in rows for plan in row["memory"]["plans"])
 
 
+@pytest.mark.slow
 def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
     module, run = longest
     monkeypatch.setattr(module.Bench, "train", lambda self, length: {"status": "oom", "reason": "", "length": length})

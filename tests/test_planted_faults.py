@@ -53,7 +53,7 @@ FAULTS = [
     Fault("loss", "dropped rows", "rows = (labels != ignore_index)", "rows = (labels > labels.median())"),
     Fault("loss", "dropped mask", "(), dtype=wide, device=hidden.device)\n", "(), dtype=wide, device=hidden.device)\n    labels = labels.clamp(min=0)\n"),
     Fault("loss", "wrong sign of the label's gradient", "label_smoothing - 1)", "label_smoothing + 1)"),
-    Fault("loss", "gradient does not follow the loss's", "[(out * grad).to(", "[(out * grad.sign()).to("),
+    Fault("loss", "gradient does not follow the loss's", "[_times(out, grad, ", "[_times(out, grad.sign(), "),
     Fault("capped loss", "lost slope of the cap", "d = d * (1 - t * t)", "pass"),
     Fault("scaled loss", "lost scale in the gradient", "d = d * scale", "pass"),
     Fault("smoothed loss", "dropped smoothing in the gradient", "d.sub_(label_smoothing / vocabulary)", "pass"),

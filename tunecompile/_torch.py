@@ -35,7 +35,7 @@ __all__ = [
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
     "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
-    "static_shapes",    "trace", "trace_artifact",
+    "static_shapes", "trace", "trace_artifact",
 ]
 
 no_autocast = torch._C._DisableAutocast

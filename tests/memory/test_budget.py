@@ -311,6 +311,7 @@ def test_layers_without_anything_trained_survive_a_new_plan(monkeypatch):
         same(step(model, rows=rows), step(reference, rows=rows))
 
 
+@pytest.mark.slow
 def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     """The inner products of adapters are a few bytes beside the products they were made with."""
     read, trial, inner = {}, partition.Partitioner._try, partition._cut

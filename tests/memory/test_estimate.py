@@ -227,6 +227,7 @@ def test_other_weights_that_are_not_quantised_yet_are_not_guessed():
         tunecompile.estimate(model, SHAPE)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there():
     model = make()
     told, smaller = (tunecompile.estimate(model, SHAPE, gpu=gpu) for gpu in ("h200", "h200,memory=1GiB"))

@@ -179,7 +179,7 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, self.weight) * 0.5
 
 
-@pytest.mark.parametrize("head", [InPlace, ByShape, Rounded, *(pytest.param(head, marks=pytest.mark.slow) for head in (RoundedWeight, Keeps, Scaled))])
+@pytest.mark.parametrize("head", [InPlace, *(pytest.param(head, marks=pytest.mark.slow) for head in (ByShape, Rounded, RoundedWeight, Keeps, Scaled))])
 def test_heads_that_do_more_than_multiply(head):
     model = small()
     model.lm_head.__class__ = head

@@ -157,7 +157,7 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, pytest.param(by_torch_save, marks=pytest.mark.slow)])
 def test_copies_work_and_are_not_optimized(duplicate):
     model = optimized(small())
     checkpoint(model, use_reentrant=False)

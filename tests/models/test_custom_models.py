@@ -289,6 +289,7 @@ def test_bert():
     assert matches(report)["linear_cross_entropy"] == (1, 1), report
 
 
+@pytest.mark.slow
 def test_encoder_decoder_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS, dropout_rate=0.0,

@@ -95,6 +95,7 @@ def test_what_keeps_its_mask_says_why(family, more, said):
     assert f"packed batches stay as they come: {said}" in notes(model), notes(model)
 
 
+@pytest.mark.slow
 def test_sequences_that_see_each_other_go_on_doing_so():
     """With a cache, which is the default of a configuration, transformers does not look at positions."""
     model, reference = pair(lambda: zoo.make("llama"))

@@ -55,7 +55,7 @@ def flattened(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), ("gemma3", {"sliding_window": 4}), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("mistral", {"sliding_window": 4}),
+@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
                                              ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})))])
 def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))

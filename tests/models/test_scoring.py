@@ -131,6 +131,7 @@ def fused(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_padding_is_left_out_of_scores_as_of_training():
     """A policy is its own reference to the bit."""
     model, reference = pair(adapted=False)

@@ -48,7 +48,7 @@ def curve(trainer) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
 
 
-@pytest.mark.parametrize("options", [{"bf16": True, "gradient_checkpointing": False},
+@pytest.mark.parametrize("options", [pytest.param({"bf16": True, "gradient_checkpointing": False}, marks=pytest.mark.slow),
                                      pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow),
                                      pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, marks=pytest.mark.slow)],
                          ids=["bf16", "re-entrant", "not re-entrant"])

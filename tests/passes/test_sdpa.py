@@ -220,7 +220,7 @@ def test_the_order_reaches_the_trace_and_the_report(monkeypatch):
     """Under a backend that believes to be on a GPU: order while it traces, note, and a cache key of its own."""
     seen = []
 
-    def compiler(gm, inputs, lower, partition, wrap, keep, cached):
+    def compiler(gm, inputs, lower, *_, **options):
         seen.append((_torch.torch._C._get_sdp_priority_order()[:2], torch.backends.cuda.mem_efficient_sdp_enabled(), lower.uuid()))
         return gm.forward
 
