@@ -10,6 +10,7 @@ from torch import nn
 import tunecompile
 from tests.models import zoo
 from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
+from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import MARGIN
 
 pytest.importorskip("transformers")
@@ -37,17 +38,18 @@ def resident(estimate: tunecompile.Estimate) -> int:
 
 @pytest.mark.parametrize("quantised, share", [(False, 0.7), (False, 1.2), (True, 0.7), (True, 1.2)])
 @pytest.mark.slow
-def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share):
-    """On a CPU a step's budget bounds what layers, head and loss hold. An estimate counts the rest as well."""
+def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share, monkeypatch):
+    """On a CPU a step's budget bounds what layers, head and loss hold, and here gradients as on a GPU. An estimate counts the rest as well."""
+    monkeypatch.setattr(Budget, "_ungraded", lambda _, module: [p for p in module.parameters() if p.requires_grad and p.grad is None])
     if quantised:
         pytest.importorskip("bitsandbytes")
     whole = tunecompile.estimate(make(quantised), SHAPE)
     allowed = int(share * whole.activations)
-    model = tunecompile.optimize(make(quantised), memory=allowed, executor="eager")
+    model = tunecompile.optimize(make(quantised), memory=allowed + int(whole.gradients / (1 - MARGIN)), executor="eager")
     step(model)
     real = tunecompile.report(model).memory
     estimate = tunecompile.estimate(make(quantised), SHAPE, memory=allowed + int(resident(whole) / (1 - MARGIN)))
-    assert estimate.plans == real["plans"] and estimate.activations == real["predicted_peak"]
+    assert estimate.plans == real["plans"] and estimate.gradients + estimate.activations == real["predicted_peak"]
     assert estimate.peak == resident(estimate) + estimate.activations and estimate.fits
 
 
