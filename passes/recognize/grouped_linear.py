@@ -1,6 +1,7 @@
 """Adapted linears that read the same input (q|k|v, gate|up) become one op: one XA, one matrix product, one dX."""
 
 from operator import add, getitem, mul
+from typing import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -36,15 +37,22 @@ def _result(node: Node) -> Node | None:
     return next((user for user in node.users if user.target is getitem and user.args[1] == 0), None)
 
 
+def _readers(y: Node) -> Iterator[Node]:
+    """What reads y, a view of it or a piece."""
+    for user in y.users:
+        yield user
+        if user.target in VIEWS:
+            yield from _readers(user)
+
+
 def _gated(y: Node) -> Node | None:
     """The gated activation that y, or a piece of it, goes into."""
-    readers = (user if user.target is gated_activation.overload else _gated(user) if user.target in VIEWS else None for user in y.users)
-    return next(filter(None, readers), None)
+    return next((user for user in _readers(y) if user.target is gated_activation.overload), None)
 
 
 def _changed_in_place(y: Node) -> bool:
     """Whether y or a view of it is mutated, which autograd forbids for pieces of one tensor."""
-    return any(is_mutation(user) or (user.target in VIEWS and _changed_in_place(user)) for user in y.users)
+    return any(map(is_mutation, _readers(y)))
 
 
 def _leads_to_gradient(y: Node) -> bool:
