@@ -39,7 +39,7 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
     """A row a cell."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cells.xml")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow", "-rfE",
+        subprocess.run([sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow", "-rfE",
                         *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": "0", **os.environ, "SUPPORT_DEVICE": device})
         return [row(case) for case in ElementTree.parse(path).iter("testcase")]
 

@@ -17,7 +17,7 @@ FALLEN = ("eagerly", "in pieces", "without rewrites", "run as they are", "runs a
 
 
 def built(cell: Cell) -> torch.nn.Module:
-    with torch.device(DEVICE if cell.section == "base" else "cpu"):  # some of PEFT's adapters draw with a generator of the CPU
+    with torch.device(DEVICE if cell.section in ("base", "saving") else "cpu"):  # weights of 8 bits stay where they became so. Some of PEFT's adapters draw with a generator of the CPU
         model = cell.build()
     return model if hasattr(model, "hf_device_map") else model.to(DEVICE)  # accelerate has placed it
 
@@ -55,7 +55,8 @@ def follow_steps(cell: Cell) -> torch.nn.Module:
 
 
 def learnt(model: torch.nn.Module, start: dict) -> dict:
-    return {name: p.detach().double() - start[name] for name, p in model.named_parameters() if name in start}
+    """Lightning leaves the model on the CPU."""
+    return {name: p.detach().double().to(start[name].device) - start[name] for name, p in model.named_parameters() if name in start}
 
 
 def follow_run(cell: Cell, folder) -> torch.nn.Module:
