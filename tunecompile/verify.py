@@ -11,7 +11,7 @@ import contextlib
 import gc
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
@@ -34,6 +34,7 @@ __all__ = ["LIMIT", "Verdict", "Verification", "WRONG", "verify"]
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
 TIE = 1.05  #: losses this near each other are alike: both distances are mostly the rounding of the same weights
+ERRORS = 2  #: standard errors of a mean that luck may make
 WRONG = 2  #: times eager's error: from here on a gradient is wrong and not unlucky, and a rewrite is looked for that makes it so
 ORDER = 16 * torch.finfo(torch.float32).eps  #: relative error that fp32 sums have by the order they are taken in
 MANY = 32  #: one loss is a mean over tokens whose roundings cancel out: by how much at least
@@ -250,13 +251,21 @@ def judge_gradients(rows: list[dict]) -> list[Verdict]:
 
 
 def judge_loss(reference: list[float], eager: list[float], system: list[float], eps: float = torch.finfo(torch.float32).eps) -> Verdict:
-    """Over the steps that the reference took: is the system as near to it as eager is? eps: a relative distance that is none."""
+    """Over the steps that the reference took: is the system as near to it as eager is, or farther by no more than its steps scatter? eps: a relative distance
+    that is none.
+
+    Where updates of bf16 weights are rounded, both curves wander about the reference's, and a few steps' mean distance is partly luck. How much, eager's own
+    distances say, and those by which the system is farther at each batch: a loss that is wrong at one step exceeds the first, one that is wrong at every step
+    the second.
+    """
     steps = min(len(reference), len(eager), len(system))
     floor = max(eps, torch.finfo(torch.float32).eps) * max(map(abs, reference[:steps]))  # losses are fp32 in every precision
-    own = sum(abs(a - b) for a, b in zip(system, reference)) / steps
-    eagers = max(sum(abs(a - b) for a, b in zip(eager, reference)) / steps, floor)
-    return Verdict("loss is as near to the reference as eager's", own <= TIE * eagers,
-                   f"mean distance {own:.2e} against eager's {eagers:.2e} over {steps} steps")
+    own, eagers = ([abs(a - b) for a, b in zip(losses[:steps], reference)] for losses in (system, eager))
+    beyond = [a - b for a, b in zip(own, eagers)]
+    scatter = min(2**0.5 * stdev(eagers), stdev(beyond)) / steps**0.5 if steps > 1 else 0.0  # of the difference of two means
+    yardstick = max(mean(eagers), floor)
+    return Verdict("loss is as near to the reference as eager's", mean(own) <= TIE * yardstick + ERRORS * scatter,
+                   f"mean distance {mean(own):.2e} against eager's {yardstick:.2e} over {steps} steps" + (f", a standard error of {scatter:.1e}" if scatter else ""))
 
 
 def _table(rows: list[dict]) -> list[str]:

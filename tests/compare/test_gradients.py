@@ -66,5 +66,12 @@ def test_loss_is_judged_over_the_steps_of_the_reference():
     assert not judge_loss([3.0, 2.0], [3.01, 2.01], [3.1, 2.1]).passed
 
 
+def test_a_loss_that_wanders_is_told_from_one_that_is_wrong():
+    reference, eager = [3.0, 2.9, 2.8, 2.7], [3.001, 2.899, 2.8005, 2.6985]
+    assert judge_loss(reference, eager, [2.9995, 2.902, 2.7993, 2.699]).passed, "farther in the mean, nearer in half of the steps"
+    assert not judge_loss(reference, eager, [3.0013, 2.9013, 2.8009, 2.7019]).passed, "farther by a little at every step"
+    assert not judge_loss(reference, eager, [3.1, 2.9, 2.8, 2.7]).passed, "wrong at one step"
+
+
 def test_median():
     assert median([3, 1, 2]) == 2 and median([4, 1, 2, 3]) == 2.5
