@@ -152,7 +152,7 @@ def shape_on_disk(comparison: Comparison):
     with tempfile.TemporaryDirectory(prefix="tunecompile-shape-", dir=memory if memory.is_dir() else None) as folder:
         # in a process of its own, so that no memory of the device stays taken
         maker = multiprocessing.get_context("spawn").Process(
-            target=save_shape_model, args=(job.model, folder), kwargs={"seed": job.seed, "device": job.device, "layers": job.layers})
+            target=save_shape_model, args=(job.model, folder), kwargs={"seed": job.seed, "device": job.device, "layers": job.layers, "quantise": job.mode == "qlora"})
         maker.start()
         maker.join()
         yield folder
@@ -201,7 +201,10 @@ def check_apart(comparison: Comparison, present: list[System], scratch: str, log
     one = comparison.job.replace(gpus=1, saved_bytes=False, launches=False, held_out=0, questions=0, adapter=None)
     shallow = one.replace(layers=CHECK_LAYERS, shapes=one.shapes[:1], steps=WARMUP + 1) if one.shapes \
         else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
-    jobs = [shallow.replace(system=s.name, gradients=f"{scratch}/{s.name}.pt") for s in checked]
+    names = [s.name for s in checked]
+    if not any(s.engine == "hf" for s in checked):
+        names.insert(0, "hf")  # eager's own error is the yardstick, whoever else was timed
+    jobs = [shallow.replace(system=name, gradients=f"{scratch}/{name}.pt") for name in names]
     jobs.append(shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False))
     results = run_jobs(jobs, comparison, logs)
     outcome = dict(zip((job.system for job in jobs), results))

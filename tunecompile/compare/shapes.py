@@ -104,8 +104,10 @@ def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: 
     return model
 
 
-def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: int | None = None) -> None:
-    """The same weights as a folder of bfloat16 safetensors, one file a layer, for systems that only load from disk."""
+def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False) -> None:
+    """The same weights as a folder of safetensors, one file a layer, for systems that only load from disk: bfloat16, and the linears of decoder layers in NF4
+    if asked, as bitsandbytes saves them. (In bfloat16 a model of 70B parameters exceeds most machines' memory.)
+    """
     from safetensors.torch import save_file
 
     out = Path(folder)
@@ -113,19 +115,33 @@ def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: 
     config = shape_config(name, layers)
     config.architectures = [type(empty := empty_model(config)).__name__]
     config.dtype = torch.bfloat16
+    if quantise:
+        from transformers import BitsAndBytesConfig
+
+        config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
     config.save_pretrained(out)
-    groups: dict[str, list[tuple[str, torch.Size]]] = {}
-    for path, parameter in empty.named_parameters():  # tied weights appear once
+    groups: dict[str, list[str]] = {}
+    for path, _ in empty.named_parameters():  # tied weights appear once
         parts = path.split(".")
-        groups.setdefault(parts[2] if parts[1] == "layers" else "rest", []).append((path, parameter.shape))
+        groups.setdefault(parts[2] if parts[1] == "layers" else "rest", []).append(path)
     index = {}
     for group, members in groups.items():
         file = f"model-{group}.safetensors"
-        save_file({path: random_weight(path, shape, seed, device).cpu() for path, shape in members}, out / file,
-                  metadata={"format": "pt"})
-        index |= {path: file for path, _ in members}
+        tensors = {key: value.cpu() for path in members for key, value in saved_weight(empty, path, seed, device, quantise).items()}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     save_tiny_tokenizer(out)
+
+
+def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: bool) -> dict[str, torch.Tensor]:
+    """What a file says of one parameter of the model."""
+    owner, _, key = path.rpartition(".")
+    weight = random_weight(path, empty.get_parameter(path).shape, seed, device)
+    if not quantise or key != "weight" or owner.rpartition(".")[2] not in TARGETS:
+        return {path: weight}
+    linear = quantised_linear(empty.get_submodule(owner), weight, torch.bfloat16, torch.uint8)
+    return {f"{owner}.{name}": value for name, value in linear.state_dict().items() if name.startswith(key) and not value.is_meta}
 
 
 def save_tiny_tokenizer(folder: Path) -> None:
