@@ -15,7 +15,7 @@ from tests.models import support, zoo
 from tunecompile.errors import CannotVerify
 from tunecompile.pipeline import Pass
 from tunecompile.twin import mode, twin_of
-from tunecompile.verify import compare_gradients
+from tunecompile.judgement import compare_gradients
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -271,7 +271,7 @@ def test_zeros_that_the_reference_has_too_are_gradients():
 
 def test_bad_luck_switches_nothing_off(monkeypatch):
     """An error that is larger than eager's by less than a factor of two fails, and is no reason to look for a rewrite."""
-    monkeypatch.setattr(verification, "LIMIT", 1e-9)
+    monkeypatch.setattr("tunecompile.judgement.LIMIT", 1e-9)
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
     assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunecompile import context, packing
+from tunecompile import context, packing, padding_kept
 from tunecompile._torch import in_checkpoint, others_trace
 from tunecompile.op import HALF
 from tunecompile.ops import varlen_attention
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
 OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
 LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
-BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
 IGNORED = -100
 TOGETHER = "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = False makes none)"
 PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
@@ -142,7 +141,7 @@ class Flat:
         tokens = {name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
         given = kwargs.get("position_ids")
         positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
-        others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        others = {name: value for name, value in kwargs.items() if name not in padding_kept.BOUNDARIES}
         return {**others, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
 
     def outputs(self, output: Any) -> Any:
@@ -177,7 +176,9 @@ class Padding:
         self.looks = UNPADDED
         self.flattened = self.packed = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
-        self.refused = _refuse(owner, layers, self.parameters)
+        self.refused = padding_kept.structure(owner, layers, self.parameters)
+        if not self.refused:
+            sys.modules["transformers"].AttentionInterface.register(INTERFACE, attention)
         found = [vars(module).get("config") for module in owner.modules()]
         self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
         self.shared = False  #: whether attention ever ran outside of what is compiled, see `context`
@@ -251,7 +252,7 @@ class Padding:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
         labels = self.step.labels
-        reason = self.refused or self._changed() or _refuse_call(given, mask, tokens, labels)
+        reason = self.refused or self._changed() or padding_kept.call(given, mask, tokens, labels)
         if reason:
             self._look(mask, reason)
             return None
@@ -262,7 +263,7 @@ class Padding:
         count, read, runs = torch.stack([real.sum(), read, runs]).tolist()  # the one host read of the step
         if count == real.numel() or not count:
             return None
-        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else _observed(self.owner)
+        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else padding_kept.hooks(self.owner)
         if kept:
             self._note(kept)
             return None
@@ -274,7 +275,7 @@ class Padding:
             return None
         starts, apart = packing.beginnings(positions, tokens.shape[:2]), self._keeps_apart(given, tokens)
         reason = TOGETHER if apart is False else "its masks are not understood" if apart is None else \
-            self.refused or self._changed() or _refuse_arguments(given) or _observed(self.owner)
+            self.refused or self._changed() or padding_kept.arguments(given) or padding_kept.hooks(self.owner)
         if reason:
             self._look(~starts[:, 1:], reason, PACKED)
             return None
@@ -353,85 +354,3 @@ class OwnerSlot:
         if recovery is None:
             return self.padding.call(args, kwargs)
         return recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
-
-
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
-
-
-def _refuse(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) -> str:
-    """Why no batch of this model can be flattened, as far as its structure tells; empty where none is found."""
-    transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
-    interface = getattr(transformers, "AttentionInterface", None)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if interface is None or not hasattr(config, "_attn_implementation_internal") or not getattr(owner, "_supports_attention_backend", False):
-        return "its attention is not called through the attention interface of transformers"
-    if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
-        return "its attention needs a mask"
-    if not open_ended or not {"attention_mask", "position_ids"} <= {p.name for p in parameters}:
-        return "its forward does not hand keyword arguments on"
-    if getattr(owner, "_is_stateful", False) or any(isinstance(m, _MIXERS) for layer in layers for m in layer.modules()):
-        return "its layers mix tokens by more than attention"
-    if not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
-        return "its layers mix tokens by more than attention"
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        return "its attention is not causal"
-    if _embeds_more(owner):
-        return "it embeds more than tokens, positions perhaps"
-    if _follows_length(config.to_dict()):
-        return "its rotary frequencies follow the length of the batch"
-    interface.register(INTERFACE, attention)
-    return ""
-
-
-def _embeds_more(owner: nn.Module) -> bool:
-    """Whether there is a table beside that of tokens. An adapter that trains a copy of it keeps both inside the module of tokens."""
-    tables = [module for module in owner.modules() if isinstance(module, nn.Embedding)]
-    if len(tables) < 2:
-        return False
-    try:
-        inside = set(owner.get_input_embeddings().modules())
-    except (AttributeError, NotImplementedError):
-        return True
-    return not inside.issuperset(tables) or len({table.weight.shape for table in tables}) > 1
-
-
-def _follows_length(settings: Any) -> bool:
-    if not isinstance(settings, dict):
-        return False
-    return any((key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value) for key, value in settings.items())
-
-
-_HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
-
-
-def _observed(owner: nn.Module) -> str:
-    """Hooks inside see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
-    for module in owner.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
-            if not known and not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
-                return f"a hook stands on {type(module).__name__}"
-    return ""
-
-
-_KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
-
-
-def _refuse_call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor | None) -> str:
-    """Why this batch cannot be flattened, as far as its arguments tell."""
-    if tokens is None or tokens.shape[:2] != mask.shape or (given.get("position_ids") is not None and given["position_ids"].dim() != 2):
-        return "mask, tokens and positions are not all [B, T]"
-    if labels is None:
-        return "no labels are given to the model, so a loss may read what stands at padding"
-    return "labels are not [B, T]" if labels.shape != mask.shape else _refuse_arguments(given)
-
-
-def _refuse_arguments(given: dict) -> str:
-    """What the owner's forward is given beside tokens, mask and positions."""
-    for name, value in given.items():
-        if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
-            return f"{name} is asked for"
-        if name in _KNOWN or name in BOUNDARIES or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
-            continue
-        return f"{name} is given"
-    return "a cache is used" if given.get("use_cache") else ""

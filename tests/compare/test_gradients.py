@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunecompile.compare.meters import median
-from tunecompile.verify import ORDER, compare_gradients, judge_gradients, judge_loss, relative_error
+from tunecompile.judgement import ORDER, compare_gradients, judge_gradients, judge_loss, relative_error
 
 
 @pytest.fixture

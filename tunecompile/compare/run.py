@@ -22,7 +22,7 @@ from tunecompile.compare.shapes import SHAPES, save_shape_model
 from tunecompile.compare.spec import REFERENCE, Job, System
 from tunecompile.errors import TunecompileError
 from tunecompile.memory.gauge import HostGauge, budget_bytes
-from tunecompile.verify import Verdict, compare_gradients, judge_gradients, judge_loss
+from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, judge_loss
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's
 COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code

@@ -1,0 +1,89 @@
+"""Why a batch keeps its padding: what a model is made of, what watches it, and what it is called with. Each answer is empty where nothing was found."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
+_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+
+
+def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) -> str:
+    """Why no batch of this model can be flattened, as far as its structure tells; empty where none is found."""
+    transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
+    interface = getattr(transformers, "AttentionInterface", None)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if interface is None or not hasattr(config, "_attn_implementation_internal") or not getattr(owner, "_supports_attention_backend", False):
+        return "its attention is not called through the attention interface of transformers"
+    if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
+        return "its attention needs a mask"
+    if not open_ended or not {"attention_mask", "position_ids"} <= {p.name for p in parameters}:
+        return "its forward does not hand keyword arguments on"
+    if getattr(owner, "_is_stateful", False) or any(isinstance(m, _MIXERS) for layer in layers for m in layer.modules()):
+        return "its layers mix tokens by more than attention"
+    if not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
+        return "its layers mix tokens by more than attention"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    if _embeds_more(owner):
+        return "it embeds more than tokens, positions perhaps"
+    if _follows_length(config.to_dict()):
+        return "its rotary frequencies follow the length of the batch"
+    return ""
+
+
+def _embeds_more(owner: nn.Module) -> bool:
+    """Whether there is a table beside that of tokens. An adapter that trains a copy of it keeps both inside the module of tokens."""
+    tables = [module for module in owner.modules() if isinstance(module, nn.Embedding)]
+    if len(tables) < 2:
+        return False
+    try:
+        inside = set(owner.get_input_embeddings().modules())
+    except (AttributeError, NotImplementedError):
+        return True
+    return not inside.issuperset(tables) or len({table.weight.shape for table in tables}) > 1
+
+
+def _follows_length(settings: Any) -> bool:
+    if not isinstance(settings, dict):
+        return False
+    return any((key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value) for key, value in settings.items())
+
+
+_HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
+
+
+def hooks(owner: nn.Module) -> str:
+    """Hooks inside see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
+    for module in owner.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
+            if not known and not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
+                return f"a hook stands on {type(module).__name__}"
+    return ""
+
+
+_KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
+
+
+def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor | None) -> str:
+    """Why this batch cannot be flattened, as far as its arguments tell."""
+    if tokens is None or tokens.shape[:2] != mask.shape or (given.get("position_ids") is not None and given["position_ids"].dim() != 2):
+        return "mask, tokens and positions are not all [B, T]"
+    if labels is None:
+        return "no labels are given to the model, so a loss may read what stands at padding"
+    return "labels are not [B, T]" if labels.shape != mask.shape else arguments(given)
+
+
+def arguments(given: dict) -> str:
+    """What the owner's forward is given beside tokens, mask and positions."""
+    for name, value in given.items():
+        if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
+            return f"{name} is asked for"
+        if name in _KNOWN or name in BOUNDARIES or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
+            continue
+        return f"{name} is given"
+    return "a cache is used" if given.get("use_cache") else ""
