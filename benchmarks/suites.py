@@ -26,6 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 EXECUTOR = "SUITES_EXECUTOR"  #: set in the environment of the tests' processes where models are to be optimized: by what they run
+EVALUATED = "SUITES_EVALUATED"  #: set as well where models that are only evaluated are to be optimized too
 
 NOWHERE = "http://127.0.0.1:9"  #: refuses at once: some tests go online whatever HF_HUB_OFFLINE says, and would wait for a name to be found
 
@@ -61,7 +62,7 @@ def optimize_in_training(executor: str) -> None:
     train, make, load, inside = nn.Module.train, peft.get_peft_model, peft.PeftModel.from_pretrained, []
 
     def optimized(module: nn.Module) -> nn.Module:
-        if module.training and not any(module is seen for seen in SEEN) and any(p.requires_grad for p in module.parameters()):
+        if (module.training or EVALUATED in os.environ) and not any(module is seen for seen in SEEN) and any(p.requires_grad for p in module.parameters()):
             SEEN.append(tunecompile.optimize(module, executor=executor))
         return module
 
@@ -87,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="pytest's -k")
     parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
     parser.add_argument("--executor", default="eager", help="eager, or inductor")
+    parser.add_argument("--evaluated", action="store_true", help="optimize models that are set to evaluation too: what saves, loads, resizes or reads them then meets an optimized one")
     parser.add_argument("--processes", type=int, default=1, help="at a time (more than one needs pytest-xdist)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each of the two runs")
     parser.add_argument("--out", type=Path, required=True)
@@ -116,7 +118,7 @@ def stand_ins(given: argparse.Namespace) -> None:
 def pytest(given: argparse.Namespace, *options: str, executor: str | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOWHERE, "HF_HUB_CACHE": str(given.cache), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run([sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", "suites", *options], cwd=given.suite, text=True, capture_output=True,
-                          timeout=given.timeout, env=environment | ({EXECUTOR: executor} if executor else {}))
+                          timeout=given.timeout, env=environment | ({EXECUTOR: executor} if executor else {}) | ({EVALUATED: "1"} if given.evaluated else {}))
 
 
 def chosen(given: argparse.Namespace) -> list[str]:
@@ -139,8 +141,12 @@ def outcomes(given: argparse.Namespace, names: list[str], executor: str | None =
         if not told.exists():
             raise SystemExit(f"The tests did not end: {(done.stdout + done.stderr)[-3000:]}")
         cases = list(ElementTree.parse(told).iter("testcase"))
-    return {f"{case.get('classname')}::{case.get('name')}": (*outcome(case), any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property")))
-            for case in cases}
+    found: dict[str, tuple[str, str, bool]] = {}
+    for case in cases:  # a test with subtests is told of more than once
+        name, (status, why), compiled = f"{case.get('classname')}::{case.get('name')}", outcome(case), any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property"))
+        before = found.get(name, ("", "", False))
+        found[name] = (*(before[:2] if before[0] == "failed" else (status, why)), compiled or before[2])
+    return found
 
 
 def outcome(case: ElementTree.Element) -> tuple[str, str]:
@@ -165,7 +171,10 @@ def main() -> int:
     faults = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and plain.get(name, ("failed",))[0] != "failed"}
     counts = {which: {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")} for which, ran in (("plain", plain), ("optimized", optimized))}
     compiled = sum(found[2] for found in optimized.values())
-    given.out.write_text(json.dumps({**header(), "suite": given.suite.name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "faults": faults}, indent=1) + "\n")
+    classes = {kind: {"passed": sum(plain.get(name, ("",))[0] == ran[0] == "passed" for name, ran in of_it.items()), "of": len(of_it), "compiled": sum(ran[2] for ran in of_it.values()),
+                      "faults": sum(name in faults for name in of_it)}
+               for kind in sorted({name.partition("::")[0] for name in optimized}) for of_it in ({name: ran for name, ran in optimized.items() if name.startswith(f"{kind}::")},)}
+    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "classes": classes, "faults": faults}, indent=1) + "\n")
     for which, count in counts.items():
         print(f"{which:12s}" + ", ".join(f"{number} {status}" for status, number in count.items()))
     print(f"{compiled} tests ran compiled models")
