@@ -33,7 +33,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "fsdp_groups", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes", "trace", "trace_artifact",
 ]
@@ -285,6 +285,16 @@ def meeting_store(prefix: str) -> Any:
         return torch.distributed.PrefixStore(prefix, _get_default_store().clone())
     except RuntimeError:
         return None
+
+
+def fsdp_groups(module: torch.nn.Module) -> tuple[Any, ...] | None:
+    """What FSDP2 gathers and frees around this module's calls: groups of parameters. None for a module that `fully_shard` was not called for."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state = states and states._get_module_fsdp_state(module)
+    if state is None:
+        return None
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+    return tuple(group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None)
 
 
 def cache_folder() -> Path:

@@ -21,6 +21,7 @@ from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_r
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
+from tunecompile.fsdp import Unit, unit
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
@@ -229,17 +230,26 @@ class Slot:
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
-        self.placement: Placement | Gathered | None = None  #: where accelerate put the layer, or what DeepSpeed gathers for it
+        self.placement: Placement | Gathered | Unit | None = None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
         if scores:
-            return self._score(args, kwargs) if self.placement is None else self.placement.call(self._score, args, kwargs)
-        args, kwargs = self.differentiable(args, kwargs)
+            return self._gathered(self._scored, args, kwargs)
+        return self._gathered(self._trained, *self.differentiable(args, kwargs))
+
+    def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+        """`run`, between the hooks of FSDP2 if the layer is a unit of its own: whatever has to be repeated there is repeated with gathered weights."""
+        return self.placement.around(run, args, kwargs) if isinstance(self.placement, Unit) else run(args, kwargs)
+
+    def _trained(self, args: tuple, kwargs: dict) -> Any:
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
+
+    def _scored(self, args: tuple, kwargs: dict) -> Any:
+        return self._score(args, kwargs) if self.placement is None else self.placement.call(self._score, args, kwargs)
 
     def _refused(self) -> bool:
         """Whether accelerate's hooks, or shared attention, do what cannot be compiled."""
@@ -253,7 +263,7 @@ class Slot:
 
     def _look_around(self) -> None:
         """At the first step, when adapters are in place and devices are chosen."""
-        self.placement = place(self.layer) or gathered(self.layer)
+        self.placement = place(self.layer) or gathered(self.layer) or unit(self.layer)
         self.states = put_states_back(self.layer)
         if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
             # what is gathered lies elsewhere at every call, and where another layer's weights were; a recorded collective waits for all ranks
@@ -381,4 +391,4 @@ class NormSlot(Slot):
         if torch.compiler.is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE \
                 or self._refused():
             return self.layer._call_impl(*args, **kwargs)
-        return self.compiled(args, kwargs)
+        return self._gathered(self.compiled, args, kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch import HOOKS, linear
+from tunecompile.around import aside, call_around
 
 LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
 OWN = "deepspeed."  #: where its hooks come from
@@ -33,24 +33,11 @@ class Gathered:
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """What the layer's hooks make of a call, with `run` for its forward. What `run` calls is the layer without them."""
-        own = vars(self.layer).get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            aside = [(module, name, hooks) for module in (self.layer, *self.inside) for name in HOOKS if (hooks := vars(module)[name])]
-            _put(self.layer, own)
-            for module, name, hooks in aside:
-                vars(module)[name] = OrderedDict() if module is self.layer else OrderedDict((key, hook) for key, hook in hooks.items() if not _is_deepspeeds(hook))
-            try:
+        def alone(args: tuple, kwargs: dict) -> Any:
+            with aside(self.layer, self.inside, lambda hook: not _is_deepspeeds(hook)):
                 return run(args, kwargs)
-            finally:
-                for module, name, hooks in aside:
-                    vars(module)[name] = hooks
 
-        self.layer.__dict__["forward"] = forward
-        try:
-            return self.layer._call_impl(*args, **kwargs)
-        finally:
-            _put(self.layer, own)
+        return call_around(self.layer, alone, args, kwargs)
 
     def others(self) -> bool:
         """Whether it has hooks that are not DeepSpeed's."""
@@ -70,14 +57,6 @@ def whole(weight: Tensor) -> Tensor:
     """What has the weight's shape when it is gathered, and no values then."""
     shape = getattr(weight, "ds_shape", None)
     return weight if shape is None else torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
-
-
-def _put(layer: nn.Module, own: Callable | None) -> None:
-    """The forward that was set on this layer alone, if one was."""
-    if own is None:
-        layer.__dict__.pop("forward", None)
-    else:
-        layer.__dict__["forward"] = own
 
 
 def gathered(layer: nn.Module) -> Gathered | None:
