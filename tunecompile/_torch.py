@@ -33,7 +33,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "fsdp_groups", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes", "trace", "trace_artifact",
 ]
@@ -285,6 +285,11 @@ def meeting_store(prefix: str) -> Any:
         return torch.distributed.PrefixStore(prefix, _get_default_store().clone())
     except RuntimeError:
         return None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a DTensor, of any other tensor all. (`to_local` makes a view, which cannot be traced, and plans are made while layers are.)"""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def fsdp_groups(module: torch.nn.Module) -> tuple[Any, ...] | None:

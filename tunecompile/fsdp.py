@@ -7,12 +7,13 @@ is sent is sent by these hooks. So they are called around the compiled layer, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from tunecompile._torch import fsdp_groups
 from tunecompile.around import aside, call_around
+from tunecompile.memory.gauge import part_bytes
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,48 @@ def unit(layer: nn.Module) -> Unit | None:
     if fsdp_groups(layer) is None or any(fsdp_groups(module) is not None for module in layer.modules() if module is not layer):
         return None
     return Unit(layer)
+
+
+class Shards:
+    """Bytes of a model's parameters where FSDP2 holds a part of each, and gathers them for a while. Of all others, and of those that are split in
+    other ways (tensor parallelism), what this process holds of them."""
+
+    def __init__(self, model: nn.Module | None = None):
+        held = [(param, group) for module in (model.modules() if model is not None else ()) for group in fsdp_groups(module) or () for param in group.fsdp_params]
+        self.known = {id(tensor): (param, group) for param, group in held for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)) if tensor is not None}
+
+    def at_rest(self, parameter: Tensor) -> Tensor:
+        """As it is from step to step, when nothing is gathered: what optimizers see."""
+        return self.known[id(parameter)][0].sharded_param if id(parameter) in self.known else parameter
+
+    def graded(self, parameter: Tensor) -> bool:
+        """Whether the gradient that stays is there."""
+        param, group = self.known.get(id(parameter), (None, None))
+        if param is None or group.reduce_grads:
+            return self.at_rest(parameter).grad is not None
+        gathered = getattr(param, "_unsharded_param", None)
+        return param.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+    def gradient_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """That stay behind a layer's backward: shards, or all of them where they are accumulated without being sent (`set_requires_gradient_sync`)."""
+        unsent = {id(p) for p in parameters if id(p) in self.known and not self.known[id(p)][1].reduce_grads}
+        return sum(self._whole_bytes(p) if id(p) in unsent else part_bytes(self.at_rest(p)) for p in parameters)
+
+    def to_come(self, ungraded: Sequence[Tensor], beside: Iterable[Tensor]) -> int:
+        """Bytes of gradients that are not there yet. Parameters beside the layers stay gathered through the backward pass, and their gradients are whole as
+        long, whatever is there of earlier ones."""
+        whole = {id(p): p for p in beside if id(p) in self.known}
+        return self.gradient_bytes([p for p in ungraded if id(p) not in whole]) + sum(map(self._whole_bytes, whole.values()))
+
+    def passing(self, layers: Sequence[nn.Module]) -> int:
+        """Bytes of gathered layers, beside what is there where the first one begins. It is whole then, and what it arrived in is there as well: a larger layer
+        counts twice by what it has more. And one layer's whole gradients are on their way while another's are made."""
+        gathered = [self._gathered_bytes(layer.parameters()) for layer in layers]
+        return 2 * (max(gathered) - gathered[0]) + max(self._gathered_bytes(p for p in layer.parameters() if p.requires_grad) for layer in layers)
+
+    def _gathered_bytes(self, parameters: Iterable[Tensor]) -> int:
+        return sum(self._whole_bytes(p) for p in parameters if id(p) in self.known)
+
+    def _whole_bytes(self, parameter: Tensor) -> int:
+        param, _ = self.known[id(parameter)]
+        return param._orig_size.numel() * (getattr(param, "param_dtype", None) or parameter.dtype).itemsize  # known from the first forward on

@@ -1,15 +1,22 @@
 """Memory budgets of several ranks: each plans for itself, and what one finds out all follow."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
-from tests.distributed.common import alike
+from tests.distributed.common import DEVICE, alike
 from tests.distributed.ranks import slow
+from tests.memory.test_budget import LAYERS
 from tests.memory.full import WHERE, Full, build, loss, needed
 from tunecompile.errors import RankLost
+from tunecompile.memory.budget import Budget
+from tunecompile.memory.gauge import HostGauge, part_bytes
 
 
 def _sharded(made):
@@ -110,3 +117,34 @@ def a_board_that_is_gone(rank, ranks):
     board.store = Gone()
     _train(made, 4)
     assert board.store is None and _said(made, f"rank {rank} of 2: no other plan is known")
+
+
+def gradients_of_shards(rank, ranks):
+    """On a device whose bytes all count, each rank counts its own shards' gradients and moments, and whole what is gathered: a layer, those beside the layers
+    with their gradients, and the gradients of one layer that are being sent."""
+    for sent in (True, False):
+        torch._dynamo.reset()
+        made = _sharded(build("1GiB"))
+        made.set_requires_gradient_sync(sent)
+        layer, beside = made.backbone.layers[1], [*made.head.parameters(), *made.backbone.embed.parameters(), *made.backbone.norm.parameters()]
+        part, whole, root, shards = _bytes(layer.parameters()), _whole(layer.parameters()), _whole(beside), _bytes(made.parameters())
+        with patch.object(Budget, "bounds_all", True), patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())):
+            _train(made, 4)
+        budget = made._tunecompile.step.budget
+        assert 2 * part == whole and budget.present == LAYERS * part + (whole - part) + root
+        assert {option.gradients for options in budget.admitted.choice.options for option in options} == {part if sent else whole}
+        assert budget.admitted.resident == budget.present + root + 2 * shards + whole
+        assert not _said(made, "without rewrites")
+
+
+def _bytes(parameters):
+    return sum(map(part_bytes, parameters))
+
+
+def _whole(parameters):
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def parts_of_tensors(rank, ranks):
+    mesh, weight = init_device_mesh(DEVICE, (ranks,)), torch.empty(8, 4, device=DEVICE)
+    assert [part_bytes(distribute_tensor(weight, mesh, [placement])) for placement in (Shard(0), Replicate())] == [128 // ranks, 128] and part_bytes(weight) == 128

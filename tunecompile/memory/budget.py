@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from tunecompile.fsdp import Shards
 from tunecompile.graphs import Replays
 from tunecompile.memory import menu
 from tunecompile.memory.kept import Kept, matrix_bytes
-from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes, moment_bytes, shown
+from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.rates import Rates, rates
@@ -102,6 +103,7 @@ class Budget:
         self.recordings = Recordings(self.replays, self.device)
         self.offloading = False
         self.trace = Trace(self.gauge)
+        self.shards = Shards()
         self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
     def forget_step(self) -> None:
@@ -136,7 +138,7 @@ class Budget:
         return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
 
     def _beside_layers(self, tokens: int) -> Work:
-        return beside_layers([whole(head.module.weight) for head in self.heads], [p for p in self.model.parameters() if p.requires_grad], tokens)
+        return beside_layers([whole(head.module.weight) for head in self.heads], [self.shards.at_rest(p) for p in self.model.parameters() if p.requires_grad], tokens)
 
     def _layers_menus(self) -> list[Menu]:
         """Each layer's; of those that nobody has surveyed yet, another's."""
@@ -321,7 +323,8 @@ class Budget:
 
     def _resident(self, stacks: Sequence[Stack]) -> int:
         """Bytes that are there whatever layers do."""
-        return self.others() + self._to_come() - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
+        passing = self.shards.passing([slot.layer for slot in self.layers]) if self.bounds_all else 0
+        return self.others() + self._to_come() + passing - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
 
     def _room(self, resident: int) -> int:
         return self._own_room(resident) if self.ceiling is None else min(self._own_room(resident), self.ceiling)
@@ -351,6 +354,7 @@ class Budget:
             if not slots or slots[-1][-1].region is not slot.region:
                 slots.append([])
             slots[-1].append(slot)
+        self.shards = Shards(self.model)
         self.speed = self._rates()  # while there is memory to measure with: it may be needed when there is none
         stacks = []
         for layers in slots:
@@ -364,11 +368,19 @@ class Budget:
 
     def _coming(self, layers: Sequence[Any]) -> int:
         """Bytes of gradients that each of these layers' backward brings."""
-        return min(gradient_bytes(self._ungraded(slot.layer)) for slot in layers)
+        return min(self.shards.gradient_bytes(self._ungraded(slot.layer)) for slot in layers)
 
     def _ungraded(self, module: nn.Module) -> list[nn.Parameter]:
-        """Trained parameters on this GPU without a gradient yet. (A budget of a CPU bounds what layers hold.)"""
-        return [p for p in module.parameters() if p.requires_grad and p.grad is None and p.device == self.device] if self.device.type == "cuda" else []
+        """Trained parameters on this GPU without a gradient yet."""
+        return [p for p in self._trained(module) if not self.shards.graded(p)] if self.bounds_all else []
+
+    def _trained(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad and self.shards.at_rest(p).device == self.device]
+
+    @property
+    def bounds_all(self) -> bool:
+        """Whether it bounds all that the device holds. (On a CPU it bounds what layers hold.)"""
+        return self.device.type == "cuda"
 
     def _rates(self) -> Rates:
         return rates(self.device, self._dtype())
@@ -400,9 +412,10 @@ class Budget:
 
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
-        trained = [p for p in self.model.parameters() if p.requires_grad and p.device == self.device]
-        moments = moment_bytes(trained) if self.steps == 1 and self.device.type == "cuda" else 0
-        return gradient_bytes(self._ungraded(self.model)) + moments
+        inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
+        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside] if self.bounds_all else []
+        moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if self.steps == 1 and self.bounds_all else 0
+        return self.shards.to_come(self._ungraded(self.model), beside) + moments
 
     def _note_shortfall(self, missing: int) -> None:
         self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tunecompile.api import ATTRIBUTE, State
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.memory.embedding import tables
-from tunecompile.memory.gauge import MARGIN, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, shown
+from tunecompile.memory.gauge import MARGIN, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, part_bytes, shown
 from tunecompile.memory.gpus import Gpu, Sheet, find_gpu
 from tunecompile.memory.hollow import held, stand_ins
 from tunecompile.memory.rehearsal import Ledger, Rehearsal, rehearse
@@ -149,7 +149,7 @@ def _weight_bytes(model: nn.Module) -> int:
         quantised = getattr(tensor, "quant_state", None)
         for holder in (quantised, getattr(quantised, "state2", None)):
             found |= {id(value): value for value in vars(holder).values() if isinstance(value, Tensor)} if holder is not None else {}
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+    return sum(map(part_bytes, found.values()))
 
 
 def _host_bytes(model: nn.Module, asked: bool | None) -> int:

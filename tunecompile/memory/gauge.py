@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Iterable, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from tunecompile._torch import local_part
 from tunecompile.errors import UnknownBudget
 
 Spec = int | float | str | None
@@ -129,10 +130,16 @@ def budget_bytes(spec: Spec, on: Gauge) -> int | Literal["auto"] | None:
     raise UnknownBudget(given=repr(spec))
 
 
-def gradient_bytes(trained: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in trained)
+def part_bytes(tensor: Tensor) -> int:
+    """That this process holds: of what is split among several (a DTensor), its part."""
+    part = local_part(tensor)
+    return part.numel() * part.element_size()
 
 
-def moment_bytes(trained: Iterable[nn.Parameter]) -> int:
+def gradient_bytes(trained: Iterable[Tensor]) -> int:
+    return sum(map(part_bytes, trained))
+
+
+def moment_bytes(trained: Iterable[Tensor]) -> int:
     """Of AdamW's two, each as the parameter."""
     return 2 * gradient_bytes(trained)

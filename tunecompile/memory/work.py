@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from tunecompile._torch import fake_mode_of, size_hint
+from tunecompile.memory.gauge import gradient_bytes
 from tunecompile.memory.liveness import Memory, node_bytes
 from tunecompile.memory.rates import Rates
 from tunecompile.op import OPS, Cost, aten_name
@@ -74,7 +75,7 @@ def beside_layers(heads: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]
     """Of head and loss (logits and their gradient in one pass over them), and of AdamW. heads: weights."""
     products = sum(2 * tokens * w.numel() * (2 + w.requires_grad) for w in heads)
     logits = sum(tokens * w.shape[0] * w.element_size() for w in heads)
-    return Work(products, traffic=2 * logits + 7 * sum(p.numel() * p.element_size() for p in trained))
+    return Work(products, traffic=2 * logits + 7 * gradient_bytes(trained))
 
 
 def _product(node: Node) -> Work:
