@@ -78,7 +78,7 @@ class NothingFits(TunecompileError, torch.OutOfMemoryError):
 
 
 class StepLost(TunecompileError, torch.OutOfMemoryError):
-    """In a training step under a memory budget that ran out of memory, and that one process cannot repeat (FSDP, ZeRO). The next step has a new plan."""
+    """In a training step under a memory budget that ran out of memory, and that one process cannot repeat (ZeRO, and FSDP between its layers). The next step has a new plan."""
 
     template = ("CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
                 "Leave this step out; the next one follows a plan that needs less: {plan}.")

@@ -11,9 +11,11 @@ from typing import Any, Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from tunecompile._torch import fsdp_groups
+from tunecompile._torch import HOOKS, fsdp_groups
 from tunecompile.around import aside, call_around
 from tunecompile.memory.gauge import part_bytes
+
+_LOCAL = ("tunecompile.", "transformers.utils.output_capturing")  #: where hooks come from that send nothing; of others nobody knows
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Unit:
     """A layer that `fully_shard` was called for, and for nothing inside of it."""
 
     layer: nn.Module
+    alone: bool  #: whether nothing inside sends anything either
     refused: str = ""
 
     def around(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
@@ -33,11 +36,20 @@ class Unit:
             return run(args, kwargs)
 
 
+def gathers_inside(model: nn.Module) -> bool:
+    """Whether some of its modules are gathered while it runs."""
+    return any(fsdp_groups(module) is not None for module in model.modules() if module is not model)
+
+
 def unit(layer: nn.Module) -> Unit | None:
     """None where `fully_shard` was not called for this layer, or for modules inside as well, which gather while it runs."""
-    if fsdp_groups(layer) is None or any(fsdp_groups(module) is not None for module in layer.modules() if module is not layer):
+    groups = fsdp_groups(layer)
+    if groups is None or gathers_inside(layer):
         return None
-    return Unit(layer)
+    held = {id(param.sharded_param): param for group in groups for param in group.fsdp_params}
+    ours = all(not held[id(p)].is_dtensor if id(p) in held else not hasattr(p, "device_mesh") for p in layer.parameters())  # linears that are parts send what they make
+    hooks = [hook for module in layer.modules() if module is not layer for name in HOOKS for hook in getattr(module, name).values()]
+    return Unit(layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks))
 
 
 class Shards:

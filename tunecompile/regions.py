@@ -240,6 +240,13 @@ class Slot:
             return self._gathered(self._scored, args, kwargs)
         return self._gathered(self._trained, *self.differentiable(args, kwargs))
 
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 gathers the layer, and all that is sent is sent around its call."""
+        if self.hooks is None:
+            self._look_around()
+        return isinstance(self.placement, Unit) and self.placement.alone
+
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """`run`, between the hooks of FSDP2 if the layer is a unit of its own: whatever has to be repeated there is repeated with gathered weights."""
         return self.placement.around(run, args, kwargs) if isinstance(self.placement, Unit) else run(args, kwargs)

@@ -1,5 +1,7 @@
 """FSDP2: `fully_shard` of every layer, which is one compiled region, and of what is around them."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -8,7 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tunecompile
 from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
 from tests.distributed.ranks import slow
+from tests.memory.full import WHERE, Full
 from tunecompile.errors import CannotVerify
+from tunecompile.memory import menu
+from tunecompile.memory.planner import KEEP, RECOMPUTE
 
 
 def _layers(of):
@@ -102,6 +107,25 @@ def within_a_budget(rank, ranks):
     made = _sharded(optimized(model(), memory="1GiB"))
     steps(made, model(), rank, ranks)
     assert tunecompile.report(made).memory["plans"]
+
+
+@slow
+def out_of_memory(rank, ranks):
+    """Layers whose weights are gathered from 4 bits, or in another dtype, are repeated by one rank: as far from the truth as without `optimize`."""
+    mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    for make, options, limit in ((packed, {}, 1e-4), (lambda: model(full=True), mixed, 0.05)):
+        torch._dynamo.reset()
+        made = optimized(make(), memory="1KiB")
+        ours, plain = _sharded(made, **options), _sharded(make(), **options)
+        for seed in range(2):
+            faults = [Full(made, 1, WHERE[seed])] if rank == seed else []  # the other layer gives up its graph: there is no smaller plan
+            for each in (ours, plain):
+                each.zero_grad()
+                with patch.object(menu, "courses", lambda graph: iter([[KEEP], [RECOMPUTE]])):  # to survey a whole layer takes its time
+                    each(**part(batch(seed), rank, ranks)).loss.backward()
+            alike(ours, plain, limit)
+            assert all(fault.raised == 1 for fault in faults)
+        assert not made._tunecompile.step.recovery.refused
 
 
 @slow

@@ -13,7 +13,7 @@ import tunecompile
 from tests.distributed.common import DEVICE, alike
 from tests.distributed.ranks import slow
 from tests.memory.test_budget import LAYERS
-from tests.memory.full import WHERE, Full, build, loss, needed
+from tests.memory.full import WHERE, Full, build, graphs, loss, needed
 from tunecompile.errors import RankLost
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import HostGauge, part_bytes
@@ -95,14 +95,49 @@ def a_small_batch_has_room(rank, ranks):
     assert _plans(made) == ([(1, True), (3, False)] if rank == 0 else [(4, False)]) and not (rank and _said(made, "ran out of memory"))
 
 
+def what_one_of_gathered_layers_finds_out(rank, ranks):
+    """A layer that is whole is repeated on one rank, in forward and backward, while the other waits in what it sends next."""
+    made = build(int(1.2 * needed()))
+    ours, one = _sharded(made), _sharded(build(None))
+    _train(ours, 4)
+    faults = [Full(made, *fault) for fault in ((3, "forward"), (2, "behind the backward"), (0, "before the backward", 2))] if rank == 1 else []
+    for _ in range(2):
+        for each in (ours, one):
+            _train(each, 4)
+        alike(ours, one)
+        assert [fault.raised for fault in faults] == [1, 1, 2][:len(faults)] and not graphs(made)
+    assert _plans(made) != [(4, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
+    assert _said(made, f"{'the step' if rank else 'rank 1'} ran out of memory: the plan was 4 layers keep")
+
+
+@slow
+def what_one_of_gathered_layers_finds_out_at_first(rank, ranks):
+    """In the very first step, without a budget that would do, and while gradients accumulate."""
+    made = build(int(1.2 * needed()))
+    ours, one = _sharded(made), _sharded(build(None))
+    faults = [Full(made, 1, where) for where in WHERE] if rank == 0 else []
+    for sent in (False, True):
+        for each in (ours, one):
+            each.set_requires_gradient_sync(sent)
+            torch.manual_seed(5)
+            loss(each).backward()
+    alike(ours, one)
+    assert all(fault.raised == 1 for fault in faults)
+
+
 def a_rank_that_cannot_repeat(rank, ranks):
-    """Its layers are gathered from all ranks, which are in the middle of the step. The error is none that a loop would leave a step out for."""
+    """What is between layers is gathered from all ranks, which are in the middle of the step. The error is none that a loop would leave a step out for, and neither
+    is that of a layer that no plan has room for."""
     made = _sharded(build(int(1.2 * needed())))
     _train(made, 4)
     recovery = made._tunecompile.step.recovery
-    with pytest.raises(RankLost, match=f"Rank {rank} of 2 ran out of memory.*resume it from its last checkpoint with memory='0.*MiB'") as caught:
-        recovery.make_room(2048, 1)
+    lost = f"Rank {rank} of 2 ran out of memory.*resume it from its last checkpoint with memory='0.*MiB'"
+    with pytest.raises(RankLost, match=lost) as caught:
+        recovery.make_room(2048, 1, restarts=True)
     assert not isinstance(caught.value, torch.OutOfMemoryError)
+    Full(made, 1, "forward", times=10)
+    with pytest.raises(RankLost, match=lost):
+        _train(made, 4)
 
 
 def a_board_that_is_gone(rank, ranks):

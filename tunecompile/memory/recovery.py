@@ -8,6 +8,9 @@ again when their backward comes, from the same arguments, random state and autoc
 Why a node for each layer, and not one for the model: its gradients are handed to the caller's graph by one layer at a time and `.grad` is touched
 by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, optimizers in hooks after accumulation, DDP and
 `torch.autograd.grad` see what they saw. One layer is repeated, not the step. And what a layer is called with is known, whoever computes the loss.
+
+A layer that FSDP2 gathers is repeated between its hooks, where it is whole and nothing is sent (tunecompile/fsdp.py): in the forward by itself, since the
+module that owns the layers would gather them all again, which no rank can do alone. The others wait in what they send next.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch import saving_is_taken
+from tunecompile.context import is_shared
 from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, RankLost, StepLost
+from tunecompile.fsdp import gathers_inside
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
@@ -35,6 +40,7 @@ log = logging.getLogger("tunecompile")
 T = TypeVar("T")
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _SHARDED = ("device_mesh", "ds_id", "_fsdp_flattened")  #: what FSDP's, DeepSpeed's and tensor-parallel parameters have
+_SHARES = "share their parameters with other processes, which would have to repeat it, too"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -226,6 +232,7 @@ class Recovery:
         self.cause = "the step"  #: what ran out of it
         self.agreement = Agreement(Board(None, 0, 1))  #: with other ranks
         self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
+        self.gathers: bool | None = None  #: whether parts of the forward are gathered one by one, so that it cannot begin again; None as long as that is not known
         self.notes: list[str] = []
 
     @property
@@ -252,6 +259,8 @@ class Recovery:
         self.failures, self.open = failures, 0
         self._give_way()
         self.bound = self.bound or self._bound()
+        if self.gathers is None:
+            self.gathers = gathers_inside(self.budget.model) or any(slot.gathers for slot in self.slots)
 
     def _give_way(self) -> None:
         """Other ranks may have run out of memory since the last step."""
@@ -263,7 +272,15 @@ class Recovery:
 
     def layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
         """A layer's call, as one node of the caller's graph where it can be repeated."""
-        if self.budget is None or id(slot) in self.refused or not self.budget.tight or saving_is_taken() is not None:
+        if self.budget is None or not self.budget.tight or saving_is_taken() is not None:
+            self.open += 1
+            return slot.compiled(args, kwargs)
+        if slot.gathers:  # out here nothing but the layer itself can be called again
+            return self.attempt(lambda: self._layer(slot, args, kwargs))
+        return self._layer(slot, args, kwargs)
+
+    def _layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
+        if id(slot) in self.refused:
             self.open += 1
             return slot.compiled(args, kwargs)
         start = Surroundings.now(self.device)
@@ -322,19 +339,23 @@ class Recovery:
         self.failures = budget.gauge.failures()
         smaller = budget.retreat(missing if tries == 1 else None, restarts)
         self.agreement.out_of_memory(budget)
-        if self.bound is not None:
+        if self.bound is not None or (restarts and self.gathers):
+            # The forward would gather each layer once more, up to where it failed. The others gathered them once, and would take that for what they send next.
             raise self.lost(missing)
         self.before = self.before or before
         return smaller or bool(dropped)
 
     def lost(self, missing: int) -> StepLost | RankLost:
         """A step that this process cannot repeat by itself."""
-        told = {"missing": _short(missing), "reason": self.bound, "plan": self.in_words()}
+        told = {"missing": _short(missing), "reason": self.bound or _SHARES, "plan": self.in_words()}
         if self.agreement.board.ranks == 1:
             return StepLost(**told)
         return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.budget.within()), **told)
 
-    def given_up(self, missing: int) -> NothingFits:
+    def given_up(self, missing: int) -> NothingFits | RankLost:
+        """There is no smaller plan. Of a step whose layers are gathered the others are in the middle."""
+        if self.gathers and self.agreement.board.ranks > 1:
+            return self.lost(missing)
         self.before, self.cause = None, "the step"
         return NothingFits(missing=_short(missing), plan=self.in_words(), help=helps(self.budget, missing))
 
@@ -357,10 +378,10 @@ class Recovery:
         return " / ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in self.budget.plans_by_layer()) or "yet to be made"
 
     def _bound(self) -> str | None:
-        parameters = [next(slot.layer.parameters(), None) for slot in self.slots]
-        if any(parameter is None or sharded(parameter) for parameter in parameters):
-            return "share their parameters with other processes, which would have to repeat it, too"
-        return None
+        if is_shared():
+            return "exchange keys and values with other processes, which would have to repeat it, too"
+        parameters = [next(slot.layer.parameters(), None) for slot in self.slots if not slot.gathers]
+        return _SHARES if any(parameter is None or sharded(parameter) for parameter in parameters) else None
 
     def said(self) -> list[str]:
         """For the report."""
