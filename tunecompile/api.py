@@ -41,6 +41,7 @@ from tunecompile.traceable import substitute
 log = logging.getLogger("tunecompile")
 ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
 VERIFIED = "verified"  #: what ranks tell each other of the first step: whether it is right, and in words
+MOVES_ON = (["cuda"],)  #: types of devices on which dense weights move: all of them are on one
 Precision = Literal["fp8"]
 
 
@@ -216,6 +217,7 @@ class State(NotCopied):
                 kinds[kind] = Region(name, self.passes, self.executor, self.replays, self.precision, self.kept)
                 self.regions.append(kinds[kind])
             slot = Slot(self.step, layer, kinds[kind])
+            slot.place = len(self.slots)
             layer._compiled_call_impl = slot
             self.slots.append(slot)
             self.parametrising += parametrised.keep_from_dynamo(layer)
@@ -288,12 +290,22 @@ class State(NotCopied):
         if self.tables is not None and self.tables.pending:
             self.tables.take(self.model)
 
+    def _devices(self) -> set[torch.device]:
+        return {parameter.device for slot in self.slots for parameter in slot.layer.parameters()}
+
+    def follow_weights(self) -> None:
+        """Whether dense ones may move is decided at the first training step."""
+        if self.kept.moves is None:
+            types = [device.type for device in self._devices()]
+            self.kept.moves = self.precision is None and types in MOVES_ON and all(slot.stays for slot in self.slots)
+        self.kept.expect()
+
     def follow_budget(self) -> None:
         """Made at the first training step, when the model is where it will be trained."""
         if self.memory is None:
             return
         if self.step.budget is None:
-            devices = {parameter.device for slot in self.slots for parameter in slot.layer.parameters()}
+            devices = self._devices()
             if len(devices) != 1 or (self.memory == "auto" and next(iter(devices)).type != "cuda"):
                 self.notes += [f"no memory plan: layers are on {len(devices)} devices"] if len(devices) != 1 and self.memory != "auto" else []
                 self.memory = None
@@ -350,7 +362,7 @@ class State(NotCopied):
         self.attach()
 
     def detach(self) -> None:
-        self.kept.release()
+        self.kept.move_out()
         if self.tables is not None:
             self.tables.give_back()
         self.pulse.stop()
@@ -451,6 +463,7 @@ class WholeSlot(Slot):
         if self.step.active:
             substitute()
             self.state.follow_tables()
+            self.state.follow_weights()
             self.state.follow_budget()
             self.state.pulse.beat(batch_tokens(args, kwargs))
         return super().__call__(*args, **kwargs)

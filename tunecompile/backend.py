@@ -21,6 +21,7 @@ from tunecompile.errors import summary
 from tunecompile.graphs import Replays
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, Plan
+from tunecompile.memory.products import give_matrices
 from tunecompile.partition import Decide, Lowering, Partitioner, copied
 from tunecompile.pipeline import Context, Pass, live, run_stage
 
@@ -59,7 +60,8 @@ class Backend:
                 return gm.forward
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
-        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region), frame=_torch.current_frame())
+        moves = self.kept is not None and bool(self.kept.moves)
+        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region), frame=_torch.current_frame(), moves=moves)
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:
@@ -112,7 +114,7 @@ class Backend:
             context.notes.append(str(upstream.MIX_ORDER_REDUCTION))
         with self._attention(gm, inputs, context):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
-                            cached=self.plan is not None and not self.plan.weights and context.cached, turn=partial(in_turn, lower.uuid))
+                            cached=self.plan is not None and not self.plan.weights and not context.moves and context.cached, turn=partial(in_turn, lower.uuid))
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
         """Under which attention's kernel is chosen, while the graph is traced."""
@@ -131,7 +133,7 @@ class Backend:
         kept = weakref.ref(self.kept)
 
         def keep(gm: GraphModule, inputs: list, kind: str) -> Callable | None:
-            if not (positions := kept().rewrite(gm, inputs, context.kept) if context.kept else []):
+            if not (positions := give_matrices(gm, context.kept, inputs)):
                 return None
             return lambda run: kept().forward(run, positions) if kind == "forward" else kept().backward(run, positions)
 

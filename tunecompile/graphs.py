@@ -136,11 +136,11 @@ class Place:
 
     def __init__(self, inputs: Sequence[Any]):
         self.seen, self.tries, self.recording, self.kept = 1, 0, None, []
-        self.inputs = [weakref.ref(value) if isinstance(value, Tensor) else None for value in inputs]
+        self.inputs = [weakref.ref(_identity(value)) if isinstance(value, Tensor) else None for value in inputs]
 
     def observe(self, inputs: Sequence[Any]) -> None:
         self.seen += 1
-        self.inputs = [ref if ref is not None and ref() is value else None for ref, value in zip(self.inputs, inputs)]
+        self.inputs = [ref if ref is not None and ref() is _identity(value) else None for ref, value in zip(self.inputs, inputs)]
 
     def fixed(self) -> set[int]:
         return {i for i, ref in enumerate(self.inputs) if ref is not None}
@@ -273,6 +273,11 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(some_targets, some_sources)
 
 
+def _identity(value: Tensor) -> Any:
+    """What is the same at every call: of a matrix of weights what describes it (tunecompile/memory/kept.py), since the weights hold its memory."""
+    return getattr(value, "_matrix", value)
+
+
 def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
@@ -346,7 +351,7 @@ class Forward:
         if place.recording is None:
             self.enabled = False
             return None
-        place.kept = [inputs[i] for i in place.fixed()]  # the recording points at them
+        place.kept = [_identity(inputs[i]) for i in place.fixed()]  # the recording points at them
         owners |= {address: place.recording for address in place.recording.saved_at()}
         return place.recording
 

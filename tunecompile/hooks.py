@@ -74,6 +74,7 @@ class EntryHook(NotCopied):
             return None
         self.state.follow_head()
         self.state.follow_tables()
+        self.state.follow_weights()
         self.state.follow_budget()
         if self.counts:
             self.state.pulse.beat(batch_tokens(args, kwargs or {}))

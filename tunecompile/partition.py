@@ -17,9 +17,9 @@ from torch.fx import Graph, GraphModule
 
 from tunecompile._torch import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
 from tunecompile.memory.attention import compute_again
-from tunecompile.memory.kept import replaceable
 from tunecompile.memory.menu import Cut
 from tunecompile.memory.planner import Plan
+from tunecompile.memory.products import give_matrices, movable, replaceable
 from tunecompile.pipeline import Context, Pass, live, run_stage
 
 
@@ -70,17 +70,23 @@ class Partitioner(_Hook, CustomPartitionerFn):
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
+        self.context.kept += self._movable(gm.graph)
         forward, backward = _cut(gm, joint_inputs, kwargs, self.context.plan)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
 
+    def _movable(self, graph: Graph) -> tuple[str, ...]:
+        """As the plan has it: what computes in pieces reads weights by themselves."""
+        return tuple(movable(graph)) if self.context.moves else ()
+
     def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
         trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
-        graphs = _cut(trial, joint_inputs, kwargs, plan)
+        moved, graphs = self._movable(trial.graph), _cut(trial, joint_inputs, kwargs, plan)
         for graph in graphs:
+            give_matrices(graph, moved)
             run_stage(self.passes, "lower", graph.graph, context)
         return graphs
 

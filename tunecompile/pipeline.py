@@ -58,7 +58,8 @@ class Context:
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
     reduced: int = 0  #: ops that run in that precision
     saved: list[Any] = field(default_factory=list)  #: (name, bytes) of each tensor that the forward graph keeps for the backward
-    kept: tuple[str, ...] = ()  #: inputs in whose place the plan gives matrices (tunecompile/memory/kept.py)
+    moves: bool = False  #: whether dense weights may move into matrices with their adapters (tunecompile/memory/kept.py)
+    kept: tuple[str, ...] = ()  #: inputs in whose place there are such matrices, for 4-bit weights if the plan says so
     traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
     changes: list[Change] = field(default_factory=list)  #: what each pass did

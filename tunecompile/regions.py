@@ -226,6 +226,7 @@ class Slot:
 
     def __init__(self, step: "Any", layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
+        self.place = 0  #: among all layers
         self.checkpoint = False  #: whether the user asks for it
         self.padding: Padding | None = None
         self.variant: Variant | None = None
@@ -278,6 +279,13 @@ class Slot:
             self.region.replays = None
         self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
 
+    @property
+    def stays(self) -> bool:
+        """Whether the layer's weights are where they are, and this process's alone."""
+        if self.hooks is None:
+            self._look_around()
+        return not isinstance(self.placement, (Gathered, Unit)) and not any(map(sharded, self.layer.parameters()))
+
     def let_go(self) -> None:
         """Undo that."""
         if isinstance(self.placement, Gathered):
@@ -306,6 +314,8 @@ class Slot:
     def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
         kind, sizes = self._kind(args, kwargs, mark)
         budget = self.budget
+        if self.region.kept is not None:
+            self.region.kept.enter(self.place)
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
             return self._call(args, kwargs)

@@ -15,10 +15,11 @@ from torch.fx import Graph
 from tunecompile.fsdp import Shards
 from tunecompile.graphs import Replays
 from tunecompile.memory import menu
-from tunecompile.memory.kept import Kept, matrix_bytes
+from tunecompile.memory.kept import Kept
 from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, moment_bytes, shown
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
+from tunecompile.memory.products import growth, matrix_bytes
 from tunecompile.memory.rates import Rates, rates
 from tunecompile.memory.recordings import RECORDED, Recordings
 from tunecompile.memory.trace import Trace
@@ -81,13 +82,13 @@ class Budget:
     admitted: Admission | None = None
     running: Any = None
     present: int = 0  #: bytes allocated before the step's first layer
+    moving: dict[int, int] = field(default_factory=dict)  #: by region, bytes that its dense weights take more from this step on
     tokens: int = 0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
     asked: bool = False
-    last: int = -1  #: place of the layer that was called last
     exceeded: bool = False
     steps: int = 0
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
@@ -148,11 +149,8 @@ class Budget:
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
         place = self.places[id(slot)]
-        if self.kept is not None and (not self.asked or place <= self.last):  # or layers are called by themselves
-            self.kept.begin()
-        self.last = place
         if not self.asked:  # once a step, at its first layer
-            self.asked, self.tokens, self.present = True, tokens, self.gauge.allocated()
+            self.asked, self.tokens, self.present, self.moving = True, tokens, self.gauge.allocated(), {}
             self.began = self.began or self.steps
             self._review(tokens)
             self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
@@ -188,6 +186,7 @@ class Budget:
         before = self.menus.get(region)
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
+            self.moving[region] = growth(graph) if self.kept is not None and self.kept.moves else 0
             rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
             for candidates in menu.courses(graph):
                 rows += menu.survey(cut, candidates)
@@ -319,7 +318,8 @@ class Budget:
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
-        return max(0, self.present - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
+        moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
+        return max(0, self.present + moving - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
 
     def _resident(self, stacks: Sequence[Stack]) -> int:
         """Bytes that are there whatever layers do."""

@@ -1,121 +1,37 @@
-"""Frozen 4-bit weights that stay dequantised, where a budget leaves room for that.
+"""Frozen weights in one matrix with their adapters: 4-bit ones stay dequantised where a budget leaves room for that, dense ones move in (moved.py).
 
 Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]: its upper part is what the forward pass multiplies by, its
 left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written before a step's
-first layer, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds.
+first layer, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds. That of dense weights is [W; A].
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
-from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
 
-from tunecompile._torch import fake_mode_of, size_hint
-from tunecompile.ops.frozen import Frozen, frozen, on_matrices
-from tunecompile.ops.lora import padded
+from tunecompile.memory.moved import matrix_of, move_in, move_out, stand
+from tunecompile.memory.products import Position
+from tunecompile.op import has_triton
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.op import has_triton, returns_view
 
 Run = Callable[[list], Sequence[Any]]
-
-
-def replaceable(graph: Graph) -> dict[str, Frozen]:
-    """The products whose weights nobody else reads, by the name of the input that stands for them. (Packed weights are read as they are
-    given from now on, not through views, which would be saved in their place.)"""
-    _read_directly(graph)
-    found: dict[str, Frozen] = {}
-    refused: set[str] = set()
-    for node in graph.nodes:
-        for product in frozen(node) or ():
-            inputs = [member for group in (*product.weights, product.a, product.b) for member in group if isinstance(member, Node)]
-            name = product.place.name
-            if not product.quantized or any(member.op != "placeholder" for member in inputs) or found.setdefault(name, product) != product:
-                refused.add(name)
-    for name, product in found.items():
-        if any(not _reads_first(reader, product.place) and reader.op != "output" for reader in _readers(product.place)):
-            refused.add(name)
-    return {name: product for name, product in found.items() if name not in refused}
-
-
-def _reads_first(reader: Node, place: Node) -> bool:
-    """Whether it is for a product that this input stands for."""
-    return any(product.place is place for product in frozen(reader) or ())
-
-
-def _read_directly(graph: Graph) -> None:
-    for node in list(graph.nodes):
-        for product in frozen(node) or ():
-            for weight in product.weights:
-                if len(weight) > 1 and weight[0].users and (given := _same_bytes(weight[0])) is not weight[0]:
-                    for reader in [user for user in weight[0].users if user.target is dequantize_4bit.overload or frozen(user)]:
-                        reader.replace_input_with(weight[0], given)
-                    _erase(graph, weight[0])
-
-
-def _erase(graph: Graph, view: Node) -> None:
-    while view.op == "call_function" and not view.users:
-        (source,) = view.all_input_nodes
-        graph.erase_node(view)
-        view = source
-
-
-def _same_bytes(view: Node) -> Node:
-    """The input of which this is another shape."""
-    node, count = view, view.meta["val"].numel()
-    while node.op == "call_function" and returns_view(node.target) and len(node.all_input_nodes) == 1 and node.meta["val"].is_contiguous():
-        node = node.all_input_nodes[0]
-    value = node.meta["val"]
-    return node if node.op == "placeholder" and value.numel() == count and value.dtype == view.meta["val"].dtype and value.is_contiguous() else view
-
-
-def _readers(place: Node) -> list[Node]:
-    """Its users, and those of what it is dequantised to."""
-    return [reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])]
-
-
-def matrix_shape(product: Frozen) -> tuple[int, int]:
-    rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
-    return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(product.columns + rank)
-
-
-def _dtype(product: Frozen) -> torch.dtype:
-    return product.weights[0][-1]
-
-
-def matrix_bytes(graph: Graph) -> int:
-    """Of all matrices of a layer."""
-    return sum(rows * columns * _dtype(product).itemsize for product in replaceable(graph).values() for rows, columns in [matrix_shape(product)])
-
-
-@dataclass(frozen=True)
-class Position:
-    """A product's parts as positions among a compiled graph's inputs, constants as they are."""
-
-    place: int
-    weights: tuple[tuple, ...]
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    scales: tuple[float, ...]
-    shape: tuple[int, int]
-    columns: int
-    dtype: torch.dtype
 
 
 class Matrix:
     """Whose values are in one product's matrix. It lives as long as the tensor does, also where only a pending backward holds that."""
 
-    def __init__(self, values: Tensor, weights: Sequence[Tensor], columns: int):
-        self.tensor, self.columns = weakref.ref(values), columns
+    def __init__(self, weights: Sequence[Tensor], columns: int):
+        self.columns = columns
         self.weights, self.versions = [weakref.ref(weight) for weight in weights], [weight._version for weight in weights]
         self.a: list[Tensor] = []
         self.b: list[Tensor] = []
         self.scales: tuple[float, ...] = ()
-        values._matrix = self
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
         return all(ref() is weight and version == weight._version for ref, weight, version in zip(self.weights, weights, self.versions))
@@ -124,21 +40,22 @@ class Matrix:
         mine, given = (*self.a, *self.b), (*a, *b)
         return self.scales == scales and len(mine) == len(given) and all(x.data_ptr() == y.data_ptr() for x, y in zip(mine, given))
 
-    def adapt(self, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
+    def adapt(self, values: Tensor, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
         self.a, self.b, self.scales = a, b, scales
-        values = self.tensor().data  # behind autograd's back: what a pending backward reads is what is written again
+        values = values.data  # behind autograd's back: what a pending backward reads is what is written again
         values[:, self.columns:] = 0
         values[sum(m.shape[0] for m in b):] = 0
-        writer(self.pieces())()
+        writer(self.pieces(values))()
 
-    def pieces(self) -> list[tuple[Tensor, Tensor, float]]:
+    def pieces(self, values: Tensor) -> list[tuple[Tensor, Tensor, float]]:
         """(adapter, where it stands, factor)."""
         found, row, column = [], 0, self.columns
-        height, target = sum(m.shape[0] for m in self.b), self.tensor().data
+        height, target = sum(m.shape[0] for m in self.b), values.data
         for a, b, scale in zip(self.a, self.b, self.scales):
             rank = a.shape[0]
             below = height + column - self.columns
-            found.append((b.detach(), target[row:row + b.shape[0], column:column + rank], scale))
+            if target.shape[1] > self.columns:
+                found.append((b.detach(), target[row:row + b.shape[0], column:column + rank], scale))
             found.append((a.detach(), target[below:below + rank, :self.columns], 1.0))
             row, column = row + b.shape[0], column + rank
         return found
@@ -148,12 +65,16 @@ class Kept:
     """All matrices of one model."""
 
     def __init__(self) -> None:
+        self.moves: bool | None = None  #: whether dense weights may move; None as long as that is not known
+        self.last = 0  #: place of the layer that ran last; more than any other's before a step
         self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
+        self.moved: dict[tuple, Matrix] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
         self.write_all: Callable[[], None] | None = None
         self.addresses: list[int] = []  #: of what it writes
 
     @property
     def bytes(self) -> int:
+        """That are there beside the weights."""
         return sum(values.nbytes for values in self.matrices.values())
 
     def release(self) -> None:
@@ -161,45 +82,46 @@ class Kept:
         self.matrices.clear()
         self.write_all = None
 
+    def move_out(self) -> None:
+        """Dense weights are as they were."""
+        for key, matrix in self.moved.items():
+            for weight in [ref() for ref in matrix.weights] if _stands(key, matrix) else []:
+                move_out(weight)
+        self.moved.clear()
+        self.release()
+
+    def expect(self) -> None:
+        """A step begins."""
+        self.last = sys.maxsize
+
+    def enter(self, place: int) -> None:
+        """Before a layer's call: whether it is a step's first (layers may be called by themselves) tells its place among them."""
+        if place <= self.last and torch._C._current_graph_task_id() == -1:  # checkpoints call layers in the backward pass
+            self.begin()
+        self.last = place
+
     def begin(self) -> None:
         """Before a step's first layer: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
-        if not self.matrices:
+        if not self.matrices and not self.moved:
             return
         with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
             self._prune()
-            matrices = [values._matrix for values in self.matrices.values()]
+            matrices = [*(values._matrix for values in self.matrices.values()), *self.moved.values()]
             addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
             if self.write_all is None or addresses != self.addresses:
-                self.write_all, self.addresses = writer([piece for matrix in matrices for piece in matrix.pieces()]), addresses
+                found = [*((values, values._matrix) for values in self.matrices.values()), *((matrix_of(key[1], matrix.weights[0]()), matrix) for key, matrix in self.moved.items())]
+                self.write_all, self.addresses = writer([piece for values, matrix in found for piece in matrix.pieces(values)]), addresses
             self.write_all()
 
     def _prune(self) -> None:
         """Weights may have been replaced, or moved; memory of adapters may have been taken away."""
-        for key, values in list(self.matrices.items()):
-            matrix, weights = values._matrix, [ref() for ref in values._matrix.weights]
-            gone = any(weight is None or weight.data_ptr() != address for weight, address in zip(weights, key[0]))
-            if gone or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
-                del self.matrices[key]
-                self.write_all = None
-
-    def rewrite(self, gm: GraphModule, inputs: list, names: Sequence[str]) -> list[Position]:
-        """Let the calls on these products read matrices, `inputs` being the fake values the graph is compiled for."""
-        places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        done: dict[str, Position] = {}
-        for node in list(gm.graph.nodes):
-            products = frozen(node) or []
-            if not products or any(product.place.name not in names for product in products):
-                continue
-            for product in products:
-                if product.place.name not in done:
-                    done[product.place.name] = _position(product, places)
-            node.target, node.args = on_matrices(node, [product.place for product in products])
-        for position, node in [(done[node.name], node) for node in places if node.name in done]:
-            with fake_mode_of(node.meta["val"]):
-                node.meta["val"] = inputs[position.place] = torch.empty(position.shape, dtype=position.dtype, device=inputs[position.place].device)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return list(done.values())
+        for found in (self.matrices, self.moved):
+            for key, held in list(found.items()):
+                matrix = held if found is self.moved else held._matrix
+                stays = _stands(key, matrix) if found is self.moved else _at(key, matrix)
+                if not stays or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
+                    del found[key]
+                    self.write_all = None
 
     def forward(self, run: Run, positions: Sequence[Position]) -> Run:
         kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
@@ -227,12 +149,16 @@ class Kept:
 
     def _values(self, position: Position, inputs: list) -> Tensor:
         weights = [inputs[weight[0]] for weight in position.weights]
-        key = tuple(weight.data_ptr() for weight in weights), position.shape, position.columns, position.dtype
+        values = self._standing(position, weights) if position.dense else self._dequantized(position, inputs, weights)
+        if _adapt(values, position, inputs):
+            self.write_all = None
+        return values
+
+    def _dequantized(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
+        key = _key(position, weights)
         values = self.matrices.get(key)
         if values is None or not values._matrix.holds(weights):
             values = self.matrices[key] = self._made(position, inputs, weights)
-        if _adapt(values, position, inputs):
-            self.write_all = None
         return values
 
     def _made(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
@@ -240,8 +166,33 @@ class Kept:
         row = 0
         for weight in position.weights:
             row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight])
-        Matrix(values, weights, position.columns)
+        values._matrix = Matrix(weights, position.columns)
         return values
+
+    def _standing(self, position: Position, weights: list[Tensor]) -> Tensor:
+        matrix = self.moved.get(_key(position, weights))
+        if not stand(weights, position.shape):
+            move_in(weights, position.shape)
+            matrix = None
+        if matrix is None:
+            matrix = self.moved[_key(position, weights)] = Matrix(weights, position.columns)
+        values = matrix_of(position.shape, weights[0])
+        values._matrix = matrix
+        return values
+
+
+def _at(key: tuple, matrix: Matrix) -> bool:
+    """Whether the weights are where they were."""
+    return all((weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0]))
+
+
+def _stands(key: tuple, matrix: Matrix) -> bool:
+    """Whether dense weights are, in the matrix that they were in."""
+    return _at(key, matrix) and matrix.weights[0]().untyped_storage().nbytes() == math.prod(key[1]) * key[3].itemsize
+
+
+def _key(position: Position, weights: Sequence[Tensor]) -> tuple:
+    return tuple(weight.data_ptr() for weight in weights), position.shape, position.columns, position.dtype
 
 
 def _adapt(values: Tensor, position: Position, inputs: list) -> bool:
@@ -250,17 +201,8 @@ def _adapt(values: Tensor, position: Position, inputs: list) -> bool:
     matrix = getattr(values, "_matrix", None)
     if matrix is None or matrix.adapted(a, b, position.scales):
         return False
-    matrix.adapt(a, b, position.scales)
+    matrix.adapt(values, a, b, position.scales)
     return True
-
-
-def _position(product: Frozen, places: dict[Node, int]) -> Position:
-    def place(member: Any) -> Any:
-        return places[member] if isinstance(member, Node) else (member,)  # constants apart from positions
-
-    a, b = (tuple(places[m] for m in group) for group in (product.a, product.b))
-    weights = tuple(tuple(place(member) for member in weight) for weight in product.weights)
-    return Position(places[product.place], weights, a, b, product.scales, matrix_shape(product), product.columns, _dtype(product))
 
 
 def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:

@@ -26,9 +26,10 @@ from tunecompile.memory.budget import Budget, Menu
 from tunecompile.memory.gauge import Gauge
 from tunecompile.memory.gpus import HOST, Gpu
 from tunecompile.memory.hollow import held, stand_ins
-from tunecompile.memory.kept import Kept, matrix_bytes
+from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Plan, Stack, choose
+from tunecompile.memory.products import matrix_bytes
 from tunecompile.memory.rates import Rates
 from tunecompile.memory.recordings import RECORDED
 from tunecompile.memory.work import beside_layers, is_attention

@@ -5,6 +5,7 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile._torch import size_hint
 from tunecompile.imagined import on_gpu
 from tunecompile.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ops import fp8
@@ -36,7 +37,7 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
         x: [..., K], any floating dtype; T tokens in all.
         inputs: the adapters' own inputs x_i, each as x in shape, after their dropout; empty where they read x.
         weights: the frozen W_i, [N_i, K] in x's dtype. Or one matrix with room beside them, [[W, scale B], [A, 0]]: the W_i below each
-            other, every adapter in columns and rows of its own, padded both ways to multiples of 64.
+            other, every adapter in columns and rows of its own, padded both ways to multiples of 64. Or [W; A] of it.
         biases: [N_i] each, or empty.
         a: A_i, [r_i, K], any floating dtype.
         b: B_i, [N_i, r_i], any floating dtype.
@@ -63,23 +64,41 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
                       refuses=lambda x, *_: refuse_gpu(x, triton=False))
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
+    if (weight := unextended(x, weights, b)) is not None:
+        xa = down(x, inputs, a, dtype)
+        return finish(torch.addmm((xa @ on_diagonal(b, scales, dtype).t()).to(x.dtype), _tokens(x), weight.t()), x, biases), xa
     wide, xa = with_xa(x, inputs, a, dtype)
-    extended = weights[0][:_height(b)] if has_room(weights, x.shape[-1]) else extended_weight(weights, b, scales, dtype)
-    return finish(wide @ extended.t(), x, biases), xa
+    return finish(wide @ extended(weights, b, scales, dtype, x.shape[-1]).t(), x, biases), xa
+
+
+def unextended(x: Tensor, weights: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor | None:
+    """W of all siblings, where adding what its adapters give moves less than having scale B beside it does: a copy of W for a short batch."""
+    width = x.shape[-1]
+    if not weights or weights[0].shape[1] > width or (len(weights) > 1 and not stands(weights, b)):
+        return None
+    return weights[0][:_height(b)] if 2 * size_hint(x.numel() // width) < width else None
+
+
+def extended(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, width: int) -> Tensor:
+    """[W | scale B | 0]."""
+    if not stands(weights, b):
+        return extended_weight(weights, b, scales, dtype)
+    weight = weights[0][:_height(b)]
+    return weight if weight.shape[1] > width else extended_weight([weight], b, scales, dtype)
 
 
 def _height(b: Sequence[Tensor]) -> int:
     return sum(m.shape[0] for m in b)
 
 
-def has_room(weights: Sequence[Tensor], width: int) -> bool:
-    """Whether these are no W_i [N_i, width], but a matrix with room for adapters beside them."""
-    return bool(weights) and weights[0].shape[1] > width
+def stands(weights: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether these are no W_i, but one matrix in which adapters stand with them."""
+    return len(weights) == 1 and weights[0].shape[0] > _height(b)
 
 
 def bases(weights: Sequence[Tensor], b: Sequence[Tensor], width: int) -> Sequence[Tensor]:
     """The W_i themselves."""
-    if not has_room(weights, width):
+    if not stands(weights, b):
         return weights
     return weights[0][:_height(b), :width].split([m.shape[0] for m in b])
 
@@ -218,7 +237,7 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
                                   refuses=lambda grad, x, *_: refuse_gpu(x, triton=False))
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     size, width = _height(b), x.shape[-1]
-    if has_room(weights, width):
+    if stands(weights, b):
         weight = weights[0][:, :width] if extends(x, inputs, size) else weights[0][:size, :width]
     else:
         rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights

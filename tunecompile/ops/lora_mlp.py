@@ -20,8 +20,8 @@ MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
 
 
 class Base:
-    """The frozen weights: dense ones, the packed tensors of `lora_linear_nf4`, or two matrices with room, of gate|up and of down
-    (see `lora_linear`). Indices: 0 gate, 1 up, 2 down."""
+    """The frozen weights: dense ones, the packed tensors of `lora_linear_nf4`, or two matrices in which they stand with adapters, of gate|up and
+    of down (see `lora_linear`). Indices: 0 gate, 1 up, 2 down."""
 
     def __init__(self, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type):
         self.weights, self.columns = weights, (packed, absmax, code, scale, offset)
@@ -47,13 +47,14 @@ class Base:
         _, *columns, rows, width, blocksize, quant_type = self._packed(part, like, (), width)
         return lora_nf4.reference_weights(*columns, rows, width, blocksize, quant_type, like.dtype)
 
-    def extended(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int) -> Tensor:
-        """[W | scale B | 0]."""
-        if self.roomy:
-            return self._matrix(part)[:sum(self.rows[part])]
-        if self.weights:
-            return lora.extended_weight(self.weights[part], b[part], scales[part], like.dtype)
-        return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width))
+    def product(self, part: slice, wide: Tensor, xa: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int) -> Tensor:
+        """[x | xa | 0] @ [W | scale B | 0]^T, [T, all rows]."""
+        if not self.weights:
+            return wide @ lora_nf4.extended_weight(*self._packed(part, wide, (b[part], scales[part]), width)).t()
+        weights = [self._matrix(part)] if self.roomy else self.weights[part]
+        if (weight := lora.unextended(wide[:, :width], weights, b[part])) is not None:
+            return torch.addmm(xa @ lora.on_diagonal(b[part], scales[part], xa.dtype).t(), wide[:, :width], weight.t())
+        return wide @ lora.extended(weights, b[part], scales[part], wide.dtype, width).t()
 
     def stacked(self, part: slice, like: Tensor, a: Sequence[Tensor], width: int) -> Tensor:
         """[W; A; 0]."""
@@ -65,7 +66,7 @@ class Base:
         return lora_nf4.stacked_weight(*self._packed(part, like, (below,), width))
 
     def written(self, part: slice, like: Tensor, b: Sequence[Tensor], scales: Sequence[float], width: int, below: Tensor | None = None) -> Tensor:
-        """As `extended`, by kernels that write into one buffer; in its first `width` columns `below` may stand under W, for the bytes of one."""
+        """[W | scale B | 0], by kernels that write into one buffer; in its first `width` columns `below` may stand under W, for the bytes of one."""
         if self.weights:
             return lora.written_weight(self.weights[part], b[part], scales[part], like.dtype, below)
         return lora_nf4.extended_weight(*self._packed(part, like, (b[part], scales[part]), width), below=below)
@@ -100,8 +101,8 @@ def lora_mlp(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], abs
 
     Args:
         x: [..., K], any floating dtype; T tokens in all.
-        weights: three dense ones, [F, K], [F, K] and [K', F] in x's dtype; or two matrices with room (see `lora_linear`), of gate|up and of
-            down; or empty, where packed ones are given.
+        weights: three dense ones, [F, K], [F, K] and [K', F] in x's dtype; or two matrices with adapters (see `lora_linear`), of gate|up and
+            of down; or empty, where packed ones are given.
         packed: uint8, three, or empty. This and absmax, code, scale, offset, blocksize and quant_type: as for
             `tunecompile.ops.lora_nf4.lora_linear_nf4`.
         a: A of each adapter, [r_gate, K], [r_up, K] and [r_down, F], any floating dtype.
@@ -144,7 +145,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
 
     base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
     wide, xa = lora.with_xa(x, [], a[WIDE], x.dtype)
-    gate_up = wide @ base.extended(WIDE, x, b, scales, x.shape[-1]).t()
+    gate_up = base.product(WIDE, wide, xa, b, scales, x.shape[-1])
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
     act = torch.empty((wide.shape[0], lora.padded(inner + a[2].shape[0])), dtype=x.dtype, device=x.device)
@@ -153,7 +154,7 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
     y = None
     if used[0]:
         pieces.append_columns(xa_down, act, inner)
-        y = (act @ base.extended(DOWN, x, b, scales, inner).t()).reshape(*x.shape[:-1], rows[2])
+        y = base.product(DOWN, act, xa_down, b, scales, inner).reshape(*x.shape[:-1], rows[2])
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
