@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tunecompile._torch import HOOKS, fsdp_groups
 from tunecompile.around import aside, call_around
 from tunecompile.memory.gauge import part_bytes
 
+_OWN = "torch.distributed.fsdp"  #: where its hooks come from
 _LOCAL = ("tunecompile.", "transformers.utils.output_capturing")  #: where hooks come from that send nothing; of others nobody knows
 
 
@@ -50,6 +52,52 @@ def unit(layer: nn.Module) -> Unit | None:
     ours = all(not held[id(p)].is_dtensor if id(p) in held else not hasattr(p, "device_mesh") for p in layer.parameters())  # linears that are parts send what they make
     hooks = [hook for module in layer.modules() if module is not layer for name in HOOKS for hook in getattr(module, name).values()]
     return Unit(layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A head whose weight stays gathered from its call to the backward pass, alone or as one of several modules (`fully_shard([norm, head], reshard_after_forward=False)`,
+    as accelerate does). Its hooks run around the loss then."""
+
+    layer: nn.Module
+    group: Any
+    refused: str = ""
+    engine = "FSDP2"
+
+    def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+        """What `run` gives, as it gives it: the dtype in which hooks return logits is not a loss's."""
+        made = []
+
+        def kept(args: tuple, kwargs: dict) -> Any:
+            made.append(run(args, kwargs))
+            return made[-1]
+
+        call_around(self.layer, kept, args, kwargs)
+        return made[-1]
+
+    def dtype(self, hidden: Tensor) -> torch.dtype:
+        """In which it multiplies hidden states by its weight, as `fully_shard`'s mixed precision has it."""
+        policy, weight = self.group.mp_policy, self.layer.weight
+        given = (policy.cast_forward_inputs and policy.param_dtype) or hidden.dtype
+        return torch.promote_types(given, policy.param_dtype or weight.dtype)
+
+    def others(self) -> bool:
+        """Whether it has hooks that are not FSDP2's."""
+        return any(not (getattr(hook, "__module__", None) or "").startswith(_OWN) for name in HOOKS for hook in getattr(self.layer, name).values())
+
+    def let_go(self) -> None:
+        """Nothing was changed."""
+
+
+def held(head: nn.Module) -> Held | None:
+    """None where `fully_shard` was not called for this head, by itself or among others."""
+    groups = fsdp_groups(head)
+    if not groups:
+        return None
+    policy = groups[0].mp_policy
+    why = "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss" if groups[0]._reshard_after_forward else \
+        "FSDP2 returns logits in another dtype" if policy.output_dtype not in (None, policy.param_dtype) else ""
+    return Held(head, groups[0], why)
 
 
 class Shards:

@@ -30,6 +30,7 @@ class Gathered:
     inside: tuple[nn.Module, ...]
     marked: bool  #: by us
     refused: str = ""
+    engine = "ZeRO-3"
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """What the layer's hooks make of a call, with `run` for its forward. What `run` calls is the layer without them."""

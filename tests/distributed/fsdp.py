@@ -10,10 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import tunecompile
 from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
 from tests.distributed.ranks import slow
-from tests.memory.full import WHERE, Full
+from tests.memory.full import FULL, WHERE, Full
 from tunecompile.errors import CannotVerify
 from tunecompile.memory import menu
 from tunecompile.memory.planner import KEEP, RECOMPUTE
+from tunecompile.tail import losses
 
 
 def _layers(of):
@@ -100,6 +101,107 @@ def checkpointed(rank, ranks):
     made, one = optimized(model(full=True)), model(full=True)
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     steps(_sharded(made), one, rank, ranks)
+
+
+def _head_kept(made, **options):
+    """As accelerate does: head and norm are one unit, whose weights stay from the forward to the backward."""
+    base = made.get_base_model() if hasattr(made, "get_base_model") else made
+    fully_shard(base.model.embed_tokens, **options)
+    fully_shard([base.model.norm, base.lm_head], reshard_after_forward=False, **options)
+    return _sharded(made, **options)
+
+
+def _refused(made):
+    """Why the head's logits are made."""
+    tally = next(m for m in tunecompile.report(made).matches if m.family == "linear_cross_entropy")
+    return "" if tally.rewritten else tally.refused[0]
+
+
+def a_head_that_stays_gathered(rank, ranks):
+    made = _head_kept(optimized(model(full=True)))
+    steps(made, model(full=True), rank, ranks)
+    whole(made)
+    assert not _refused(made)
+
+
+@slow
+def a_head_that_stays_gathered_under_adapters(rank, ranks):
+    """Its logits are read in evaluation."""
+    made, one = _head_kept(optimized(model())), model()
+    for _ in range(2):
+        steps(made, one, rank, ranks)
+        made.eval(), one.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(made(**batch(9)).logits, one(**batch(9)).logits, atol=1e-3, rtol=1e-3)
+        made.train(), one.train()
+    assert not _refused(made)
+
+
+@slow
+def a_head_that_stays_gathered_in_other_loops(rank, ranks):
+    """Gradients accumulate, logits are read beside the loss, or the loss is the loop's own."""
+    made, one = _head_kept(optimized(model(full=True))), model(full=True)
+    for seed in range(3):
+        one(**batch(seed)).loss.backward()
+        made.set_requires_gradient_sync(seed == 2)
+        made(**part(batch(seed), rank, ranks)).loss.backward()
+    alike(made, one)
+
+    def beside(each, inputs):
+        output = each(**inputs)
+        return output.loss + 1e-2 * output.logits.float().square().mean()
+
+    def own(each, inputs):
+        return torch.nn.functional.cross_entropy(each(inputs["input_ids"]).logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    for loss in (beside, own):
+        for seed in range(2):
+            made.zero_grad(), one.zero_grad()
+            loss(one, batch(seed)).backward()
+            loss(made, part(batch(seed), rank, ranks)).backward()
+            alike(made, one)
+
+
+@slow
+def a_head_that_stays_gathered_in_mixed_precision(rank, ranks):
+    """Its loss is no less exact, whatever dtype logits are returned in."""
+    for dtype, said in ((None, ""), (torch.bfloat16, ""), (torch.float32, "FSDP2 returns logits in another dtype")):
+        torch._dynamo.reset()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=dtype)
+        made, plain = (_head_kept(each, mp_policy=policy) for each in (optimized(model(full=True)), model(full=True)))
+        losses = [each(**part(batch(), rank, ranks)).loss for each in (made, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses, rtol=1e-4 if dtype is not torch.bfloat16 else 1e-2, atol=0)
+        alike(made, plain, limit=0.05)
+        assert said in _refused(made) and bool(said) == bool(_refused(made))
+
+
+@slow
+def a_head_that_is_gathered_again(rank, ranks):
+    """For the backward pass, if for the loss: one rank may read logits by itself."""
+    made = optimized(model(full=True))
+    fully_shard(made.lm_head)
+    steps(_sharded(made), model(full=True), rank, ranks)
+    assert "reshard_after_forward=False) keeps it for the loss" in _refused(made)
+
+
+@slow
+def out_of_memory_in_the_loss(rank, ranks):
+    """Repeated between the head's hooks, which every rank calls once."""
+    made = optimized(model(full=True), memory="1GiB")
+    ours, one, real, left = _head_kept(made), model(full=True), losses.linear_cross_entropy, [rank]
+
+    def full(*args):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(FULL)
+        return real(*args)
+
+    steps(ours, one, rank, ranks, count=1)
+    with patch.object(losses, "linear_cross_entropy", full):
+        steps(ours, one, rank, ranks)
+    assert left == [0] and not _refused(made)
 
 
 @slow

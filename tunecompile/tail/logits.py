@@ -73,7 +73,7 @@ class Logits:
             return self.path[-1](self.source.materialize())
         if self.before is not None and self.before.still(self.made_of[:-1]):
             return self.made_of[-1](self.before.materialize())
-        return self.head.attempt(lambda: self.compute(self.made_of))
+        return self.head.try_alone(lambda: self.compute(self.made_of))
 
     def _write(self, real: Tensor) -> None:
         for path, step in self.memory.writes:

@@ -69,7 +69,7 @@ def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tens
     """A loss, with a history if what it is made of has one."""
     recipe.head.tally.rewritten = recipe.head.tally.found
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-        return recipe.head.attempt(call)
+        return recipe.head.try_alone(call)
 
 
 def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) -> Tensor:
@@ -88,17 +88,17 @@ def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
 
 
 def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: Any) -> Tensor:
-    """What an op makes of hidden states, in the place of the head's forward where its hooks have to run."""
-    def run(args: tuple, _: dict) -> Tensor:
-        return op(*_arguments(recipe, chain, *args, *others))[0]
+    """What an op makes of hidden states, in the place of the head's forward where its hooks have to run: once, whatever is tried between them."""
+    def run(hidden: Tensor) -> Tensor:
+        return op(*_arguments(recipe, chain, hidden, *others))[0]
 
     around = recipe.head.gathered
-    return run((hidden,), {}) if around is None else around.call(run, (hidden,), {})
+    return run(hidden) if around is None else around.call(lambda args, _: recipe.head.attempt(lambda: run(*args)), (hidden,), {})
 
 
 def _arguments(recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple:
     """Of the ops."""
-    product, dtype = recipe.product, recipe.product.dtype
+    product, dtype = recipe.head.now(recipe.product), recipe.product.dtype
     with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
         inner, outer = product.inner(hidden), product.outer()
     hidden, weight, bias = hidden.to(dtype), product.weight.to(dtype), None if product.bias is None else product.bias.to(dtype)

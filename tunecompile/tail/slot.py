@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch import hooked
+from tunecompile._torch import fsdp_groups, hooked
 from tunecompile.dispatch import Placement, place
+from tunecompile.fsdp import Held, held
 from tunecompile.head import NotLinear, Peel, Product
 from tunecompile.pipeline import Tally
 from tunecompile.tail.deferred import lazily
@@ -58,12 +59,20 @@ class Head:
     looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
-    gathered: Gathered | None = None  #: what has its weight gathered while a loss is computed
+    gathered: Gathered | Held | None = None  #: what has its weight gathered while a loss is computed
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """The head, applied under the autocast dtype that held when it was called (None: under none)."""
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
             return self.module._call_impl(hidden)
+
+    def now(self, product: Product) -> Product:
+        """The same with the weight that is there now: what was there before is another tensor."""
+        return product if self.gathered is None else replace(product, weight=self.module.weight, bias=self.module.bias)
+
+    def try_alone(self, call: Callable[[], Tensor]) -> Tensor:
+        """`attempt`, but where the head's hooks are called, too: what they send other processes expect once."""
+        return self.attempt(call) if self.gathered is None else call()
 
     def refuse(self, reason: str) -> None:
         if reason not in self.tally.refused:
@@ -91,12 +100,12 @@ class HeadSlot:
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
         self.peel = Peel(head.module, passes)
-        self.placement: Placement | Gathered | None = None
+        self.placement: Placement | Gathered | Held | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
         if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
-            self.called, self.placement = True, place(module) or gathered(module)
+            self.called, self.placement = True, place(module) or gathered(module) or held(module)
         if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
             self.head.read()  # logits of a forward without gradients are real, and anybody's
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -106,7 +115,7 @@ class HeadSlot:
         if self.placement.refused:
             self.head.refuse(f"the head runs as it is: {self.placement.refused}")
             return module._call_impl(*args)
-        if isinstance(self.placement, Gathered):
+        if isinstance(self.placement, (Gathered, Held)):
             return self._gathered_later(*args)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
 
@@ -120,7 +129,7 @@ class HeadSlot:
         why = "the model computes no loss" if self.step.labels is None else "it is no linear" if not _is_plain(self.head.module) else \
             "it has other hooks" if self.placement.others() else ""
         if why:
-            self.head.refuse(f"the head runs as it is: ZeRO-3 gathers its weight for each call, and {why}")
+            self.head.refuse(f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}")
             return self.head.module._call_impl(hidden)
         self.head.gathered = self.placement
         return self._defer(hidden, self._plain(hidden))
@@ -146,8 +155,10 @@ class HeadSlot:
 
     def _plain(self, hidden: Tensor) -> Product:
         module = self.head.module
-        return Product(module.weight, module.bias, _autocast(hidden) or torch.promote_types(hidden.dtype, module.weight.dtype))
+        dtype = self.placement.dtype(hidden) if isinstance(self.placement, Held) else torch.promote_types(hidden.dtype, module.weight.dtype)
+        return Product(module.weight, module.bias, _autocast(hidden) or dtype)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and "forward" not in vars(module)
+    kinds = (type(module), *(type(module).__bases__ if fsdp_groups(module) is not None else ()))  # `fully_shard` makes a class of its own and the module's
+    return nn.Linear in kinds and "forward" not in vars(module)
