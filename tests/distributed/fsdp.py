@@ -5,10 +5,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import tunecompile
-from tests.distributed.common import alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
+from tests.distributed.common import DEVICE, alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
 from tests.distributed.ranks import slow
 from tests.memory.full import FULL, WHERE, Full
 from tunecompile.errors import CannotVerify
@@ -94,6 +94,19 @@ def mixed_precision(rank, ranks):
         each(**part(batch(), rank, ranks)).loss.backward()
     alike(made, plain, limit=0.05)
     whole(made)
+
+
+@slow
+def offloaded(rank, ranks):
+    """Shards wait on the host. (Where there is no GPU, that is where they are.)"""
+    for make in (model, lambda: model(full=True)):
+        torch._dynamo.reset()
+        made, plain = (_sharded(each, offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda")) for each in (optimized(make()), make()))
+        for each in (made, plain):
+            for seed in range(2):
+                each(**part(batch(seed), rank, ranks)).loss.backward()
+        alike(made, plain)
+        whole(made)
 
 
 @slow
