@@ -14,13 +14,16 @@ from tests.models import zoo
 from tests.models.support import Cell, lora, small
 from tests.models.test_custom_models import VOCABULARY, Modern, NanoGPT
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 #: as people call it -> the zoo's name, and what else its config needs. (golden.py has what is found in these and in more.)
 TEXT: dict[str, tuple[str, dict]] = {
     "Llama 3": ("llama", {"rope_parameters": LLAMA_3}), "Llama 4, text": ("llama4", {}), "Mistral": ("mistral", {}), "Ministral": ("ministral", {}), "Qwen2, Qwen2.5": ("qwen2", {}),
     "Qwen3": ("qwen3", {}), "Gemma": ("gemma", {}), "Gemma 2": ("gemma2", {}), "Gemma 3": ("gemma3", {}), "Phi-3, Phi-4": ("phi3", {}), "SmolLM3": ("smollm3", {}), "GPT-2": ("gpt2", {}),
-    "Falcon": ("falcon", {}), "Cohere": ("cohere", {}), "Cohere 2": ("cohere2", {}), "Mixtral": ("mixtral", {}), "Qwen3-MoE": ("qwen3_moe", {}), "gpt-oss": ("gpt_oss", {}),
+    "Phi-4-mini, partial rotary": ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True}),
+    "Falcon": ("falcon", {}), "Falcon, one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    "Falcon, ALiBi": ("falcon", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4, "alibi": True, "bias": True, "parallel_attn": False}), "Cohere": ("cohere", {}), "Cohere 2": ("cohere2", {}), "Mixtral": ("mixtral", {}), "Qwen3-MoE": ("qwen3_moe", {}), "gpt-oss": ("gpt_oss", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),
 }
 MORE = {
@@ -70,6 +73,7 @@ def second_loss(model: nn.Module, inputs: dict) -> Tensor:
 
 FAMILIES: dict[str, dict] = {
     **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()}, "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
+    "Llama 4, text, with experts, all weights": dict(build=lambda: small("llama4", moe_layers=[1], num_local_experts=4, num_experts_per_tok=1)),
     **{name: dict(build=lambda make=make: images.adapted(make)[0], batches=whole_and_padded(make)) for name, make in MORE.items()},
     "code from a checkpoint (trust_remote_code)": dict(build=lora(base=lambda _: of_remote_code())),
     "a module of one's own, in Llama's style": dict(build=of_ones_own(Modern), batches=tokens("tokens", "labels"), loss=first_loss),

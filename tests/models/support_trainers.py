@@ -159,19 +159,23 @@ def inputs_of(step: int) -> dict:
 
 
 def loop(optimizer: Callable[[list], torch.optim.Optimizer] = functools.partial(torch.optim.SGD, lr=0.5), between: Callable[[nn.Module, int], Numbers] = lambda model, step: {},
-         clip: float | None = None, accumulate: int = 1, steps: int = 4) -> Callable[[Make, Path], Outcome]:
-    """`between`: what the user does after each step, and what numbers he sees."""
+         clip: float | None = None, accumulate: int = 1, steps: int = 4, precision: torch.dtype | None = None) -> Callable[[Make, Path], Outcome]:
+    """`between`: what the user does after each step, and what numbers he sees. `precision`: of autocast, and fp16's losses are scaled."""
     def run(make: Make, folder: Path) -> Outcome:
         model, numbers = make().train(), {}
         rule = optimizer([p for p in model.parameters() if p.requires_grad])
+        scaler = torch.amp.GradScaler(DEVICE, enabled=precision is torch.float16)
         for step in range(steps):
             for part in range(accumulate):
-                loss = model(**inputs_of(step * accumulate + part)).loss / accumulate
-                loss.backward()
+                with torch.autocast(DEVICE, precision, enabled=precision is not None):
+                    loss = model(**inputs_of(step * accumulate + part)).loss / accumulate
+                scaler.scale(loss).backward()
                 numbers[f"loss {step}.{part}"] = loss.item()
             if clip is not None:
+                scaler.unscale_(rule)
                 numbers[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), clip).item()
-            rule.step()
+            scaler.step(rule)
+            scaler.update()
             rule.zero_grad()
             numbers |= {f"{name} {step}": value for name, value in between(model, step).items()}
         return numbers, model
@@ -313,6 +317,7 @@ TRAINERS: dict[str, dict] = {
 }
 LOOPS: dict[str, dict] = {
     "gradient clipping and accumulation": dict(run=loop(clip=0.1, accumulate=2), compiles=1), "AdamW": dict(run=loop(functools.partial(torch.optim.AdamW, lr=1e-2))),
+    "autocast in fp16, with a GradScaler": dict(run=loop(clip=0.1, precision=torch.float16), limit=1e-2), "autocast in bf16": dict(run=loop(precision=torch.bfloat16), limit=0.1),
     "AdamW in 8 bits": dict(run=loop(bnb("AdamW8bit", min_8bit_size=16))), "AdamW, paged": dict(run=loop(bnb("PagedAdamW32bit"))), "AdamW in 8 bits, paged": dict(run=loop(bnb("PagedAdamW8bit", min_8bit_size=16))),
     "a moving average of the weights": dict(run=averaged), "evaluation and generation between steps": dict(run=loop(between=evaluated)),
     "no_grad and inference_mode between steps": dict(run=loop(between=scored)),
