@@ -146,6 +146,43 @@ def test_memory(monkeypatch):
         assert "ulimit -l" in doctor.pinned_memory().found
 
 
+@pytest.mark.parametrize("count, built, broken, status, says", [(1, True, None, "ok", "one GPU"), (2, False, None, "fail", "built without it"), (2, True, None, "ok", "2.28.9, summed over 2 GPUs"),
+                                                                (4, True, "unhandled system error", "fail", "unhandled system error")])
+def test_nccl(monkeypatch, count, built, broken, status, says):
+    """Asked for a sum over all GPUs, where there are several."""
+    def sum_up(parts):
+        if broken:
+            raise RuntimeError(broken)
+        for part in parts:
+            part.fill_(len(parts))
+
+    ones = torch.ones
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9), all_reduce=sum_up))
+    monkeypatch.setattr(doctor.torch, "ones", lambda size, device: ones(size))
+    line = doctor.nccl()
+    assert line.status == status and says in line.found and bool(line.mend) == (status == "fail"), line
+
+
+def test_pinned_memory(monkeypatch):
+    """Where none can be pinned, and where it is less than NCCL may want."""
+    import resource
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    monkeypatch.setattr(doctor.torch, "empty", lambda *_, **__: None)
+    assert doctor.pinned_memory().status == "warning" and "ulimit -l unlimited" in doctor.pinned_memory().mend
+
+    def refused(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(doctor.torch, "empty", refused)
+    line = doctor.pinned_memory()
+    assert line.status == "fail" and "64 MiB cannot be pinned (ulimit -l is 0.06 MiB)" in line.found and "memlock" in line.mend
+
+
 def test_variables(monkeypatch):
     for name in [*doctor.VARIABLES, *(name for name in os.environ if name.startswith("TUNECOMPILE"))]:
         monkeypatch.delenv(name, raising=False)
