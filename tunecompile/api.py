@@ -307,7 +307,7 @@ class State(NotCopied):
         if self.step.budget is None:
             devices = self._devices()
             if len(devices) != 1 or (self.memory == "auto" and next(iter(devices)).type != "cuda"):
-                self.notes += [f"no memory plan: layers are on {len(devices)} devices"] if len(devices) != 1 and self.memory != "auto" else []
+                self.notes += [f"no memory plan: layers are on {len(devices)} devices"] if len(devices) != 1 else []
                 self.memory = None
                 return
             device = next(iter(devices))

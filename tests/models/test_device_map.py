@@ -71,6 +71,15 @@ def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", ["auto", "1GiB"])
+def test_layers_on_several_devices_have_no_plan(memory):
+    """Weights that wait elsewhere count as another device."""
+    reference, model = placed(make(), "model.layers.0"), placed(make(), "model.layers.0")
+    same_gradients(tunecompile.optimize(model, executor="eager", memory=memory), reference, steps=1)
+    assert "no memory plan: layers are on 2 devices" in tunecompile.report(model).notes and tunecompile.report(model).memory is None
+
+
+@pytest.mark.slow
 def test_a_forward_of_a_modules_own_is_called():
     """Somebody set it before accelerate wrapped it, on a module inside and on the head."""
     def double(module):

@@ -237,7 +237,8 @@ class Recovery:
 
     @property
     def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.slots[0].layer.parameters()), torch.device("cpu"))
+        """Of the first layer; accelerate may keep its weights elsewhere between calls."""
+        return next((parameter.device for parameter in self.slots[0].layer.parameters() if not parameter.is_meta), torch.device("cpu"))
 
     @property
     def budget(self) -> Budget | None:
