@@ -268,7 +268,7 @@ def render_support(result: dict | None) -> str:
     how = f"on {result['machine']['gpu']}" if result["device"] == "cuda" else "on a CPU, op by op"
     lines = ["Losses and gradients of a few batches of a small model, and of trainers and loops all that they log and the change of every weight, beside those without `optimize`, "
              f"{how} (`benchmarks/support.py`, transformers {result['versions']['transformers']}, PEFT {result['versions']['peft']}, TRL {result['versions']['trl']}, {result['date'][:10]}). "
-             f"Of dropout only that they are finite. {rewritten:,} of {found:,} patterns are rewritten ({100 * rewritten / max(found, 1):.1f} %). What is not rewritten runs as torch.compile, or eager code, runs it.", "",
+             f"With dropout gradients are compared in the mean of 100 steps. {rewritten:,} of {found:,} patterns are rewritten ({100 * rewritten / max(found, 1):.1f} %). What is not rewritten runs as torch.compile, or eager code, runs it.", "",
              "| | | right | patterns rewritten | what stays as it was |", "|---|---|---|---|---|"]
     for section, runs in itertools.groupby(result["runs"], key=lambda run: run["section"]):
         for number, run in enumerate(runs):

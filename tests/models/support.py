@@ -32,7 +32,7 @@ class Cell:
     name: str
     build: Make
     quick: bool = False  #: whether `make test` runs it
-    random: bool = False  #: whether its steps draw random numbers: then only each system's mean could be compared, and the values are left to other tests
+    random: bool = False  #: whether its steps draw random numbers: then only the means of many can be compared
     batches: Callable[[], list[dict]] = three
     loss: Callable[[nn.Module, dict], torch.Tensor] = zoo.by_labels
     run: Callable[[Make, Path], tuple[dict[str, float], nn.Module]] | None = None  #: given what makes the model, and a folder: all numbers that are logged, and what was trained

@@ -1,6 +1,5 @@
 """Every cell of the README's table of what is supported: losses, gradients and trained weights as without `optimize`."""
 
-import math
 from statistics import median
 
 import pytest
@@ -32,6 +31,25 @@ def errors(gradients: dict, truth: dict) -> dict[str, float]:
     return {name: ((g.double() - truth[name].double()).norm() / truth[name].double().norm().clamp_min(floor)).item() for name, g in gradients.items()}
 
 
+def follow_draws(cell: Cell) -> torch.nn.Module:
+    """Each step draws masks of its own: gradients are compared in the mean of many. Taken together they differ by a thousandth then, and by a tenth if what is kept were not scaled."""
+    plain, model = built(cell), optimized(cell)
+    batch = {name: value.to(DEVICE) for name, value in cell.batches()[0].items()}
+    ours, theirs = (mean_gradients(m, batch, cell.loss) for m in (model, plain))
+    assert set(ours) == set(theirs) and max(errors(ours, theirs).values()) < 0.2
+    along = [torch.cat([(each[name] / theirs[name].norm()).flatten() for name in theirs]) for each in (ours, theirs)]
+    assert (along[0] @ along[1] / along[1].square().sum()).item() == pytest.approx(1, abs=0.02)
+    return model
+
+
+def mean_gradients(model: torch.nn.Module, batch: dict, loss, steps: int = 100) -> dict[str, torch.Tensor]:
+    total: dict[str, torch.Tensor] = {}
+    for _ in range(steps):
+        for name, gradient in zoo.step(model, dict(batch), loss=loss)[1].items():
+            total[name] = total.get(name, 0) + gradient.double() / steps
+    return total
+
+
 def follow_steps(cell: Cell) -> torch.nn.Module:
     """In half precision, what counts is the distance to the same weights in fp32, beside eager's."""
     plain, model = built(cell), optimized(cell)
@@ -42,9 +60,6 @@ def follow_steps(cell: Cell) -> torch.nn.Module:
         steps = [zoo.step(m, dict(batch), loss=cell.loss) for m in ((model, plain, exact) if half else (model, plain))]
         (loss, gradients), (plain_loss, plain_gradients), (_, truth) = steps[0], steps[1], steps[-1]
         assert set(gradients) == set(plain_gradients)
-        if cell.random:
-            assert math.isfinite(loss) and all(g.isfinite().all() for g in gradients.values())
-            continue
         assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-2 if half else 1e-5, abs=1e-6)
         off, own = (errors(found, truth) for found in (gradients, plain_gradients))
         if half:
@@ -88,7 +103,7 @@ def test_cell(cell, record_property, tmp_path):
         pytest.skip(f"not installed: {error}")
     except (AttributeError, TypeError) as error:
         pytest.skip(f"this version has it not: {error}")
-    model = follow_run(cell, tmp_path) if cell.run else follow_steps(cell)
+    model = follow_run(cell, tmp_path) if cell.run else follow_draws(cell) if cell.random else follow_steps(cell)
     told = tunecompile.report(model)
     found, rewritten = (sum(getattr(m, key) for m in told.matches) for key in ("found", "rewritten"))
     record_property("found", found)
