@@ -33,7 +33,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes", "trace", "trace_artifact",
 ]
@@ -296,8 +296,17 @@ def fsdp_groups(module: torch.nn.Module) -> tuple[Any, ...] | None:
     """What FSDP2 gathers and frees around this module's calls: groups of parameters. None for a module that `fully_shard` was not called for."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     state = states and states._get_module_fsdp_state(module)
-    if state is None:
-        return None
+    return None if state is None else _groups_of(state)
+
+
+def fsdp_groups_behind(hook: Any) -> tuple[Any, ...] | None:
+    """The same of the modules that FSDP2 registered a hook for, on what they return. None for anybody else's."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state = getattr(hook, "__self__", None)
+    return _groups_of(state) if states and isinstance(state, states.FSDPState) else None
+
+
+def _groups_of(state: Any) -> tuple[Any, ...]:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
     return tuple(group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None)
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch import HOOKS, fsdp_groups
+from tunecompile._torch import HOOKS, fsdp_groups, fsdp_groups_behind
 from tunecompile.around import aside, call_around
 from tunecompile.memory.gauge import part_bytes
 
@@ -89,15 +89,29 @@ class Held:
         """Nothing was changed."""
 
 
+def waits_for_backward(hook: Any) -> bool:
+    """Whether it is FSDP2's own, to be called before the backward pass of modules whose weights stay gathered until then."""
+    groups = fsdp_groups_behind(hook)
+    return groups is not None and not any(group._reshard_after_forward for group in groups)
+
+
 def held(head: nn.Module) -> Held | None:
-    """None where `fully_shard` was not called for this head, by itself or among others."""
+    """None where `fully_shard` was not called for this head, by itself or among others, and its weight is no part of a flat one either."""
     groups = fsdp_groups(head)
+    if any(map(_is_part_of_another, head.modules())):
+        return Held(head, None, "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it")
     if not groups:
         return None
     policy = groups[0].mp_policy
     why = "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss" if groups[0]._reshard_after_forward else \
         "FSDP2 returns logits in another dtype" if policy.output_dtype not in (None, policy.param_dtype) else ""
     return Held(head, groups[0], why)
+
+
+def _is_part_of_another(module: nn.Module) -> bool:
+    """Whether its weight is a view, as FSDP1 makes one of the weights that it joined and gathered."""
+    weight = module._parameters.get("weight", vars(module).get("weight"))
+    return isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) and weight._base is not None
 
 
 class Shards:

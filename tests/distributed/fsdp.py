@@ -1,20 +1,24 @@
 """FSDP2: `fully_shard` of every layer, which is one compiled region, and of what is around them."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import tunecompile
 from tests.distributed.common import DEVICE, alike, batch, model, of_readme, optimized, packed, part, resumed, steps, unrecorded, whole
 from tests.distributed.ranks import slow
 from tests.memory.full import FULL, WHERE, Full
+from tests.models import zoo
 from tunecompile.errors import CannotVerify
 from tunecompile.memory import menu
 from tunecompile.memory.planner import KEEP, RECOMPUTE
 from tunecompile.tail import losses
+from tunecompile.tail.logits import Logits
 
 
 def _layers(of):
@@ -130,11 +134,50 @@ def _refused(made):
     return "" if tally.rewritten else tally.refused[0]
 
 
+def _no_logits(self):
+    raise AssertionError("logits are made")
+
+
 def a_head_that_stays_gathered(rank, ranks):
+    """FSDP2 asks all that a model returns for a hook, and no logits are made for it."""
     made = _head_kept(optimized(model(full=True)))
-    steps(made, model(full=True), rank, ranks)
+    with patch.object(Logits, "materialize", _no_logits):
+        steps(made, model(full=True), rank, ranks)
     whole(made)
     assert not _refused(made)
+
+
+@slow
+def a_head_in_the_outermost_unit(rank, ranks):
+    for make in (model, lambda: model(full=True)):
+        torch._dynamo.reset()
+        made = _sharded(optimized(make()))
+        with patch.object(Logits, "materialize", _no_logits):
+            steps(made, make(), rank, ranks)
+        assert not _refused(made)
+
+
+@slow
+def flat_weights(rank, ranks):
+    """FSDP1 frees them, and has its hooks on logits, when the model's forward ends."""
+    for first in (True, False):
+        for original in (True, False):
+            torch._dynamo.reset()
+            made, one = model(full=True), model(full=True)
+            made = optimized(made) if first else made
+            wrapped = FullyShardedDataParallel(made, auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={type(made.model.layers[0])}), use_orig_params=original,
+                                               device_id=torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+            made = made if first else optimized(wrapped)
+            for each, inputs in ((one, batch()), (wrapped, part(batch(), rank, ranks))):
+                optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+                each(**inputs).loss.backward()
+                optimizer.step()
+            with FullyShardedDataParallel.summon_full_params(wrapped):
+                found = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in wrapped.named_parameters()}
+                start = dict(model(full=True).named_parameters())
+                worst = zoo.errors(*({name: weights[name] - start[name].detach() for name in start} for weights in (found, {name: p.detach() for name, p in one.named_parameters()})))
+                assert max(worst.values()) < 1e-3, max(worst.items(), key=lambda item: item[1])
+            assert "FSDP1" in _refused(made)
 
 
 @slow

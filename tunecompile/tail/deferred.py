@@ -147,7 +147,7 @@ class Lazy(Tensor):
 
 
 _METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout",
-                                                        "is_sparse", "is_leaf", "grad_fn", "ndim", "is_meta", "is_quantized")}
+                                                        "is_sparse", "is_leaf", "grad_fn", "ndim", "is_meta", "is_quantized", "_base")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.get_device, Tensor.__len__, Tensor.is_complex,
               Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch import StorageWeakRef
+from tunecompile.fsdp import waits_for_backward
 from tunecompile.head import Product
 from tunecompile.tail.deferred import RECORD, Lazy, handles, lazily, recipe_of
 
@@ -52,6 +55,7 @@ class Logits:
     path: tuple[Step, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
+    hooks: list[Callable] = field(default_factory=list)  #: for when they are made after all
     made_at: int = 0  #: how often somebody had written into the real ones when they were made
 
     def __post_init__(self):
@@ -64,6 +68,8 @@ class Logits:
             real = self._make()
             if self.source is None:
                 self._write(real)
+            for hook in self.hooks:
+                real.register_hook(hook)
         if not real.is_inference():  # such a tensor is of no use to a loss that comes later
             self.real, self.made_at, self.before = real, real._version, None
         return real
@@ -169,6 +175,16 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     recipe.multiply(Step(func, args[1:]))
     return args[0]
+
+
+@handles(RECORD, Tensor.register_hook)
+def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """FSDP2 has all that a model returns tell it of the backward pass. Where that is a loss of these logits as well, they need not be made for it."""
+    recipe = recipe_of(args[0])
+    if not isinstance(recipe, Logits) or not recipe.deferred or len(args) != 2 or kwargs or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(args[1]):
+        return NotImplemented
+    recipe.hooks.append(args[1])
+    return RemovableHandle(OrderedDict())
 
 
 def shape_of(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:

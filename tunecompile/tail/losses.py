@@ -68,6 +68,7 @@ def each_row(recipe: Logits, chain: Chain, target: Tensor, trained: bool, ignore
 def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tensor:
     """A loss, with a history if what it is made of has one."""
     recipe.head.tally.rewritten = recipe.head.tally.found
+    recipe.head.note_loss_of(recipe.hidden)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
         return recipe.head.try_alone(call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
@@ -60,6 +61,14 @@ class Head:
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
     gathered: Gathered | Held | None = None  #: what has its weight gathered while a loss is computed
+    scored: weakref.ref | None = None  #: the hidden states of the last loss
+
+    def note_loss_of(self, hidden: Tensor) -> None:
+        """Of the logits that these hidden states would give."""
+        self.scored = weakref.ref(hidden)
+
+    def has_loss_of(self, hidden: Tensor) -> bool:
+        return self.scored is not None and self.scored() is hidden
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """The head, applied under the autocast dtype that held when it was called (None: under none)."""
