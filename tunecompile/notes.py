@@ -10,8 +10,8 @@ from tunecompile.regions import Layers, find_layers
 
 
 def note_new_layers(model: nn.Module) -> list[str]:
-    """Layers of an optimized model that came, or took another's place, since then."""
-    new = [layer for stack in find_layers(model) for layer in stack.members if layer._compiled_call_impl is None]
+    """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
+    new = [layer for stack in find_layers(model) for layer in stack.members if all(module._compiled_call_impl is None for module in layer.modules())]
     return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
 
 
