@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tunecompile.api import ATTRIBUTE, optimize
+from tunecompile.api import optimize
 from tunecompile.backend import Backend, Executor
 from tunecompile.canonical import canonicalize
 from tunecompile.errors import summary
@@ -25,6 +25,7 @@ from tunecompile.op import OPS, Op
 from tunecompile.partition import copied
 from tunecompile.pipeline import Context, Pass, run_stage
 from tunecompile.rewrite import annotate
+from tunecompile.state import ATTRIBUTE
 from tunecompile.verify import verify
 
 __all__ = ["CLOSE", "FACTOR", "Example", "Finding", "check", "compiled"]

@@ -281,10 +281,11 @@ class Slot:
 
     @property
     def stays(self) -> bool:
-        """Whether the layer's weights are where they are, and this process's alone."""
+        """Whether the layer's weights are its own (FSDP1 takes them away), are where they are, and this process's alone."""
         if self.hooks is None:
             self._look_around()
-        return not isinstance(self.placement, (Gathered, Unit)) and not any(map(sharded, self.layer.parameters()))
+        parameters = list(self.layer.parameters())
+        return bool(parameters) and not isinstance(self.placement, (Gathered, Unit)) and not any(map(sharded, parameters))
 
     def let_go(self) -> None:
         """Undo that."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from tunecompile._torch import around_now
-from tunecompile.api import ATTRIBUTE, State, optimize, restore
+from tunecompile.api import optimize, restore
 from tunecompile.errors import CannotVerify
 from tunecompile.fault import find, without
 from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, judge_loss
@@ -27,6 +27,7 @@ from tunecompile.memory.recovery import sharded
 from tunecompile.op import HALF
 from tunecompile.ranks import several
 from tunecompile.regions import find_layers
+from tunecompile.state import ATTRIBUTE, State
 from tunecompile.twin import mode, twin_of
 
 __all__ = ["Verification", "WRONG", "verify"]

@@ -142,7 +142,7 @@ def test_layers_of_two_structures_share_the_budget():
 @pytest.fixture
 def to_the_host(monkeypatch):
     """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
-    from tunecompile.api import State
+    from tunecompile.state import State
     from tunecompile.memory import budget
     from tunecompile.memory.host import HostCopier
     from tunecompile.memory.offload import Offload
@@ -242,10 +242,10 @@ class Meter:
 
 
 def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
-    from tunecompile import api
+    from tunecompile import state
 
     meter = Meter()
-    monkeypatch.setattr(api, "gauge", lambda device: meter)
+    monkeypatch.setattr(state, "gauge", lambda device: meter)
     whole = needed()
     meter.most = meter.held = 100 * whole  # of loading the model: no step's
     model = build(int(1.3 * whole))
@@ -264,10 +264,10 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
 
 @pytest.mark.slow
 def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
-    from tunecompile import api
+    from tunecompile import state
 
     meter = Meter()
-    monkeypatch.setattr(api, "gauge", lambda device: meter)
+    monkeypatch.setattr(state, "gauge", lambda device: meter)
     whole = needed()
     model = build(int(1.3 * whole))
     step(model)

@@ -22,7 +22,7 @@ pytest.importorskip("peft")
 @pytest.fixture(autouse=True)
 def gpu_paths(monkeypatch):
     """On a CPU nothing moves, and the reference would read W only; these read whole matrices."""
-    monkeypatch.setattr("tunecompile.api.MOVES_ON", (["cpu"],))
+    monkeypatch.setattr("tunecompile.state.MOVES_ON", (["cpu"],))
     for op in (lora_linear, lora_linear.backward_op):
         monkeypatch.setattr(op, "providers", [dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p for p in op.providers])
 
@@ -249,6 +249,6 @@ def test_weights_that_stay_apart(why, monkeypatch):
     if why == "gathered":
         monkeypatch.setattr("tunecompile.regions.sharded", lambda parameter: True)
     if why == "several devices":
-        monkeypatch.setattr("tunecompile.api.State._devices", lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)})
+        monkeypatch.setattr("tunecompile.state.State._devices", lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)})
     equal(model, reference)
     assert not moved(model) and not kept(model).moved

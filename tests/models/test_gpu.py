@@ -120,17 +120,17 @@ def test_templates_are_taken():
 
 def unrecorded(model):
     """Optimized, but never replayed."""
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     model = tunecompile.optimize(copy.deepcopy(model))
-    _state(model).replays.recorder.device = "none"
+    state_of(model).replays.recorder.device = "none"
     return model
 
 
 @pytest.mark.parametrize("mode, autocast", [("lora", None), ("qlora", torch.bfloat16)])
 def test_launch_bound_layers_are_replayed(mode, autocast):
     """Step for step what unrecorded layers give; recording begins a few steps in."""
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     def make():
         model = zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}).to("cuda", autocast or torch.float32)
@@ -142,7 +142,7 @@ def test_launch_bound_layers_are_replayed(mode, autocast):
         inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed)
         (loss, ours), (expected, theirs) = zoo.step(model, inputs, autocast), zoo.step(reference, inputs, autocast)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3, seed
-    assert _state(model).replays.recorded == 8 and not _state(reference).replays.recorded, tunecompile.report(model)
+    assert state_of(model).replays.recorded == 8 and not state_of(reference).replays.recorded, tunecompile.report(model)
     first, second = (zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed) for seed in (20, 21))
     for m in (model, reference):  # what a replay hands out is not overwritten by the next
         m.zero_grad(set_to_none=True)
@@ -156,33 +156,33 @@ def test_launch_bound_layers_are_replayed(mode, autocast):
 @pytest.mark.parametrize("steps, rows", [(10, 2), (2, 8)])
 def test_a_graph_that_is_retained(steps, rows):
     """Nothing that the second backward reads was written by the first, be it recorded or not."""
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16), r=16))
     inputs = zoo.batch(4099, rows=rows, length=32, device="cuda")
     for _ in range(steps):
         zoo.step(model, inputs)
-    assert bool(_state(model).replays.recorded) == (steps > 5)
+    assert bool(state_of(model).replays.recorded) == (steps > 5)
     trained, loss = {n: p for n, p in model.named_parameters() if p.requires_grad}, model(**inputs).loss
     found = [dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), retain_graph=retain))) for retain in (True, True, False)]
     assert all(max(zoo.errors(again, found[0]).values()) < 1e-3 for again in found[1:])
 
 
 def test_every_replay_draws_its_own_dropout():
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=0.5).to("cuda"))
     losses = [zoo.step(model, zoo.batch(4099, device="cuda"))[0].item() for _ in range(14)]
-    assert len(set(losses)) == 14 and _state(model).replays.recorded == 8
+    assert len(set(losses)) == 14 and state_of(model).replays.recorded == 8
 
 
 def test_rows_without_a_label_are_skipped():
     """From the second step on, when the share of labelled rows is known; loss and gradients stay those of eager."""
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     model = build("llama", "lora")
     reference = zoo.in_fp32(model)
-    head = _state(tunecompile.optimize(model)).heads[0]
+    head = state_of(tunecompile.optimize(model)).heads[0]
     for seed in range(3):
         inputs = zoo.batch(4099, 2, 256, "cuda", seed=seed)
         inputs["labels"] = inputs["labels"].masked_fill(torch.arange(256, device="cuda") < (200 if seed < 2 else 256), -100)

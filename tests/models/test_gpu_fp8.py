@@ -106,17 +106,17 @@ def test_losses_fall_along_those_of_bf16(mode):
 
 
 def test_recorded_layers_give_what_unrecorded_ones_give():
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     base = build("llama", "qlora")
     recorded = tunecompile.optimize(copy.deepcopy(base), precision="fp8")
     plain = tunecompile.optimize(copy.deepcopy(base), precision="fp8")
-    _state(plain).replays.recorder.device = "none"
+    state_of(plain).replays.recorder.device = "none"
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed)
         (loss, ours), (expected, theirs) = zoo.step(recorded, inputs, torch.bfloat16), zoo.step(plain, inputs, torch.bfloat16)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3, seed
-    assert _state(recorded).replays.recorded
+    assert state_of(recorded).replays.recorded
 
 
 def test_memory_is_no_more_than_bf16s():

@@ -108,11 +108,11 @@ def test_less_memory_than_with_padding():
 
 def test_replayed_as_it_is_computed():
     """Launch-bound layers are recorded for a shape that comes back; what the recording reads changes with every batch."""
-    from tunecompile.api import _state
+    from tunecompile.state import state_of
 
     base = zoo.adapt(zoo.make("llama", hidden_size=256, num_hidden_layers=4, vocab_size=4099).to("cuda", torch.bfloat16))
     model, plain = tunecompile.optimize(copy.deepcopy(base)), tunecompile.optimize(copy.deepcopy(base))
-    _state(plain).replays.recorder.device = "none"
+    state_of(plain).replays.recorder.device = "none"
     for seed in range(16):
         inputs = padded(3, 64, seed=0, device="cuda", vocabulary=4099)  # the same sizes
         inputs = {name: value.roll(seed % 3, 0) for name, value in inputs.items()}  # in another order
@@ -120,4 +120,4 @@ def test_replayed_as_it_is_computed():
         (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(plain, inputs)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
         assert max(zoo.errors(ours, theirs).values()) < 2e-2, seed
-    assert flattened(model) == 16 and _state(model).replays.recorded, tunecompile.report(model)
+    assert flattened(model) == 16 and state_of(model).replays.recorded, tunecompile.report(model)

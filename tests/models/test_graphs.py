@@ -11,7 +11,7 @@ import torch
 import tunecompile
 from tests.models import zoo
 from tunecompile import graphs
-from tunecompile.api import _state
+from tunecompile.state import state_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -64,7 +64,7 @@ def pair(monkeypatch):
 
 
 def recorded(model) -> int:
-    return _state(model).replays.recorded
+    return state_of(model).replays.recorded
 
 
 def gradients(model) -> dict:
@@ -137,7 +137,7 @@ def test_a_batch_of_another_shape_between_forward_and_backward(pair):
 
     same(model, reference, both)
     same(model, reference, lambda m: both(m, 12, 16))
-    flying = _state(model).replays.flying
+    flying = state_of(model).replays.flying
     assert [r.number for r in flying] == sorted(r.number for r in flying)
 
 
@@ -274,7 +274,7 @@ def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
 def test_caches_are_given_back_once_before_the_first_recording(pair, room, recorded):
     """Of a plan of memory; where it leaves no room, they are needed every step."""
     model, _ = pair
-    replays = _state(model).replays
+    replays = state_of(model).replays
     replays.allowance = graphs.Allowance(room, step=1, layers=3, alone=True)
     for _ in range(7):
         zoo.step(model, zoo.batch())

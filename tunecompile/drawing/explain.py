@@ -10,7 +10,6 @@ from typing import Any, Sequence
 
 from torch import nn
 
-from tunecompile.api import State, _state
 from tunecompile.drawing.layout import Drawing, side_by_side
 from tunecompile.drawing.snapshot import Snapshot
 from tunecompile.dump import in_words
@@ -18,6 +17,7 @@ from tunecompile.errors import MissingExtra
 from tunecompile.memory.gauge import shown
 from tunecompile.pipeline import Context
 from tunecompile.report import RegionReport, contexts_of, plan_lines, saved_bytes
+from tunecompile.state import State, state_of
 
 COLOURS = ("#60a5fa", "#34d399", "#fbbf24", "#c084fc", "#f472b6", "#22d3ee", "#fb923c", "#a3e635", "#818cf8", "#2dd4bf")
 
@@ -56,7 +56,7 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
         raise MissingExtra(what="explain", package="jinja2", extra="cli")
     from tunecompile.compare.render import make_environment
 
-    state = _state(model)
+    state = state_of(model)
     page = make_environment("tunecompile.drawing").get_template("explain.html.jinja")
     path = Path(path)
     path.write_text(page.render(fields(state)), encoding="utf-8")

@@ -8,7 +8,6 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
-from tunecompile.api import ATTRIBUTE, State
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.memory.embedding import tables
 from tunecompile.memory.gauge import MARGIN, HostGauge, Spec, budget_bytes, gauge, gradient_bytes, moment_bytes, part_bytes, shown
@@ -17,6 +16,7 @@ from tunecompile.memory.hollow import held, stand_ins
 from tunecompile.memory.rehearsal import Ledger, Rehearsal, rehearse
 from tunecompile.plugins import pipeline
 from tunecompile.report import plan_lines
+from tunecompile.state import ATTRIBUTE, State
 
 
 @dataclass(frozen=True)

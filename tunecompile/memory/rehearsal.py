@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_map_only
 
 from tunecompile._torch import FakeTensorMode, size_hint, static_shapes
-from tunecompile.api import State
 from tunecompile.backend import Backend
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.imagined import as_on_gpu
@@ -37,6 +36,7 @@ from tunecompile.op import has_triton
 from tunecompile.partition import Decide
 from tunecompile.regions import Region, Slot, Variant
 from tunecompile.sizes import Sizes, tensors_in
+from tunecompile.state import State
 
 UNBOUNDED = 1 << 60  #: bytes
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tunecompile.api import State, _state
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import shown
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, Option, copies
 from tunecompile.memory.trace import Kind
+from tunecompile.state import State, state_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
             raise MissingExtra(what="memory_timeline", package=package, extra="cli")
     from tunecompile.compare.render import make_environment
 
-    state = _state(model)
+    state = state_of(model)
     budget = planned(state)
     page = make_environment("tunecompile.memory").get_template("timeline.html.jinja")
     html = page.render(model=type(state._base()).__name__, picture=picture(budget), totals=totals(state), rows=rows(budget), notes=notes(budget))
