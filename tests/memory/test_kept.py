@@ -61,6 +61,25 @@ def activate(model, name):
         model.set_requires_grad(either)
 
 
+def accumulated(m):
+    m.zero_grad()
+    torch.manual_seed(5)
+    losses = [m(**zoo.batch(seed=seed)).loss for seed in (1, 2)]  # both before their backwards
+    sum(losses).backward()
+    return sum(losses).detach(), gradients(m)
+
+
+def interleaved(m):
+    """Another adapter's forward runs before the backward of the first."""
+    m.zero_grad()
+    losses = []
+    for name in ("default", "other"):
+        activate(m, name)
+        losses.append(m(**zoo.batch()).loss)
+    (losses[0] + 2 * losses[1]).backward()
+    return losses[0].detach(), gradients(m)
+
+
 def equal(model, reference, run=step):
     (loss, ours), (expected, theirs) = run(model), run(reference)
     assert ours.keys() == theirs.keys()
@@ -74,13 +93,6 @@ def equal(model, reference, run=step):
 def test_training_is_the_same(options):
     model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
-
-    def accumulated(m):
-        m.zero_grad()
-        torch.manual_seed(5)
-        losses = [m(**zoo.batch(seed=seed)).loss for seed in (1, 2)]  # both before their backwards
-        sum(losses).backward()
-        return sum(losses).detach(), gradients(m)
 
     for _ in range(3):
         equal(model, reference, accumulated)
@@ -106,15 +118,6 @@ def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
     for m in (model, reference):
         add(m, "other", r=rank)
-
-    def interleaved(m):
-        m.zero_grad()
-        losses = []
-        for name in ("default", "other"):
-            activate(m, name)
-            losses.append(m(**zoo.batch()).loss)
-        (losses[0] + 2 * losses[1]).backward()
-        return losses[0].detach(), gradients(m)
 
     equal(model, reference, interleaved)
     equal(model, reference, interleaved)

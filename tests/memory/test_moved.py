@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tunecompile
-from tests.memory.test_kept import activate, add, equal, gradients, kept, step
+from tests.memory.test_kept import accumulated, add, equal, gradients, interleaved, kept, step
 from tests.models import zoo
 from tests.models.test_graphs import Again
 from tunecompile import graphs
@@ -49,13 +49,6 @@ def test_training_is_the_same_and_compiles_once(options):
     if "lora_dropout" in options:
         reference._tunecompile.kept.moves = False
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
-
-    def accumulated(m):
-        m.zero_grad()
-        torch.manual_seed(5)
-        losses = [m(**zoo.batch(seed=seed)).loss for seed in (1, 2)]  # both before their backwards
-        sum(losses).backward()
-        return sum(losses).detach(), gradients(m)
 
     for _ in range(3):
         equal(model, reference, accumulated)
@@ -135,15 +128,6 @@ def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build(False)
     for m in (model, reference):
         add(m, "other", r=rank)
-
-    def interleaved(m):
-        m.zero_grad()
-        losses = []
-        for name in ("default", "other"):
-            activate(m, name)
-            losses.append(m(**zoo.batch()).loss)
-        (losses[0] + 2 * losses[1]).backward()
-        return losses[0].detach(), gradients(m)
 
     equal(model, reference, interleaved)
     equal(model, reference, interleaved)
