@@ -173,12 +173,13 @@ def main() -> int:
         print(f"{len(names)} tests", flush=True)
         plain, optimized = outcomes(given, names), outcomes(given, names, given.executor)
     faults = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and plain.get(name, ("failed",))[0] != "failed"}
+    both = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and name not in faults}
     counts = {which: {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")} for which, ran in (("plain", plain), ("optimized", optimized))}
     compiled = sum(found[2] for found in optimized.values())
     classes = {kind: {"passed": sum(plain.get(name, ("",))[0] == ran[0] == "passed" for name, ran in of_it.items()), "of": len(of_it), "compiled": sum(ran[2] for ran in of_it.values()),
                       "faults": sum(name in faults for name in of_it)}
                for kind in sorted({name.partition("::")[0] for name in optimized}) for of_it in ({name: ran for name, ran in optimized.items() if name.startswith(f"{kind}::")},)}
-    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "classes": classes, "faults": faults}, indent=1) + "\n")
+    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "classes": classes, "faults": faults, "fail_anyway": both}, indent=1) + "\n")
     for which, count in counts.items():
         print(f"{which:12s}" + ", ".join(f"{number} {status}" for status, number in count.items()))
     print(f"{compiled} tests ran compiled models")
