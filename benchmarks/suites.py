@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluated", action="store_true", help="optimize models that are set to evaluation too: what saves, loads, resizes or reads them then meets an optimized one")
     parser.add_argument("--processes", type=int, default=1, help="at a time (more than one needs pytest-xdist)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each of the two runs")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="classes of tests that do not run now stay in this file as an earlier run left them")
     return parser.parse_args()
 
 
@@ -161,6 +161,24 @@ def outcome(case: ElementTree.Element) -> tuple[str, str]:
     return "skipped" if trouble.tag == "skipped" else "failed", (trouble.get("message") or "")[:400]
 
 
+def counted(ran: dict[str, tuple[str, str, bool]]) -> dict[str, int]:
+    return {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")}
+
+
+def row(kind: str, plain: dict[str, tuple[str, str, bool]], optimized: dict[str, tuple[str, str, bool]]) -> dict[str, Any]:
+    """Of one class of tests: what passes plain and optimized, how many ran compiled models, and what fails only when optimized, or anyway."""
+    before, after = ({name.partition("::")[2]: found for name, found in ran.items() if name.startswith(f"{kind}::")} for ran in (plain, optimized))
+    failed = {name: (why, before.get(name, ("failed",))[0] != "failed") for name, (status, why, _) in after.items() if status == "failed"}
+    return {"plain": counted(before), "optimized": counted(after), "compiled": sum(found[2] for found in after.values()),
+            "faults": {name: why for name, (why, ours) in failed.items() if ours}, "fail_anyway": {name: why for name, (why, ours) in failed.items() if not ours}}
+
+
+def kept(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The classes that an earlier run of the same suite left in the file: a long suite runs in pieces."""
+    before = json.loads(given.out.read_text()) if given.out.exists() else {}
+    return before["classes"] if before.get("suite") == given.suite.resolve().name and before.get("tests") == given.tests and before.get("executor") == given.executor else {}
+
+
 def main() -> int:
     given = parse_arguments()
     sys.path.insert(0, str(ROOT))
@@ -172,17 +190,15 @@ def main() -> int:
         names = chosen(given)
         print(f"{len(names)} tests", flush=True)
         plain, optimized = outcomes(given, names), outcomes(given, names, given.executor)
-    faults = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and plain.get(name, ("failed",))[0] != "failed"}
-    both = {name: why for name, (status, why, _) in optimized.items() if status == "failed" and name not in faults}
-    counts = {which: {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")} for which, ran in (("plain", plain), ("optimized", optimized))}
-    compiled = sum(found[2] for found in optimized.values())
-    classes = {kind: {"passed": sum(plain.get(name, ("",))[0] == ran[0] == "passed" for name, ran in of_it.items()), "of": len(of_it), "compiled": sum(ran[2] for ran in of_it.values()),
-                      "faults": sum(name in faults for name in of_it)}
-               for kind in sorted({name.partition("::")[0] for name in optimized}) for of_it in ({name: ran for name, ran in optimized.items() if name.startswith(f"{kind}::")},)}
-    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "only": given.only, "sample": given.sample, **counts, "compiled": compiled, "classes": classes, "faults": faults, "fail_anyway": both}, indent=1) + "\n")
-    for which, count in counts.items():
+    ran = {kind: row(kind, plain, optimized) for kind in sorted({name.partition("::")[0] for name in optimized})}
+    classes = dict(sorted({**kept(given), **ran}.items()))
+    totals = {which: {status: sum(found[which][status] for found in classes.values()) for status in ("passed", "skipped", "failed")} for which in ("plain", "optimized")}
+    totals |= {"compiled": sum(found["compiled"] for found in classes.values()), "faults": sum(len(found["faults"]) for found in classes.values())}
+    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "executor": given.executor, "sample": given.sample, **totals, "classes": classes}, indent=1) + "\n")
+    for which, count in (("plain", counted(plain)), ("optimized", counted(optimized))):
         print(f"{which:12s}" + ", ".join(f"{number} {status}" for status, number in count.items()))
-    print(f"{compiled} tests ran compiled models")
+    print(f"{sum(found['compiled'] for found in ran.values())} tests ran compiled models")
+    faults = {f"{kind}::{name}": why for kind, found in ran.items() for name, why in found["faults"].items()}
     for name, why in faults.items():
         print(f"fails only when optimized: {name}: {why}")
     return 1 if faults else 0
