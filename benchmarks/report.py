@@ -19,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels.py and benchmarks/budgets.py measured
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 SUPPORT = "<!-- support -->\n", "<!-- /support -->"
+SUITES = "<!-- suites -->\n", "<!-- /suites -->"
 NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
          "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
@@ -26,7 +27,7 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
 
 
 COLUMNS = 3  #: panels side by side in the picture
-APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support", "scaling"  #: files that are not of training steps beside each other
+APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support", "suite", "scaling"  #: files that are not of training steps beside each other
 PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 
@@ -278,6 +279,20 @@ def render_support(result: dict | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_suites(folder: Path = RESULTS) -> str:
+    """A row a package whose own tests ran with every model optimized."""
+    results = load_all("suite-*.json", folder)
+    if not results:
+        return ""
+    lines = ["Packages' own tests, as they are and with every model optimized, in training and in evaluation, on a CPU, op by op (`benchmarks/suites.py`). Of transformers the tests that hold for every model, with",
+             "all heads of each architecture, and that gradients, checkpointed too, are those without `optimize`; without those that count how often a checkpoint calls its layer, which a compiled one never does.", "",
+             "| tests of | architectures | pass as they are | pass optimized | with compiled models | fail only when optimized |", "|---|---|---|---|---|---|"]
+    for result in results:
+        package, _, version = result["suite"].rpartition("-")
+        lines.append(f"| {package} {version} | {len(result['classes'])} | {result['plain']['passed']:,} | {result['optimized']['passed']:,} | {result['compiled']:,} | {result['faults']} |")
+    return "\n".join(lines) + "\n"
+
+
 def _briefly(text: str) -> str:
     """A note that is not longer than a cell."""
     text = re.sub(r"\b(?:base_model_model_)?(?:model_)*layers_(\w+)", r"\1", text).replace("|", "/")
@@ -360,7 +375,8 @@ def main() -> None:
         print(text)
         return
     readme = ROOT / "README.md"
-    readme.write_text(placed(placed(readme.read_text(), BEGIN, END, text), *SUPPORT, render_support(load_one("support.json"))))
+    for begin, end, made in ((BEGIN, END, text), (*SUPPORT, render_support(load_one("support.json"))), (*SUITES, render_suites())):
+        readme.write_text(placed(readme.read_text(), begin, end, made))
     draw(results, ROOT / "docs" / "speed.svg")
     if (budgets := load_one(BUDGETS)) is not None:
         draw_budgets(budgets, ROOT / "docs" / "memory.svg")

@@ -4,7 +4,8 @@
     python benchmarks/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py --only "Lora and not Embedding" --sample 400 --out /tmp/peft.json
 
     pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz && cp benchmarks/suite_of_transformers.py transformers-5.23.0/
-    python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --only "Qwen3Test or Gemma2Test" --evaluated --out /tmp/transformers.json
+    python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --evaluated --processes 4 --out benchmarks/results/suite-transformers.json
+    python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --only "Qwen3Test or Gemma2Test" --evaluated --out /tmp/transformers.json    # a piece of it
 
 Of a checked-out tree of tests, whose requirements are installed; nothing is fetched: tiny models of the hub that the tests name are stood in for by random ones of
 the same architecture. A model is optimized when it is first set to training (`model.train()`, which trainers do as well), or when PEFT has put an adapter into it;

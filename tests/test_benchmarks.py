@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,3 +184,18 @@ def test_the_readmes_table_of_several_gpus(tmp_path):
     (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]}))
     text = script("report").render_scaling(tmp_path)
     assert "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text and "iger" not in text
+
+
+def test_a_suites_result_says_what_fails_only_when_optimized_and_keeps_what_did_not_run(tmp_path):
+    suites = script("suites")
+    passes, fails = ("passed", "", True), ("failed", "why", False)
+    plain = {"a.One::test_x": passes, "a.One::test_y": fails, "a.OneMore::test_x": passes}
+    row = suites.row("a.One", plain, {"a.One::test_x": fails, "a.One::test_y": fails, "a.One::test_new": fails, "a.OneMore::test_x": passes})
+    assert row["plain"] == {"passed": 1, "skipped": 0, "failed": 1} and row["optimized"]["failed"] == 3 and row["compiled"] == 0
+    assert row["faults"] == {"test_x": "why"} and set(row["fail_anyway"]) == {"test_y", "test_new"}
+    given = SimpleNamespace(out=tmp_path / "out.json", suite=tmp_path, tests=["a.py"], executor="eager")
+    assert suites.kept(given) == {}
+    given.out.write_text(json.dumps({"suite": tmp_path.name, "tests": ["a.py"], "executor": "eager", "classes": {"a.One": row}}))
+    assert suites.kept(given) == {"a.One": row}
+    given.executor = "inductor"
+    assert suites.kept(given) == {}
