@@ -34,10 +34,11 @@ SMALL = {**zoo.SMALL, "num_hidden_layers": 2, "vocab_size": 99, "pad_token_id": 
 UNCOUNTABLE = tuple(f"test_training_gradient_checkpointing{variant}" for variant in ("", "_use_reentrant_false", "_use_reentrant_true"))
 WITHOUT = {"t5": ("ForSequenceClassification",)}  #: heads that are not tested: this one reads at end tokens, and takes no embeddings
 
-#: families that zoo.py has not, or that learn too slowly as it makes them: Cohere's logits are divided by 16
+#: families that zoo.py has not, or that learn too slowly as it makes them, for their logits are divided: Cohere's by 16, Granite's by 4
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
     "cohere": ("Cohere", {"logit_scale": 1.0}), "cohere2": ("Cohere2", {"logit_scale": 1.0}),
+    "granite": ("Granite", {**zoo.NAMES["granite"][1], "logits_scaling": 1.0}),
     "modernbert": ("ModernBert", {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2}),
 }
 
