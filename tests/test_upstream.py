@@ -72,6 +72,19 @@ def test_dequantized_in_fp64():
     torch.testing.assert_close(got, values.double())
 
 
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@shows("PACKED_FOR_EVALUATION")
+def test_packed_for_evaluation():
+    bnb = pytest.importorskip("bitsandbytes")
+    if not bnb.functional.has_avx512bf16():
+        pytest.skip("needs a CPU with AVX512-BF16: only there does bitsandbytes pack weights")
+    linear = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32).to("cpu")
+    x = torch.randn(2, 64)
+    linear.eval()(x)
+    linear.train()(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+
+
 def quantized(rows: int, columns: int):
     """(codes, what bitsandbytes knows of them, the values they stand for)."""
     packed, state = pytest.importorskip("bitsandbytes").functional.quantize_4bit(torch.randn(rows, columns), blocksize=64, quant_type="nf4")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tunecompile import parametrised
+from tunecompile import parametrised, quantized
 from tunecompile._torch import grow_segments, others_trace
 from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotOptimized, summary
@@ -78,6 +78,7 @@ class State(NotCopied):
     handles: list[Any] = field(default_factory=list)
     paddings: list[Padding] = field(default_factory=list)
     parametrising: list[nn.Module] = field(default_factory=list)  #: that run as they are, inside layers
+    unpacked: list[nn.Module] = field(default_factory=list)  #: linears that bitsandbytes would pack in evaluations
     embeddings: nn.Module | None = None
     replicated: bool = False  #: whether nn.DataParallel ever ran a replica
     replays: Replays = field(default_factory=Replays)
@@ -92,6 +93,8 @@ class State(NotCopied):
     def attach(self) -> None:
         self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
         self.follow_tables()
+        self.unpacked = quantized.keep_unpacked(self.model)
+        self.notes += quantized.note_packed(self.model)
         stacks = find_layers(self.model)
         longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
         for stack in stacks:
@@ -282,6 +285,8 @@ class State(NotCopied):
                 slot.layer._gradient_checkpointing_func = function.function
         for module in self.parametrising:
             parametrised.give_back(module)
+        for module in self.unpacked:
+            quantized.may_pack(module)
         for padding in self.paddings:
             if isinstance(slot := padding.owner._compiled_call_impl, OwnerSlot):
                 _empty(padding.owner, slot)

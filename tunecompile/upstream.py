@@ -64,4 +64,8 @@ BLOCKS_ACROSS_ROWS = Fault(
 DEQUANTIZED_IN_FP64 = Fault(
     "bitsandbytes", "4-bit codes dequantised to fp64 on a CPU are left out: the result is memory as it was", "References in fp64 ask for fp32, and convert")
 
+PACKED_FOR_EVALUATION = Fault(
+    "bitsandbytes", "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights for good, rounds their scales, and gradients stop at them in later steps",
+    "Linears of an optimized model do not pack")
+
 FAULTS = {name: value for name, value in globals().items() if isinstance(value, Fault)}

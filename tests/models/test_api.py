@@ -214,6 +214,24 @@ def test_eval_and_generate_are_as_before_and_compile_nothing():
     assert "nothing is compiled yet" in str(tunecompile.report(model))
 
 
+def test_an_evaluation_does_not_pack_4_bit_weights():
+    """With packed ones, which bitsandbytes makes on some CPUs, gradients would stop at every linear."""
+    linear = pytest.importorskip("bitsandbytes").nn.Linear4bit
+    model = zoo.adapt(zoo.quantize(small()))
+    linears = [module for module in model.modules() if isinstance(module, linear)]
+    for module in linears:
+        module.support_avx512bf16_for_cpu = True
+    optimized(model)
+    _, before = zoo.step(model, zoo.batch())
+    with torch.no_grad():
+        model.eval()(**zoo.batch())
+    _, after = zoo.step(model, zoo.batch())
+    assert len(linears) == 14 and not any(hasattr(module.weight.quant_state, "packing_format_for_cpu") for module in linears)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    tunecompile.restore(model)
+    assert all(module.support_avx512bf16_for_cpu for module in linears)
+
+
 def test_a_users_cache_is_left_alone():
     from transformers import DynamicCache
 
