@@ -30,6 +30,6 @@ def test_training_with_moved_weights(length):
             optimizer.step()
             optimizer.zero_grad()
     state, report = model._tunecompile, tunecompile.report(model)
-    assert len(state.kept.moved) == 16 and not state.kept.bytes and not report.notes, report
+    assert len(state.kept.moved) == 16 and not state.kept.bytes, report
     assert sum(variant.graphs for region in state.regions for variant in region.variants.values()) == 1, report
     assert state.replays.recorded == 8 and not state.replays.failures, report

@@ -35,7 +35,7 @@ def equal(model: nn.Module, reference: nn.Module, run, limit: float = 1e-4) -> N
         loss = run(m)
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5, nan_ok=True)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7, nan_ok=True)  # GRPO's is small: a difference of terms near one
     mine, exact = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
     assert set(mine) == set(exact)
     floor = 1e-4 * max((g.norm().item() for g in exact.values()), default=0)  # the q and k of a single token get noise
