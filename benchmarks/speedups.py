@@ -3,8 +3,8 @@
     python benchmarks/speedups.py --out benchmarks/results/speedups.json
     python benchmarks/speedups.py --families llama,gemma3 --out /tmp/two.json
 
-A few layers of each family's real widths, random weights and tokens, no checkpointing. Every family is a process of its own, in which the systems come
-one after the other: first all families at once, so that code is compiled, then each alone, so that nothing else runs while one is timed. From the
+A few layers of each family's real widths, random weights and tokens, no checkpointing. Every family is a process of its own, in which the systems take
+their steps by turns: first all families at once, so that code is compiled, then each alone, so that nothing else runs while one is timed. From the
 repository's root: families are those of its tests.
 """
 
@@ -61,44 +61,71 @@ def build(family: str, system: str, device: str) -> torch.nn.Module:
     return model
 
 
-def measured(family: str, system: str, device: str, steps: int) -> dict[str, Any]:
-    """A row: milliseconds of each step after the first two, losses, peak."""
-    torch._dynamo.reset()
-    model = build(family, system, device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    times, losses = [], []
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for number in range(steps + 2):
-        inputs = zoo.batch(VOCABULARY, ROWS, LENGTH, device, seed=number)
-        if device == "cuda" and number == 2:
+class Training:
+    """One system's model, and its row so far: milliseconds of each step after the first two, losses, peak."""
+
+    def __init__(self, family: str, system: str, device: str):
+        self.device, self.times, self.losses, self.peak = device, [], [], 0
+        self.row: dict[str, Any] = {"family": family, "system": system}
+        self.others = self._allocated()
+        self.model = build(family, system, device)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+    def step(self) -> None:
+        inputs = zoo.batch(VOCABULARY, ROWS, LENGTH, self.device, seed=len(self.times))
+        wait = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         wait()
         begin = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(**inputs, use_cache=False).loss
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.model(**inputs, use_cache=False).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         wait()
-        times.append(1e3 * (time.perf_counter() - begin))
-        losses.append(loss.item())
-    timed = times[2:] or times
-    return {"status": "ok", "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)}, "first_step_s": times[0] / 1e3, "losses": losses,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None}
+        self.times.append(1e3 * (time.perf_counter() - begin))
+        self.losses.append(loss.item())
+
+    def warm(self) -> None:
+        self.step()
+        self.step()
+        self.own = self._allocated() - self.others  # what stays between steps
+
+    def timed(self) -> None:
+        before = self._allocated()
+        self.step()
+        if self.device == "cuda":
+            self.peak = max(self.peak, self.own + torch.cuda.max_memory_allocated() - before)
+
+    def done(self) -> dict[str, Any]:
+        timed = self.times[2:] or self.times
+        return {**self.row, "status": "ok", "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)}, "first_step_s": self.times[0] / 1e3,
+                "losses": self.losses, "peak_gib": self.peak / 2**30 or None}
 
 
 def rows(family: str, device: str, steps: int = STEPS) -> list[dict[str, Any]]:
-    """One family under each system. What fails is a row with its reason."""
-    made = []
+    """One family under each system, a step of each at a time, so that all have the GPU at the same clocks. What fails is a row with its reason."""
+    torch._dynamo.reset()
+    running, failed = [], []
     for system in SYSTEMS:
         try:
-            row = measured(family, system, device, steps)
+            training = Training(family, system, device)
+            training.warm()
+            running.append(training)
         except Exception as error:  # the others go on
-            row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-        made.append({"family": family, "system": system, **row})
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+            failed.append({"family": family, "system": system, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
+    for _ in range(steps):
+        for training in running:
+            training.timed()
+    made = [training.done() for training in running] + failed
+    del running
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return made
 
 
