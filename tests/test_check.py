@@ -62,6 +62,7 @@ def test_a_wrong_gradient_is_found_by_every_net(tmp_path):
     assert any(asked.startswith("near miss") for asked in found) and not any("found in" in asked for asked in found)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_holds_too_much_is_found_by_near_misses(tmp_path):
     """The two constants need not be equal for it to match."""
     found = failed(*skeleton(tmp_path, "too_wide", ("to=lambda x, cap: too_wide", "to=lambda x, cap, other: too_wide"), ("def capped(x, cap):", "def capped(x, cap, other):"),

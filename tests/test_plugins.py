@@ -106,6 +106,7 @@ def test_the_example_is_found_rewritten_and_right(example):
     run(TRAIN, ROOT.parent, example)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_the_example(example):
     pytest.importorskip("triton")
     run(KERNEL, ROOT.parent, example, TRITON_INTERPRET="1")
@@ -296,7 +297,8 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     assert len(sys.modules["bad"].CALLS) == 1
 
 
-@pytest.mark.parametrize("stage", [pytest.param("plan", marks=pytest.mark.slow), "lower"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["plan", "lower"])
 def test_generated_code_is_that_without_it(install, stage):
     install("bad", f"def bad(graph, context):\n{FAILURES['raises'][0]}\nPASSES = Pass('bad', {stage!r}, bad)")
     assert [note for note in trained(executor="inductor").notes if "switched off" in note]

@@ -277,7 +277,8 @@ def test_bad_luck_switches_nothing_off(monkeypatch):
     assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]
 
 
-@pytest.mark.parametrize("adapter", [support.activated, support.other("FourierFTConfig", n_frequency=16), pytest.param(support.with_peft("PrefixTuningConfig", num_virtual_tokens=4), marks=pytest.mark.slow)],
+@pytest.mark.parametrize("adapter", [support.activated, *(pytest.param(adapter, marks=pytest.mark.slow) for adapter in (
+    support.other("FourierFTConfig", n_frequency=16), support.with_peft("PrefixTuningConfig", num_virtual_tokens=4)))],
                          ids=["reads the batch in a hook", "makes tensors of no named dtype", "fills a cache"])
 def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
     """What one reads of the batch, or adds to a cache, is there in the forward alone."""

@@ -115,6 +115,7 @@ def test_auto_does_nothing_on_a_cpu():
     assert report.memory is None and not any("memory" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
     from tunecompile.memory import menu
 
@@ -208,6 +209,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_where_all_fits(to_the_host):
     model = build("1TiB")
     step(model)
@@ -415,7 +417,7 @@ def two_kinds_step(model, rows=64):
     return loss.detach(), grads
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_kind_of_layer_is_planned_for_what_it_holds(trained):
     reference, free = two_kinds_step(two_kinds(None, trained)), two_kinds("1TiB", trained)
     for _ in range(2):

@@ -50,7 +50,7 @@ def empty(offload: Offload) -> bool:
     return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ahead", [1, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (0, 2, 9))])
 @pytest.mark.parametrize("keep_last", [False, True])
 def test_gradients_are_the_same(ahead, keep_last):
     offload = make(ahead=ahead)
@@ -63,7 +63,7 @@ def test_gradients_are_the_same(ahead, keep_last):
         assert empty(offload)
 
 
-@pytest.mark.parametrize("granules, on_disk", [(64, False), pytest.param(9, False, marks=pytest.mark.slow), (9, True), pytest.param(13, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("granules, on_disk", [(64, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9, False), (9, True), (13, True)))])
 def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
     """Small pieces of host memory change hands all the time, and copies come as late as they may."""
     offload = make(granules * GRANULE, copier=LateCopier(), folder=tmp_path if on_disk else None)

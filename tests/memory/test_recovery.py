@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("layer", [1, LAYERS - 1])
+@pytest.mark.parametrize("layer", [1, pytest.param(LAYERS - 1, marks=pytest.mark.slow)])
 def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
     model = guarded()
     before, full = peak(model), Full(model, layer, where)
@@ -42,7 +42,7 @@ def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
     assert any("ran out of memory" in note for note in tunecompile.report(model).notes)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
 def test_in_the_very_first_step(where):
     model = build(int(1.2 * needed()))
     full = Full(model, 2, where)
@@ -50,6 +50,7 @@ def test_in_the_very_first_step(where):
     assert full.raised == 1 and any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
 
 
+@pytest.mark.slow
 def test_again_and_again():
     model = guarded()
     faults = [Full(model, 3, "forward"), Full(model, 2, "behind the backward"), Full(model, 0, "before the backward", times=2)]
@@ -57,7 +58,7 @@ def test_again_and_again():
     assert [fault.raised for fault in faults] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("where", ["in the model", "in the loop", "in logits that are read"])
+@pytest.mark.parametrize("where", ["in the model", *(pytest.param(where, marks=pytest.mark.slow) for where in ("in the loop", "in logits that are read"))])
 def test_in_head_and_loss(where, monkeypatch):
     def run(model):
         torch.manual_seed(3)
@@ -149,6 +150,7 @@ def descend(parameter):
     parameter.grad = None
 
 
+@pytest.mark.slow
 def test_optimizers_in_hooks_after_accumulation():
     def run(model):
         for p in model.parameters():
@@ -164,6 +166,7 @@ def test_optimizers_in_hooks_after_accumulation():
     assert full.raised == 2 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_gradients_by_name_and_of_hidden_states():
     model, reference, found = guarded(), build(None), []
     full = Full(model, 1, "before the backward")
@@ -244,7 +247,7 @@ def test_trainer(tmp_path, few_plans):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
 def test_what_waits_on_the_host(to_the_host, where):  # noqa: F811
     model = build(int(0.7 * needed()))
     same(step(model), plain())
@@ -276,6 +279,7 @@ def test_a_model_without_layers(where):
 # -- what is given up -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dropped_graph_is_freed():
     model = guarded()
     found = loss(model)
@@ -315,7 +319,7 @@ def test_when_nothing_fits(where):
     same(step(model), plain())
 
 
-@pytest.mark.parametrize("what", ["hook", "tensor", "object"])
+@pytest.mark.parametrize("what", ["hook", *(pytest.param(what, marks=pytest.mark.slow) for what in ("tensor", "object"))])
 def test_what_cannot_be_repeated_runs_as_it_did(what):
     model, reference = guarded(), build(None)
     outside = [torch.ones(16, requires_grad=True) for _ in range(2)]

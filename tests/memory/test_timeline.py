@@ -108,6 +108,7 @@ def test_in_a_browser(tmp_path):
     assert 1 <= chromium.pages_printed(path) <= 3
 
 
+@pytest.mark.slow
 def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered, tmp_path):
     reference, model = step(build(None)), build("1TiB")
     for _ in range(STEPS + 1):

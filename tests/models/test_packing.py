@@ -128,6 +128,7 @@ def test_logits_may_be_read_beside_the_loss():
     assert batches(model) == 2
 
 
+@pytest.mark.slow
 def test_a_collator_of_transformers():
     from transformers import DataCollatorWithFlattening
 

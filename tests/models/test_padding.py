@@ -133,6 +133,7 @@ def test_half_precision_under_autocast():
     assert flattened(model) == 1
 
 
+@pytest.mark.slow
 def test_hidden_states_at_padding_are_zero():
     model, inputs = tunecompile.optimize(zoo.make("llama"), executor="eager").train(), padded()
     logits = model(**inputs).logits

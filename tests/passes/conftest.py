@@ -95,9 +95,16 @@ def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None,
     backends = [recorder]
     if whole:
         backends.append(Backend("test", PIPELINE, "eager"))
-    for backend in backends:
-        torch._dynamo.reset()
-        got = results(torch.compile(fn, backend=backend, dynamic=dynamic), args, parameters, rows)
+    running = 0
+
+    def by_turns(gm, inputs):  # Dynamo traces once for all of them
+        compiled = [backend(gm, inputs) for backend in backends]
+        return lambda *values: compiled[running](*values)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=by_turns, dynamic=dynamic)
+    for running in range(len(backends)):
+        got = results(compiled, args, parameters, rows)
         assert_same(got[0] + got[1], expected[0] + expected[1], tol)
     assert not whole or not backends[1].failures, backends[1].failures
     if expect is not None:
