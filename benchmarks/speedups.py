@@ -67,6 +67,7 @@ class Training:
     def __init__(self, family: str, system: str, device: str):
         self.device, self.times, self.losses, self.peak = device, [], [], 0
         self.row: dict[str, Any] = {"family": family, "system": system}
+        gc.collect()  # what others left
         self.others = self._allocated()
         self.model = build(family, system, device)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
@@ -93,6 +94,7 @@ class Training:
     def warm(self) -> None:
         self.step()
         self.step()
+        gc.collect()
         self.own = self._allocated() - self.others  # what stays between steps
 
     def timed(self) -> None:
@@ -100,6 +102,7 @@ class Training:
         self.step()
         if self.device == "cuda":
             self.peak = max(self.peak, self.own + torch.cuda.max_memory_allocated() - before)
+            self.own += self._allocated() - before
 
     def done(self) -> dict[str, Any]:
         timed = self.times[2:] or self.times
