@@ -186,7 +186,7 @@ class Budget:
         before = self.menus.get(region)
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
-            self.moving[region] = growth(graph) if self.kept is not None and self.kept.moves else 0
+            self.moving[region] = growth(graph) if self.moves else 0
             rows, names = [], tuple(map(menu.name, menu.dear_nodes(graph)))
             for candidates in menu.courses(graph):
                 rows += menu.survey(cut, candidates)
@@ -236,6 +236,11 @@ class Budget:
     def tight(self) -> bool:
         """Whether layers need more than half of what there is for them, as far as is known."""
         return self.admitted is None or 2 * self.admitted.choice.peak > self.admitted.room
+
+    @property
+    def moves(self) -> bool:
+        """Whether dense weights move into matrices with their adapters."""
+        return self.kept is not None and bool(self.kept.moves)
 
     def _without(self) -> Plan:
         """For layers there is nothing to plan with: what the user asked for."""

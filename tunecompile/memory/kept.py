@@ -64,8 +64,8 @@ class Matrix:
 class Kept:
     """All matrices of one model."""
 
-    def __init__(self) -> None:
-        self.moves: bool | None = None  #: whether dense weights may move; None as long as that is not known
+    def __init__(self, moves: bool | None = None) -> None:
+        self.moves = moves  #: whether dense weights may move; None as long as that is not known
         self.last = 0  #: place of the layer that ran last; more than any other's before a step
         self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
         self.moved: dict[tuple, Matrix] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device

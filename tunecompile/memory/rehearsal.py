@@ -28,9 +28,10 @@ from tunecompile.memory.hollow import held, stand_ins
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Plan, Stack, choose
-from tunecompile.memory.products import matrix_bytes
+from tunecompile.memory.products import growth, matrix_bytes
 from tunecompile.memory.rates import Rates
 from tunecompile.memory.recordings import RECORDED
+from tunecompile.memory.recovery import sharded
 from tunecompile.memory.work import beside_layers, is_attention
 from tunecompile.op import has_triton
 from tunecompile.partition import Decide
@@ -78,6 +79,12 @@ class Rehearsal(Budget):
     bounded: bool = True  #: whether there is a budget to plan for
     attends: bool = False  #: whether any layer's attention is fused
     gpu: Gpu | None = None  #: that is not there, but in the place of the model's device
+    movable: bool = False  #: whether frozen dense weights would move in a step, unless they are gathered
+    thorough: bool = False  #: whether every plan is surveyed, though some fits: for what would fit another batch
+
+    @property
+    def moves(self) -> bool:
+        return self.movable and not self.gauge.sharded
 
     def decide(self, graph: Graph, cut: menu.Cut, attention: float | None = None) -> Plan:
         attention = attention if self.gpu is None else _attention(graph, self.gpu)
@@ -86,6 +93,7 @@ class Rehearsal(Budget):
             return super().decide(graph, cut, attention)
         candidates = menu.plans(graph) if self.bounded else [KEEP, RECOMPUTE]
         weights = matrix_bytes(graph) if self.kept is not None else 0
+        self.moving[id(self.running.region)] = growth(graph) if self.moves else 0
         self.menus[id(self.running.region)] = Menu(tuple(menu.survey(cut, candidates)), self.tokens, tuple(map(menu.name, menu.dear_nodes(graph))),
                                                  weights, attention=attention)
         self._admit(self.tokens)
@@ -104,7 +112,9 @@ class Rehearsal(Budget):
         return choose(self._stacks(tokens)[0], self.admitted.room, self.tail(tokens), self._host_bytes()).fits
 
     def under(self, ledger: Ledger) -> bool:
-        """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed."""
+        """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed, of graphs as it runs them."""
+        if self.moves != (self.movable and not ledger.sharded):
+            return False
         self.gauge, self.present = ledger, ledger.allocated()
         self.kept = None if ledger.sharded or self.kept is None else Kept()
         self._admit(self.tokens)
@@ -133,6 +143,9 @@ class Rehearsal(Budget):
             stacks = [replace(stack, options=tuple(o for o in stack.options if o.plan == plan)) for stack, plan in zip(stacks, wanted)]
         return stacks, slots
 
+    def _satisfied(self) -> bool:
+        return not self.thorough and super()._satisfied()
+
     def _rates(self) -> Rates:
         return super()._rates() if self.gpu is None else self.gpu.rates
 
@@ -158,8 +171,8 @@ class Glimpse(Backend):
 
     attends = False  #: whether the layer calls attention by its name
 
-    def __init__(self, region: Region, plan: Plan | None, decide: Decide | None, fakes: FakeTensorMode):
-        super().__init__(region.name, region.passes, "eager", plan, precision=region.precision, decide=decide)
+    def __init__(self, region: Region, plan: Plan | None, decide: Decide | None, fakes: FakeTensorMode, moves: bool):
+        super().__init__(region.name, region.passes, "eager", plan, precision=region.precision, decide=decide, kept=Kept(moves=True) if moves else None)
         self.fakes = fakes
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
@@ -193,7 +206,7 @@ class GlimpseSlot:
         if glimpse is not None and id(region) in self.budget.menus:
             return _blank(output, self.fakes)
         known = id(region) in self.budget.menus  # if not: nothing in the layers before was trained
-        glimpse = Glimpse(region, KEEP if known else None, None if known else self.budget.decide, self.fakes)
+        glimpse = Glimpse(region, KEEP if known else None, None if known else self.budget.decide, self.fakes, self.budget.moves)
         variant = Variant(region.name, glimpse)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = glimpse, output
@@ -221,7 +234,7 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         raise CannotEstimate(model=type(model).__name__, reason=f"its modules cannot be copied: {summary(error)}") from error
 
 
-def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence[int], gpu: Gpu | None = None) -> tuple[Rehearsal, list[str]]:
+def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence[int], gpu: Gpu | None = None, thorough: bool = False) -> tuple[Rehearsal, list[str]]:
     """Call a skeleton on a blank batch, with all that `optimize` attaches. Returns what was found out, and what to know about it.
 
     Raises:
@@ -232,7 +245,7 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
     stage.attach()
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
-    rehearsal = stage.step.budget = _budget(stage, spec, ledger, device, gpu)
+    rehearsal = stage.step.budget = _budget(stage, spec, ledger, device, gpu, thorough)
     seen: dict[tuple, tuple[Glimpse, Any]] = {}
     for slot in stage.slots:
         slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)
@@ -257,14 +270,16 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
                        *([UNFUSED] if unfused else []), *absent]
 
 
-def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: Gpu | None) -> Rehearsal:
+def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: Gpu | None, thorough: bool) -> Rehearsal:
     """As `optimize` would make it; without a spec, one that bounds nothing but says what there is."""
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
     offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
     kept = Kept() if somewhere and bounded and stage.precision is None and not ledger.sharded else None
+    parameters = [parameter for slot in stage.slots for parameter in slot.layer.parameters()]
+    movable = somewhere and stage.precision is None and not any(map(sharded, parameters)) and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
     return Rehearsal(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
-                     bounded=bounded, gpu=gpu)
+                     bounded=bounded, gpu=gpu, movable=movable, thorough=thorough)
 
 
 UNFUSED = "attention is traced without a fused kernel: its scores are counted, which grow with the square of the length"

@@ -175,11 +175,11 @@ class Planner:
         return rehearsal, estimate
 
     def _rehearsal(self, rows: int, ledger: Ledger, memory: Spec) -> tuple[Rehearsal, list[str]]:
-        key = rows, memory
+        key = rows, memory, ledger.sharded and self.question.mode == "lora"  # gathered weights do not move to their adapters
         if key not in self.rehearsals or not self.rehearsals[key][0].under(ledger):
             stage = stage_of(self.model, memory, HOST if self.question.host_memory is None else self.question.host_memory)
             with torch.autocast("cpu", torch.bfloat16):
-                self.rehearsals[key] = rehearse(stage, ledger, torch.device("meta"), (rows, self.question.length), self.question.gpu)
+                self.rehearsals[key] = rehearse(stage, ledger, torch.device("meta"), (rows, self.question.length), self.question.gpu, thorough=True)
         return self.rehearsals[key]
 
     def _most(self, rows: int, fits) -> int:
