@@ -80,6 +80,19 @@ def question(**changes) -> Question:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
+    """Frozen dense weights move to their adapters where they are on one GPU, and whole: rehearsals are shared only where they agree about that."""
+    def planner():
+        return Planner(question(mode="lora", length=1024, gpus=4, memory=memory))
+
+    several = planner()
+    in_turn = [several.one_gpu(), several.fsdp(), several.device_map(), several.ddp()]
+    assert in_turn == [planner().one_gpu(), planner().fsdp(), planner().device_map(), planner().ddp()]
+    assert all(rehearsal.moves == moves for (*_, moves), (rehearsal, _) in several.rehearsals.items())
+
+
+@pytest.mark.slow
 def test_a_longer_sequence_never_needs_less():
     found = [Planner(question(mode="lora", length=length)).one_gpu() for length in (128, 256, 512, 2048)]
     for values in ([engine.peak for engine in found], [engine.activations for engine in found], [engine.step_ms for engine in found]):

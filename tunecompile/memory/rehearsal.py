@@ -51,7 +51,13 @@ class Ledger:
     optimizer: int
     device: Gauge
     sharded: bool = False  #: whether layers are gathered for every call, so that nothing of them can be kept
+    spread: bool = False  #: whether layers are on several devices
     one_by_one: bool = False  #: whether gradients come with each layer's backward, and are not there before
+
+    @property
+    def moves(self) -> bool:
+        """Whether frozen dense weights may move into matrices with their adapters."""
+        return not (self.sharded or self.spread)
 
     def allocated(self) -> int:
         return self.weights + self.gradients + self.optimizer
@@ -79,12 +85,12 @@ class Rehearsal(Budget):
     bounded: bool = True  #: whether there is a budget to plan for
     attends: bool = False  #: whether any layer's attention is fused
     gpu: Gpu | None = None  #: that is not there, but in the place of the model's device
-    movable: bool = False  #: whether frozen dense weights would move in a step, unless they are gathered
+    movable: bool = False  #: whether frozen dense weights would move in a step, where the gauge says that they may
     thorough: bool = False  #: whether every plan is surveyed, though some fits: for what would fit another batch
 
     @property
     def moves(self) -> bool:
-        return self.movable and not self.gauge.sharded
+        return self.movable and self.gauge.moves
 
     def decide(self, graph: Graph, cut: menu.Cut, attention: float | None = None) -> Plan:
         attention = attention if self.gpu is None else _attention(graph, self.gpu)
@@ -113,7 +119,7 @@ class Rehearsal(Budget):
 
     def under(self, ledger: Ledger) -> bool:
         """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed, of graphs as it runs them."""
-        if self.moves != (self.movable and not ledger.sharded):
+        if self.moves != (self.movable and ledger.moves):
             return False
         self.gauge, self.present = ledger, ledger.allocated()
         self.kept = None if ledger.sharded or self.kept is None else Kept()

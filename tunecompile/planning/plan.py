@@ -136,7 +136,7 @@ class Planner:
     def device_map(self) -> EnginePlan:
         """GPUs of one machine take turns: a step takes as long as on one, and hidden states are handed on."""
         asked, gpus = self.question, min(self.question.gpus, self.question.per_node, len(self.parts.layers))
-        rehearsal, _ = self._rehearsal(asked.rows, whole(self.parts, self.sheet), None)
+        rehearsal, _ = self._rehearsal(asked.rows, replace(whole(self.parts, self.sheet), spread=True), None)
         held, limit = stages(self.parts, gpus, rehearsal), rehearsal._limit()
         room = limit - int(MARGIN * limit)
         states = 2 * asked.rows * asked.length * self.model.get_input_embeddings().weight.shape[1]
@@ -175,7 +175,7 @@ class Planner:
         return rehearsal, estimate
 
     def _rehearsal(self, rows: int, ledger: Ledger, memory: Spec) -> tuple[Rehearsal, list[str]]:
-        key = rows, memory, ledger.sharded and self.question.mode == "lora"  # gathered weights do not move to their adapters
+        key = rows, memory, self.question.mode == "lora" and ledger.moves  # of the others, one rehearsal serves all engines
         if key not in self.rehearsals or not self.rehearsals[key][0].under(ledger):
             stage = stage_of(self.model, memory, HOST if self.question.host_memory is None else self.question.host_memory)
             with torch.autocast("cpu", torch.bfloat16):
