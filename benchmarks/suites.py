@@ -1,7 +1,8 @@
 """Another package's own tests, once as they are and once with every model in training optimized: what fails only then is our fault.
 
-    pip download --no-deps --no-binary :all: peft && tar xzf peft-*.tar.gz && touch peft-*/tests/__init__.py
-    python benchmarks/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py --only "Lora and not Embedding" --sample 400 --out /tmp/peft.json
+    pip install diffusers parameterized scipy && pip download --no-deps --no-binary :all: peft==0.21.2 && tar xzf peft-*.tar.gz && touch peft-*/tests/__init__.py
+    python benchmarks/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py tests/test_decoder_models.py tests/test_target_parameters.py tests/test_lora_variants.py \\
+        --only "(Lora or lora or LORA) and not Embedding" --sample 2400 --evaluated --processes 2 --out benchmarks/results/suite-peft.json
 
     pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz && cp benchmarks/suite_of_transformers.py transformers-5.23.0/
     python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --evaluated --processes 4 --out benchmarks/results/suite-transformers.json
