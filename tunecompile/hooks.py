@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch import others_trace
 from tunecompile.memory.budget import Budget
@@ -126,6 +128,13 @@ class PassThrough:
 
     def __reduce__(self) -> Any:
         return _identity, (self.function,)
+
+
+def only_checkpoints(function: Any) -> bool:
+    """Whether it is torch's, with options."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function is checkpoint
 
 
 def _identity(value: Any) -> Any:

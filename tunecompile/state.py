@@ -16,7 +16,7 @@ from tunecompile._torch import grow_segments, others_trace
 from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.graphs import Replays
-from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook
+from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook, only_checkpoints
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.embedding import HostTables
@@ -186,10 +186,17 @@ class State(NotCopied):
     def follow_checkpointing(self) -> None:
         """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside."""
         for slot in self.slots:
-            slot.checkpoint = bool(getattr(slot.layer, "gradient_checkpointing", False))
+            slot.checkpoint = bool(getattr(slot.layer, "gradient_checkpointing", False)) and not self._checkpoints_otherwise(slot)
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if slot.checkpoint and function is not None and not isinstance(function, PassThrough):
                 slot.layer._gradient_checkpointing_func = PassThrough(function)
+
+    def _checkpoints_otherwise(self, slot: Slot) -> bool:
+        """Whether the layer's function does more than checkpoint, as transformers' does with `offload=True`: it stays around the layer, unless what is
+        saved is planned."""
+        function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+        planned = self.memory is not None or self.step.budget is not None
+        return function is not None and not planned and not isinstance(function, PassThrough) and not only_checkpoints(function)
 
     def follow_tables(self) -> None:
         """The model may come to its GPU after `optimize`."""
@@ -312,6 +319,11 @@ class State(NotCopied):
         told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": self.step.outer, "torch.func, or forward-mode differentiation, transformed the model": self.step.transformed}
         return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
+    def _note_checkpointing(self) -> list[str]:
+        count = sum(bool(getattr(slot.layer, "gradient_checkpointing", False)) and self._checkpoints_otherwise(slot) for slot in self.slots)
+        return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it stays around them, and they run as they are. "
+                "memory= plans recomputation and copies of compiled layers"] if count else []
+
     def _note_unused_heads(self) -> list[str]:
         """A head that no training step called, where there were steps."""
         if not any(region.variants for region in self.regions):
@@ -336,7 +348,7 @@ class State(NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + self._note_other_ranks() + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
-                         + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_unused_heads() + self._note_replicas()
+                         + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_checkpointing() + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
 
     def _memory(self) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """The public functions: what `optimize` leaves as it was, what `restore` puts back, what copies, adapters and savers see."""
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -141,6 +142,37 @@ def test_checkpointing_of_every_other_layer_and_off_again():
         m.activation_checkpointing_disable()
     equal_steps(model, reference)
     assert tunecompile.report(model).compiles == 2  # one with, one without
+
+
+def test_checkpointing_that_does_more_stays_around_the_layers():
+    """transformers' `offload=True` copies what a checkpoint saves to the host; without it a step might not fit."""
+    model, reference = small(), small()
+    optimized(model)
+    copied = []
+
+    def on_the_host(value):
+        copied.append(value.shape)
+        return value.clone()
+
+    def otherwise(function, *args, **options):
+        with torch.autograd.graph.saved_tensors_hooks(on_the_host, lambda value: value):
+            return torch.utils.checkpoint.checkpoint(function, *args, **options)
+
+    for m in (model, reference):
+        checkpoint(m, use_reentrant=False)
+        for layer in m.model.layers:
+            layer._gradient_checkpointing_func = functools.partial(otherwise, use_reentrant=False)
+    equal_steps(reference, reference)
+    expected, copied[:] = list(copied), []
+    equal_steps(model, model)
+    assert copied == expected and len(copied) >= 2
+    equal_steps(model, reference)
+    report = tunecompile.report(model)
+    assert report.compiles == 0 and any(note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes)
+    for m in (model, reference):
+        checkpoint(m, use_reentrant=False)
+    equal_steps(model, reference)
+    assert tunecompile.report(model).compiles == 1 and not any("does more" in note for note in tunecompile.report(model).notes)
 
 
 # -- copies and files ---------------------------------------------------------------------------------------------------
