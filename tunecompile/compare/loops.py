@@ -45,7 +45,8 @@ def to_device(batch: Batch, device: str) -> Batch:
 def enable_checkpointing(model: nn.Module, job: Job) -> None:
     """As a user's loop does it. Unsloth has switched its own on while loading."""
     if job.checkpoints and job.engine != "unsloth":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the name that older transformers have alone
+        enable({"use_reentrant": False})
         if job.mode != "full":
             model.enable_input_require_grads()
 
