@@ -184,19 +184,18 @@ class State(NotCopied):
             self._attach_head()
 
     def follow_checkpointing(self) -> None:
-        """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside."""
-        for slot in self.slots:
-            slot.checkpoint = bool(getattr(slot.layer, "gradient_checkpointing", False)) and not self._checkpoints_otherwise(slot)
-            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
-            if slot.checkpoint and function is not None and not isinstance(function, PassThrough):
-                slot.layer._gradient_checkpointing_func = PassThrough(function)
-
-    def _checkpoints_otherwise(self, slot: Slot) -> bool:
-        """Whether the layer's function does more than checkpoint, as transformers' does with `offload=True`: it stays around the layer, unless what is
-        saved is planned."""
-        function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+        """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside. A function that does more than
+        checkpoint, as transformers' does with `offload=True`, is called around the layer, unless what is saved is planned."""
         planned = self.memory is not None or self.step.budget is not None
-        return function is not None and not planned and not isinstance(function, PassThrough) and not only_checkpoints(function)
+        for slot in self.slots:
+            slot.checkpoint, slot.checkpoints = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
+            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+            if not slot.checkpoint or function is None:
+                continue
+            if not isinstance(function, PassThrough):
+                function = slot.layer._gradient_checkpointing_func = PassThrough(function)
+            if not planned and not only_checkpoints(function.function):
+                slot.checkpoint, slot.checkpoints = False, function.function
 
     def follow_tables(self) -> None:
         """The model may come to its GPU after `optimize`."""
@@ -320,9 +319,9 @@ class State(NotCopied):
         return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
     def _note_checkpointing(self) -> list[str]:
-        count = sum(bool(getattr(slot.layer, "gradient_checkpointing", False)) and self._checkpoints_otherwise(slot) for slot in self.slots)
-        return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it stays around them, and they run as they are. "
-                "memory= plans recomputation and copies of compiled layers"] if count else []
+        count = sum(slot.checkpoints is not None for slot in self.slots)
+        return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
+                "memory= plans recomputation and copies itself"] if count else []
 
     def _note_unused_heads(self) -> list[str]:
         """A head that no training step called, where there were steps."""
