@@ -62,15 +62,19 @@ def build(family: str, system: str, device: str) -> torch.nn.Module:
 
 
 class Training:
-    """One system's model, and its row so far: milliseconds of each step after the first two, losses, peak."""
+    """One system's model after its first two steps, and its row so far: milliseconds of each step after those, losses, peak."""
 
     def __init__(self, family: str, system: str, device: str):
         self.device, self.times, self.losses, self.peak = device, [], [], 0
         self.row: dict[str, Any] = {"family": family, "system": system}
         gc.collect()  # what others left
-        self.others = self._allocated()
+        others = self._allocated()
         self.model = build(family, system, device)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
+        self.step()
+        self.step()
+        gc.collect()
+        self.own = self._allocated() - others  # what stays between steps
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
@@ -91,12 +95,6 @@ class Training:
         self.times.append(1e3 * (time.perf_counter() - begin))
         self.losses.append(loss.item())
 
-    def warm(self) -> None:
-        self.step()
-        self.step()
-        gc.collect()
-        self.own = self._allocated() - self.others  # what stays between steps
-
     def timed(self) -> None:
         before = self._allocated()
         self.step()
@@ -113,23 +111,19 @@ class Training:
 def rows(family: str, device: str, steps: int = STEPS) -> list[dict[str, Any]]:
     """One family under each system, a step of each at a time, so that all have the GPU at the same clocks. What fails is a row with its reason."""
     torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # of the family before
     running, failed = [], []
     for system in SYSTEMS:
         try:
-            training = Training(family, system, device)
-            training.warm()
-            running.append(training)
+            running.append(Training(family, system, device))
         except Exception as error:  # the others go on
             failed.append({"family": family, "system": system, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
     for _ in range(steps):
         for training in running:
             training.timed()
-    made = [training.done() for training in running] + failed
-    del running
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return made
+    return [training.done() for training in running] + failed
 
 
 def compile_all(families: list[str], device: str, processes: int) -> None:
