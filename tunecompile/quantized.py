@@ -45,9 +45,13 @@ def may_pack(module: nn.Module) -> None:
     setattr(module, PACKS, True)
 
 
+def is_packed(state: Any) -> bool:
+    """Whether the weight of this quantisation state was packed for evaluations on a CPU."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
 def note_packed(model: nn.Module) -> list[str]:
     """Weights that were evaluated on such a CPU before `optimize`."""
-    states = (getattr(parameter, STATE, None) for parameter in model.parameters())
-    packed = sum(getattr(state, "packing_format_for_cpu", False) is True for state in states)
+    packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
     return [f"{packed} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: gradients stop at them. Load the model anew to train it"] \
         if packed else []

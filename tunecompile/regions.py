@@ -228,7 +228,7 @@ class Slot:
         self.step, self.layer, self.region = step, layer, region
         self.place = 0  #: among all layers
         self.checkpoint = False  #: whether the user asks for it
-        self.checkpoints: Callable | None = None  #: by a function of the user's, called with the layer and its arguments by position
+        self.checkpointed_by: Callable | None = None  #: a function of the user's, called with the layer and its arguments by position
         self.padding: Padding | None = None
         self.variant: Variant | None = None
         self.hooks: list[dict] | None = None
@@ -254,8 +254,8 @@ class Slot:
         return self.placement.around(run, args, kwargs) if isinstance(self.placement, Unit) else run(args, kwargs)
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:
-        if self.checkpoints is not None:
-            return self.checkpoints(lambda *args: self.compiled(args, kwargs), *args)
+        if self.checkpointed_by is not None:
+            return self.checkpointed_by(lambda *args: self.compiled(args, kwargs), *args)
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 

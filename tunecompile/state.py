@@ -188,14 +188,14 @@ class State(NotCopied):
         checkpoint, as transformers' does with `offload=True`, is called around the layer, unless what is saved is planned."""
         planned = self.memory is not None or self.step.budget is not None
         for slot in self.slots:
-            slot.checkpoint, slot.checkpoints = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
+            slot.checkpoint, slot.checkpointed_by = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if not slot.checkpoint or function is None:
                 continue
             if not isinstance(function, PassThrough):
                 function = slot.layer._gradient_checkpointing_func = PassThrough(function)
             if not planned and not only_checkpoints(function.function):
-                slot.checkpoint, slot.checkpoints = False, function.function
+                slot.checkpoint, slot.checkpointed_by = False, function.function
 
     def follow_tables(self) -> None:
         """The model may come to its GPU after `optimize`."""
@@ -319,7 +319,7 @@ class State(NotCopied):
         return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
     def _note_checkpointing(self) -> list[str]:
-        count = sum(slot.checkpoints is not None for slot in self.slots)
+        count = sum(slot.checkpointed_by is not None for slot in self.slots)
         return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
                 "memory= plans recomputation and copies itself"] if count else []
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tunecompile.errors import CannotMerge, summary
 from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.quantized import is_packed
 from tunecompile.upstream import BLOCKS_ACROSS_ROWS
 
 ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a process of its own: tunecompile merge"
@@ -117,7 +118,7 @@ def dequantized(linear: nn.Module, name: str) -> nn.Linear:
 
 def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
     state = weight.quant_state
-    if state is None or getattr(state, "packing_format_for_cpu", False):
+    if state is None or is_packed(state):
         reason = "is not quantised yet: move the model to its device first" if state is None else \
             f"was packed anew by bitsandbytes, for evaluation on this CPU, which loses precision: {ELSEWHERE}"
         raise CannotMerge(reason=f"{name} {reason}")
