@@ -36,7 +36,8 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
             under adapters stay as matrix products read them. The plan is looked at again when the batch grows or memory runs
             out. It takes the place of the model's own gradient checkpointing, with the same results. None: each layer keeps
             what is dear to compute, or nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers
-            hold for the backward pass. A budget turns on torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF says anything.
+            hold for the backward pass. Of layers on several GPUs (`device_map`) each GPU gets this budget and a plan of its own. A budget
+            turns on torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF says anything.
         host_memory: bytes of pinned host memory that may hold saved activations under a budget, where copies are cheaper than computing
             again; None for half of what is available, 0 for none.
         offload_dir: folder for activations that host memory cannot hold; files are removed as soon as their tensors are.

@@ -45,8 +45,17 @@ class StepFlag:
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
-    budget: Budget | None = None  #: of the model's layers, where the user gave one
+    budgets: tuple[Budget, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
+
+    @property
+    def budget(self) -> Budget | None:
+        """The first device's."""
+        return self.budgets[0] if self.budgets else None
+
+    def budget_of(self, slot: Any) -> Budget | None:
+        """What gives a layer its plan, if anything does."""
+        return next((budget for budget in self.budgets if id(slot) in budget.places), None)
 
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""

@@ -300,7 +300,12 @@ class Slot:
     @property
     def budget(self) -> Any:
         """What gives the layer its plan, if anything does."""
-        return self.step.budget
+        return self.step.budget_of(self)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the layer's weights are; None where accelerate keeps them elsewhere between calls."""
+        return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
 
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
         """The layer's call; `finish` sees its output while what the layer saves is still looked after."""

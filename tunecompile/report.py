@@ -41,7 +41,8 @@ class Report:
     regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
     matches: list[Tally] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
     notes: list[str] = field(default_factory=list)  #: what else there is to say
-    memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds
+    memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
+    elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same of the others
 
     @property
     def compiles(self) -> int:
@@ -51,7 +52,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, ready for JSON; `saved_bytes` is the sum over all layers."""
         return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
-                "notes": list(self.notes), "memory": self.memory, "compiles": self.compiles,
+                "notes": list(self.notes), "memory": self.memory, "elsewhere": self.elsewhere, "compiles": self.compiles,
                 "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}
 
     def __str__(self) -> str:
@@ -68,16 +69,17 @@ class Report:
             if m.found:
                 lines.append(f"  {m.family:22s}{m.found:7d}{m.rewritten:11d}")
                 lines += [f"      refused: {reason}" for reason in dict.fromkeys(m.refused)]
-        if self.memory is not None:
-            lines += _memory_lines(self.memory)
+        for plan in [*([self.memory] if self.memory else []), *self.elsewhere]:
+            lines += _memory_lines(plan, of_several=bool(self.elsewhere))
         if not self.compiles:
             lines.append("  nothing is compiled yet: run one training step")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def _memory_lines(memory: dict[str, Any]) -> list[str]:
+def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
     measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
-    lines = [f"  memory: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
+    where = f" of {memory['device']}" if of_several else ""
+    lines = [f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
     if memory["predicted_ms"]:
         took = f", measured {memory['measured_ms']:.0f} ms" if memory.get("measured_ms") else ""
         lines.append(f"    a step predicted {memory['predicted_ms']:.0f} ms{took}")
@@ -91,7 +93,7 @@ def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],
-              memory: dict[str, Any] | None = None) -> Report:
+              memory: dict[str, Any] | None = None, elsewhere: Sequence[dict[str, Any]] = ()) -> Report:
     """Collect what the backends of all regions recorded."""
     made, matches, notes = [], {}, list(notes)
     layers = _layer_counts(model)
@@ -120,7 +122,7 @@ def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally
     for tally in tails:  # the head's loss is joined outside the regions
         total = matches.setdefault(tally.family, Tally(tally.family))
         total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
-    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory)
+    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory, list(elsewhere))
 
 
 def contexts_of(region: Region) -> list[Context]:

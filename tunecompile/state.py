@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from tunecompile import parametrised, quantized
-from tunecompile._torch import grow_segments, others_trace
+from tunecompile._torch import others_trace
 from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.graphs import Replays
 from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook, only_checkpoints
 from tunecompile.memory.agreement import Agreement
-from tunecompile.memory.budget import Budget
+from tunecompile.memory.devices import make_budgets
 from tunecompile.memory.embedding import HostTables
-from tunecompile.memory.gauge import Spec, gauge
+from tunecompile.memory.gauge import Spec
 from tunecompile.memory.kept import Kept
-from tunecompile.memory.offload import Offload
-from tunecompile.memory.recovery import Recovery, sharded
+from tunecompile.memory.recovery import Recovery
 from tunecompile.monitor.pulse import Pulse, describe
 from tunecompile.notes import note_new_layers, note_outside, note_sharded
 from tunecompile.padding import OwnerSlot, Padding
@@ -186,7 +185,7 @@ class State(NotCopied):
     def follow_checkpointing(self) -> None:
         """The user may turn checkpointing on or off between any two steps; each layer runs the variant that does it inside. A function that does more than
         checkpoint, as transformers' does with `offload=True`, is called around the layer, unless what is saved is planned."""
-        planned = self.memory is not None or self.step.budget is not None
+        planned = self.memory is not None or bool(self.step.budgets)
         for slot in self.slots:
             slot.checkpoint, slot.checkpointed_by = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
@@ -216,19 +215,14 @@ class State(NotCopied):
         """Made at the first training step, when the model is where it will be trained."""
         if self.memory is None:
             return
-        if self.step.budget is None:
-            devices = self._devices()
-            if len(devices) != 1 or (self.memory == "auto" and next(iter(devices)).type != "cuda"):
-                self.notes += [f"no memory plan: layers are on {len(devices)} devices"] if len(devices) != 1 else []
+        if not self.step.budgets:
+            self.step.budgets = make_budgets(self)
+            if not self.step.budgets:
                 self.memory = None
                 return
-            device = next(iter(devices))
-            if device.type == "cuda":
-                grow_segments()
-            self.step.budget = Budget(self.memory, self.model, gauge(device), device, self.slots, self.heads, self._offload(device), self.replays,
-                                      self.kept if self.precision is None and not any(map(sharded, self.model.parameters())) else None)
             self.step.recovery.agreement = Agreement(self.meet())
-        self.step.budget.begin()
+        for budget in self.step.budgets:
+            budget.begin()
         self.step.recovery.begin()
 
     def meet(self) -> Board:
@@ -236,10 +230,6 @@ class State(NotCopied):
         if self.board is None:
             self.board = Board.of(self.model)
         return self.board
-
-    def _offload(self, device: torch.device) -> Offload | None:
-        """On a CPU there is nowhere else to go."""
-        return Offload(device, self.host_bytes, self.offload_dir) if device.type == "cuda" and self.host_bytes != 0 else None
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
@@ -348,12 +338,20 @@ class State(NotCopied):
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + self._note_other_ranks() + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
                          + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_checkpointing() + self._note_unused_heads() + self._note_replicas()
-                         + (self.tables.said() if self.tables else []) + self.replays.notes() + (self.step.budget.said() + self.step.recovery.said() if self.step.budget else []), self._memory())
+                         + (self.tables.said() if self.tables else []) + self.replays.notes() + self._budgets_said(), *self._memory())
 
-    def _memory(self) -> dict[str, Any] | None:
-        """What the budget says, and what a step took."""
-        planned = self.step.budget and self.step.budget.summary()
-        return planned and {**planned, "measured_ms": self.pulse.step_ms}
+    def _budgets_said(self) -> list[str]:
+        budgets = self.step.budgets
+        told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]
+        return told + self.step.recovery.said() if budgets else []
+
+    def _memory(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        """What the first device's budget says, and what a step took; and the other devices'."""
+        planned = [told for budget in self.step.budgets if (told := budget.summary()) is not None]
+        each = [told["predicted_ms"] for told in planned]
+        step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": self.pulse.step_ms}  # devices take turns
+        planned = [told | step for told in planned]
+        return (planned[0] if planned else None), planned[1:]
 
 
 def _empty(module: nn.Module, slot: Any) -> None:

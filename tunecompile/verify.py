@@ -302,8 +302,8 @@ def _forget(model: nn.Module) -> None:
     """Twins, which know themselves, and what a memory budget would learn from them."""
     gc.collect()
     state: State | None = getattr(model, ATTRIBUTE, None)
-    if state is not None and state.step.budget is not None:
-        state.step.budget.forget_step()
+    for budget in state.step.budgets if state is not None else ():
+        budget.forget_step()
 
 
 @torch.no_grad()

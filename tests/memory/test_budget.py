@@ -143,19 +143,18 @@ def test_layers_of_two_structures_share_the_budget():
 @pytest.fixture
 def to_the_host(monkeypatch):
     """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
-    from tunecompile.state import State
-    from tunecompile.memory import budget
+    from tunecompile.memory import budget, devices
     from tunecompile.memory.host import HostCopier
     from tunecompile.memory.offload import Offload
     from tunecompile.memory.rates import Rates
 
     made = []
 
-    def offload(self, device):
+    def offload(_state, device, _devices):
         made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopier()))
         return made[-1]
 
-    monkeypatch.setattr(State, "_offload", offload)
+    monkeypatch.setattr(devices, "_offload", offload)
     monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops=1.0, copy=1e12))
     return made
 
@@ -244,10 +243,10 @@ class Meter:
 
 
 def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
-    from tunecompile import state
+    from tunecompile.memory import devices
 
     meter = Meter()
-    monkeypatch.setattr(state, "gauge", lambda device: meter)
+    monkeypatch.setattr(devices, "gauge", lambda device: meter)
     whole = needed()
     meter.most = meter.held = 100 * whole  # of loading the model: no step's
     model = build(int(1.3 * whole))
@@ -266,10 +265,10 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
 
 @pytest.mark.slow
 def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
-    from tunecompile import state
+    from tunecompile.memory import devices
 
     meter = Meter()
-    monkeypatch.setattr(state, "gauge", lambda device: meter)
+    monkeypatch.setattr(devices, "gauge", lambda device: meter)
     whole = needed()
     model = build(int(1.3 * whole))
     step(model)

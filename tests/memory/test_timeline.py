@@ -35,9 +35,9 @@ class Climbing(Meter):
 
 @pytest.fixture
 def metered(monkeypatch):
-    from tunecompile import state
+    from tunecompile.memory import devices
 
-    monkeypatch.setattr(state, "gauge", lambda device: Climbing())
+    monkeypatch.setattr(devices, "gauge", lambda device: Climbing())
 
 
 def test_what_cannot_be_shown_is_said(tmp_path):

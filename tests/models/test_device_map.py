@@ -70,13 +70,14 @@ def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
     assert said is None or any(said in reason and "brings its weights" in reason for reason in reasons), report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["auto", "1GiB"])
-def test_layers_on_several_devices_have_no_plan(memory):
-    """Weights that wait elsewhere count as another device."""
+@pytest.mark.parametrize("memory", [pytest.param("auto", marks=pytest.mark.slow), "1GiB"])
+def test_layers_that_accelerate_brings_have_no_plan(memory):
+    """Those whose weights stay do; "auto" is for GPUs."""
     reference, model = placed(make(), "model.layers.0"), placed(make(), "model.layers.0")
-    same_gradients(tunecompile.optimize(model, executor="eager", memory=memory), reference, steps=1)
-    assert "no memory plan: layers are on 2 devices" in tunecompile.report(model).notes and tunecompile.report(model).memory is None
+    same_gradients(tunecompile.optimize(model, executor="eager", memory=memory), reference, steps=2)
+    report = tunecompile.report(model)
+    assert "no memory plan for 1 layers: accelerate brings their weights for each call" in report.notes
+    assert report.memory is None if memory == "auto" else [plan["layers"] for plan in report.memory["plans"]] == [1], report
 
 
 @pytest.mark.slow
@@ -127,12 +128,13 @@ def test_the_readmes_lines(tmp_path):
 
 
 @pytest.mark.gpu
-def test_layers_on_two_gpus():
-    """Compiled once for each GPU; gradients as on one."""
+@pytest.mark.parametrize("memory", [None, "auto", "0.6 MB"])
+def test_layers_on_two_gpus(memory):
+    """Compiled once for each GPU; gradients as on one. Under a budget each GPU has its plan."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     reference = make().cuda()
-    model = tunecompile.optimize(placed(make(), devices=("cuda:0", "cuda:1")))
+    model = tunecompile.optimize(placed(make(), devices=("cuda:0", "cuda:1")), memory=memory)
     for seed in range(3):
         inputs = zoo.batch(seed=seed, device="cuda")
         (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
@@ -140,3 +142,4 @@ def test_layers_on_two_gpus():
         assert max(zoo.errors({name: grad.to("cuda:0") for name, grad in ours.items()}, theirs).values()) < 1e-3
     report = tunecompile.report(model)
     assert {p.device.index for p in model.parameters()} == {0, 1} and not [note for note in report.notes if "eager" in note or "pieces" in note], report
+    assert [plan["device"] for plan in ([report.memory, *report.elsewhere] if memory else [])] == (["cuda:0", "cuda:1"] if memory else []), report

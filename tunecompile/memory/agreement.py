@@ -10,7 +10,7 @@ begins: from the same room follow the same plans, and none of them waits while t
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Callable, Sequence
 
 from tunecompile.memory.budget import Budget
 from tunecompile.ranks import Board
@@ -33,17 +33,18 @@ class Agreement:
         """Where a step begins: ranks that ran out of memory since the last one, and bytes for layers, head and loss that each has from there on."""
         return [(notice["rank"], notice["room"]) for notice in self.board.news()]
 
-    def tell(self, budget: Budget, plan: Callable[[], str]) -> None:
+    def tell(self, budgets: Sequence[Budget], plan: Callable[[], str]) -> None:
         """The others, where the plan is another than before."""
-        if self.board.ranks > 1 and budget.plans != self.told:
-            self.told = budget.plans
+        plans = sum(budget.plans for budget in budgets)
+        if self.board.ranks > 1 and plans != self.told:
+            self.told = plans
             self.board.say(PLAN, plan())
 
-    def said(self, budget: Budget, plan: str) -> list[str]:
+    def said(self, budgets: Sequence[Budget], plan: str) -> list[str]:
         """For the report."""
         if self.board.ranks == 1:
             return []
-        self.tell(budget, lambda: plan)
+        self.tell(budgets, lambda: plan)
         others = {rank: theirs for rank, theirs in self.board.said(PLAN).items() if rank != self.board.rank}
         apart = [f"rank {rank} follows another plan ({theirs})" for rank, theirs in others.items() if theirs != plan]
         silent = self.board.ranks - 1 - len(others)

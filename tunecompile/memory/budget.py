@@ -91,6 +91,7 @@ class Budget:
     asked: bool = False
     exceeded: bool = False
     steps: int = 0
+    failures: int = 0  #: of allocations, that were dealt with
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
     ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
@@ -130,7 +131,7 @@ class Budget:
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
-        return sum(workspace(whole(head.module.weight), tokens) for head in self.heads)
+        return sum(workspace(whole(head.module.weight), tokens) for head in self._heads())
 
     def step_ms(self) -> float | None:
         """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
@@ -139,7 +140,15 @@ class Budget:
         return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
 
     def _beside_layers(self, tokens: int) -> Work:
-        return beside_layers([whole(head.module.weight) for head in self.heads], [self.shards.at_rest(p) for p in self.model.parameters() if p.requires_grad], tokens)
+        trained = [rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))]
+        return beside_layers([whole(head.module.weight) for head in self._heads()], trained, tokens)
+
+    def _heads(self) -> list[Any]:
+        return [head for head in self.heads if self._is_here(head.module.weight)]
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Not on another device of this kind, which has a budget of its own."""
+        return tensor.device == self.device or tensor.device.type != self.device.type
 
     def _layers_menus(self) -> list[Menu]:
         """Each layer's; of those that nobody has surveyed yet, another's."""
@@ -206,11 +215,15 @@ class Budget:
             self._admit(tokens)
         return self.options[id(self.running)].plan
 
-    def retreat(self, missing: int | None, restarts: bool = False) -> bool:
+    def overflowed(self) -> bool:
+        """Whether allocations failed on the device since this was last asked."""
+        before, self.failures = self.failures, self.gauge.failures()
+        return self.failures > before
+
+    def retreat(self, missing: int | None) -> bool:
         """The device was full: plan for less by so many bytes (None: for as little as possible), now and from here on. False where
-        there is no smaller plan. restarts: the step begins again."""
+        there is no smaller plan."""
         made = self.admitted
-        self.steps -= restarts
         if made is None or not self.menus:
             return False
         self.highest = self.gauge.peak()[0]  # of a plan that is given up
@@ -254,7 +267,7 @@ class Budget:
             made = self.admitted
             if self.recordings.make_way(made.choice.peak * tokens // made.tokens, 0 if self.exceeded else made.room - made.weights):
                 self.gauge.release()
-        if self.admitted is None or not self.menus or (self._still_serves(tokens) and self._finished()):
+        if not self.menus or (self.admitted is not None and self._still_serves(tokens) and self._finished()):
             return
         self._admit(tokens)
         if not self._satisfied():
@@ -418,7 +431,7 @@ class Budget:
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
-        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside] if self.bounds_all else []
+        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self._is_here(p)] if self.bounds_all else []
         moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if self.steps == 1 and self.bounds_all else 0
         return self.shards.to_come(self._ungraded(self.model), beside) + moments
 
@@ -430,10 +443,10 @@ class Budget:
         return self.notes + ([self.shortfall] if self.shortfall else [])
 
     def summary(self) -> dict[str, Any] | None:
-        """For the report: budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
+        """For the report: device, budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        return {"budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
+        return {"device": str(self.device), "budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "predicted_ms": self.step_ms(), "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": self.plans_by_layer()}

@@ -33,7 +33,7 @@ WARM = 0.03  #: seconds of work before the clock runs: a GPU that idled is slowe
 @functools.cache
 def rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Of matrix products in `dtype`. Random numbers: zeros draw less power and run faster."""
-    with outside_compilation():
+    with outside_compilation(), torch.cuda.device(device if device.type == "cuda" else -1):  # events are recorded on its stream
         return _measured(device, dtype)
 
 

@@ -1,7 +1,7 @@
 """Running out of memory under a budget: what was computed is given up as far as it can be computed again, and the step goes on.
 
 A layer is one node of the caller's autograd graph; its own graph lies behind that node and can be dropped at any time, since the node
-keeps what the layer was called with. When the device is full, all layers drop theirs, the budget makes a plan that needs less, and only what
+keeps what the layer was called with. When a device is full, all layers on it drop theirs, its budget makes a plan that needs less, and only what
 failed runs again: the forward of the module that owns the layers, head and loss, or one layer's backward. Layers without a graph compute it
 again when their backward comes, from the same arguments, random state and autocast, as a checkpoint would.
 
@@ -154,7 +154,7 @@ class Call:
     def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of what the layer was called with, and of its parameters. Its graph is used up: where the caller retains theirs, it is
         made again the next time."""
-        tries = 0
+        tries, self.recovery.running = 0, self.slot.budget
         while True:
             try:
                 if self.edges is None:
@@ -213,7 +213,7 @@ def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 class Recovery:
-    """What one model does when the device is full.
+    """What one model does when a device is full.
 
     Layers are repeatable only while a step needs more than half of what the budget leaves it: with less, there is no need, and they may be
     recorded as CUDA graphs.
@@ -227,7 +227,7 @@ class Recovery:
         self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
         self.bare = False  #: whether layers give up their graphs as soon as they have them
         self.open = 0  #: layers of this step that had no backward that is known of
-        self.failures = 0  #: of allocations, that were dealt with
+        self.running: Budget | None = None  #: of the layer that ran last, or of the device that was full
         self.before: str | None = None  #: the plan under which memory ran out, until the user is told
         self.cause = "the step"  #: what ran out of it
         self.agreement = Agreement(Board(None, 0, 1))  #: with other ranks
@@ -236,13 +236,12 @@ class Recovery:
         self.notes: list[str] = []
 
     @property
-    def device(self) -> torch.device:
-        """Of the first layer; accelerate may keep its weights elsewhere between calls."""
-        return next((parameter.device for parameter in self.slots[0].layer.parameters() if not parameter.is_meta), torch.device("cpu"))
+    def budgets(self) -> Sequence[Budget]:
+        return self.step.budgets
 
-    @property
-    def budget(self) -> Budget | None:
-        return self.step.budget
+    def devices(self) -> list[torch.device]:
+        """That layers are on; accelerate may keep some layers' weights elsewhere between calls."""
+        return [budget.device for budget in self.budgets] or list(dict.fromkeys(device for slot in self.slots if (device := slot.device) is not None))
 
     def parameters(self, slot: Any, needed: Sequence[Tensor]) -> set[int]:
         """Of a layer, by identity; looked up anew where one is missing."""
@@ -252,28 +251,29 @@ class Recovery:
 
     def begin(self) -> None:
         """At the model's entry, after the budget's own: if the last step ran out of memory where nothing could be done, plan for less."""
-        failures = self.budget.gauge.failures()
-        if failures > self.failures and self.open and self.budget.admitted is not None:
-            self.before = self.in_words()
-            self.budget.retreat(0)
-            self.agreement.out_of_memory(self.budget)
-        self.failures, self.open = failures, 0
+        for budget in [each for each in self.budgets if each.overflowed()]:
+            if self.open and budget.admitted is not None:
+                self.before = self.before or self.in_words()
+                budget.retreat(0)
+                self.agreement.out_of_memory(budget)
+        self.open = 0
         self._give_way()
         self.bound = self.bound or self._bound()
         if self.gathers is None:
-            self.gathers = gathers_inside(self.budget.model) or any(slot.gathers for slot in self.slots)
+            self.gathers = gathers_inside(self.budgets[0].model) or any(slot.gathers for slot in self.slots)
 
     def _give_way(self) -> None:
         """Other ranks may have run out of memory since the last step."""
         news = self.agreement.news()
         before = self.in_words() if news else None
         for rank, room in news:
-            if self.budget.give_way(room):
+            if any([budget.give_way(room) for budget in self.budgets]):
                 self.before, self.cause = self.before or before, f"rank {rank}"
 
     def layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
         """A layer's call, as one node of the caller's graph where it can be repeated."""
-        if self.budget is None or not self.budget.tight or saving_is_taken() is not None:
+        budget = self.running = slot.budget
+        if budget is None or not budget.tight or saving_is_taken() is not None:
             self.open += 1
             return slot.compiled(args, kwargs)
         if slot.gathers:  # out here nothing but the layer itself can be called again
@@ -284,7 +284,7 @@ class Recovery:
         if id(slot) in self.refused:
             self.open += 1
             return slot.compiled(args, kwargs)
-        start = Surroundings.now(self.device)
+        start = Surroundings.now(slot.device)
         try:
             if self.bound is not None:
                 raise NotExact(self.bound)
@@ -306,7 +306,7 @@ class Recovery:
         """
         if saving_is_taken() is not None:  # a checkpoint counts what is saved, and would miss what failed
             return call()
-        start, tries = Surroundings.now(self.device), 0
+        start, tries = Surroundings.now(*self.devices()), 0
         try:
             while True:
                 try:
@@ -315,7 +315,7 @@ class Recovery:
                 except (NothingFits, StepLost):
                     raise
                 except torch.OutOfMemoryError as error:
-                    if self.budget is None:
+                    if not self.budgets:
                         raise
                     missing = requested(error)
                 start.rewind()  # not before the error is forgotten, and with it all that its frames hold
@@ -331,14 +331,15 @@ class Recovery:
 
     def make_room(self, missing: int, tries: int, restarts: bool = False) -> bool:
         """Give up what can be computed again, and plan for less: at the second try for as little as possible. Whether either was possible."""
-        budget = self.budget
+        budget = self.running = self._full()
         before = self.in_words()
-        dropped = [call for call in list(self.calls) if call.drop()]
+        dropped = [call for call in list(self.calls) if call.slot.budget is budget and call.drop()]
         gc.collect()
         budget.settle()
         budget.gauge.release()
-        self.failures = budget.gauge.failures()
-        smaller = budget.retreat(missing if tries == 1 else None, restarts)
+        for each in self.budgets if restarts else ():
+            each.steps -= 1
+        smaller = budget.retreat(missing if tries == 1 else None)
         self.agreement.out_of_memory(budget)
         if self.bound is not None or (restarts and self.gathers):
             # The forward would gather each layer once more, up to where it failed. The others gathered them once, and would take that for what they send next.
@@ -346,24 +347,29 @@ class Recovery:
         self.before = self.before or before
         return smaller or bool(dropped)
 
+    def _full(self) -> Budget:
+        """Of the device that is. A CPU keeps no count of what failed."""
+        failed = [budget for budget in self.budgets if budget.overflowed()]
+        return failed[-1] if failed else self.running or self.budgets[0]
+
     def lost(self, missing: int) -> StepLost | RankLost:
         """A step that this process cannot repeat by itself."""
         told = {"missing": _short(missing), "reason": self.bound or _SHARES, "plan": self.in_words()}
         if self.agreement.board.ranks == 1:
             return StepLost(**told)
-        return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.budget.within()), **told)
+        return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.running.within()), **told)
 
     def given_up(self, missing: int) -> NothingFits | RankLost:
         """There is no smaller plan. Of a step whose layers are gathered the others are in the middle."""
         if self.gathers and self.agreement.board.ranks > 1:
             return self.lost(missing)
         self.before, self.cause = None, "the step"
-        return NothingFits(missing=_short(missing), plan=self.in_words(), help=helps(self.budget, missing))
+        return NothingFits(missing=_short(missing), plan=self.in_words(), help=helps(self.running, missing))
 
     def tell(self) -> None:
         """Once it went well, and the new plan is known."""
-        if self.budget is not None:
-            self.agreement.tell(self.budget, self.in_words)
+        if self.budgets:
+            self.agreement.tell(self.budgets, self.in_words)
         if self.before is None:
             return
         before, self.before, after = self.before, None, self.in_words()
@@ -375,8 +381,9 @@ class Recovery:
             log.warning("tunecompile: %s", note)
 
     def in_words(self) -> str:
-        """The plan."""
-        return " / ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in self.budget.plans_by_layer()) or "yet to be made"
+        """The plan, of all devices."""
+        plans = ((budget, plan) for budget in self.budgets for plan in budget.plans_by_layer())
+        return " / ".join(f"{plan['layers']} layers{f' of {budget.device}' if len(self.budgets) > 1 else ''} {in_words(plan)}" for budget, plan in plans) or "yet to be made"
 
     def _bound(self) -> str | None:
         if is_shared():
@@ -387,7 +394,7 @@ class Recovery:
     def said(self) -> list[str]:
         """For the report."""
         reasons = dict.fromkeys(self.refused.values())
-        return self.notes + self.agreement.said(self.budget, self.in_words()) + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
+        return self.notes + self.agreement.said(self.budgets, self.in_words()) + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
 
 
 def _short(missing: int) -> str:

@@ -251,7 +251,8 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
     stage.attach()
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
-    rehearsal = stage.step.budget = _budget(stage, spec, ledger, device, gpu, thorough)
+    rehearsal = _budget(stage, spec, ledger, device, gpu, thorough)
+    stage.step.budgets = (rehearsal,)
     seen: dict[tuple, tuple[Glimpse, Any]] = {}
     for slot in stage.slots:
         slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)

@@ -12,30 +12,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Surroundings:
-    """torch's random state, on the host and on its device, and autocast."""
+    """torch's random state, on the host and on devices, and autocast."""
 
-    device: torch.device
+    devices: tuple[torch.device, ...]
     host: Tensor
-    here: Tensor | None
+    there: dict[torch.device, Tensor]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cached: bool
 
     @staticmethod
-    def now(device: torch.device) -> "Surroundings":
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu")))
-        here = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Surroundings(device, torch.get_rng_state(), here, autocast, torch.is_autocast_cache_enabled())
+    def now(*devices: torch.device) -> "Surroundings":
+        kinds = dict.fromkeys((*(device.type for device in devices), "cpu"))
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        there = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+        return Surroundings(devices, torch.get_rng_state(), there, autocast, torch.is_autocast_cache_enabled())
 
     def rewind(self) -> None:
         """Random numbers are those of then."""
         torch.set_rng_state(self.host)
-        if self.here is not None:
-            torch.cuda.set_rng_state(self.here, self.device)
+        for device, state in self.there.items():
+            torch.cuda.set_rng_state(state, device)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """In the backward pass: as it was then, and after it as it is now."""
-        present = Surroundings.now(self.device)
+        present = Surroundings.now(*self.devices)
         with ExitStack() as stack:
             stack.callback(present.rewind)
             stack.enter_context(torch.enable_grad())

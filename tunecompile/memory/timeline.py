@@ -63,23 +63,24 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
     from tunecompile.compare.render import make_environment
 
     state = state_of(model)
-    budget = planned(state)
     page = make_environment("tunecompile.memory").get_template("timeline.html.jinja")
-    html = page.render(model=type(state._base()).__name__, picture=picture(budget), totals=totals(state), rows=rows(budget), notes=notes(budget))
+    parts = [{"device": str(budget.device), "picture": picture(budget), "totals": totals(budget, state.pulse.step_ms), "rows": rows(budget), "notes": notes(budget)}
+             for budget in planned(state)]
+    html = page.render(model=type(state._base()).__name__, devices=parts)
     path = Path(path)
     path.write_text(html, encoding="utf-8")
     return path
 
 
-def planned(state: State) -> Budget:
-    """The budget, once it has a plan.
+def planned(state: State) -> list[Budget]:
+    """Each device's budget, once it has a plan.
 
     Raises:
         NoPlan: there is none, and why.
     """
     budget = state.step.budget
-    if budget is not None and budget.admitted is not None:
-        return budget
+    if found := [each for each in state.step.budgets if each.admitted is not None]:
+        return found
     if state.memory is None:
         told = next((note for note in state.notes if note.startswith("no memory plan")), None)
         raise NoPlan(reason=told or "no budget holds here. Call tunecompile.optimize(model, memory=\"20GiB\"); \"auto\" is for GPUs")
@@ -138,7 +139,7 @@ def paint(axes: Axes, budget: Budget) -> None:
     if seen := [(i, part.measured / scale) for i, part in enumerate(parts) if part.measured]:
         axes.plot(*zip(*seen), "o", color=INK, markersize=3.4, label=f"measured, step {budget.trace.step}")
     _lines(axes, budget, scale, len(parts), highest / scale)
-    _label(axes, parts)
+    _label(axes, parts, budget.layers[0].place)
     axes.set(ylabel=unit, xlim=(0, len(parts)), ylim=(0, None))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=9)
 
@@ -152,12 +153,12 @@ def _lines(axes: Axes, budget: Budget, scale: int, width: int, highest: float) -
         axes.axhline(nbytes / scale, color=colour, linewidth=1.1, linestyle=dashes, label=f"{name}, {shown(nbytes)}")
 
 
-def _label(axes: Axes, parts: list[Phase]) -> None:
-    """Layers by their numbers, as many as there is room for; the three parts of the step above."""
+def _label(axes: Axes, parts: list[Phase], first: int) -> None:
+    """Layers by their numbers from the first one's on, as many as there is room for; the three parts of the step above."""
     layers = len(parts) // 2
     every = max(1, round(layers / 14))
     ticks = [i for i, part in enumerate(parts) if part.place is not None and part.place % every == 0]
-    axes.set_xticks([i + 0.5 for i in ticks], [str(parts[i].place) for i in ticks], fontsize=8)
+    axes.set_xticks([i + 0.5 for i in ticks], [str(first + parts[i].place) for i in ticks], fontsize=8)
     axes.grid(axis="x", visible=False)
     axes.axvline(layers, color="#d1d5db", linewidth=0.8)
     axes.axvline(layers + 1, color="#d1d5db", linewidth=0.8)
@@ -176,7 +177,8 @@ def rows(budget: Budget) -> list[dict[str, Any]]:
             continue
         again = budget.again(budget.layers[places[0]], option.plan)
         grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
-        table.append({"layers": f"{places[0]} to {places[-1]}" if len(places) > 1 else str(places[0]), "number": len(places),
+        first, last = (budget.layers[place].place for place in (places[0], places[-1]))
+        table.append({"layers": f"{first} to {last}" if len(places) > 1 else str(first), "number": len(places),
                       "region": budget.layers[places[0]].region.name, "again": ", ".join(again) or "what is cheap",
                       "host": shown(option.offloaded) if option.offloaded else "", "held": shown(option.held),
                       "grown": shown(sum(grown) // len(grown)) if grown else "", "forward": shown(option.forward), "backward": shown(option.backward),
@@ -184,10 +186,9 @@ def rows(budget: Budget) -> list[dict[str, Any]]:
     return table
 
 
-def totals(state: State) -> list[tuple[str, str, str]]:
-    """(what, predicted, measured)."""
-    budget = state.step.budget
-    plan, steps = budget.admitted, state.pulse.step_ms
+def totals(budget: Budget, steps: float | None) -> list[tuple[str, str, str]]:
+    """(what, predicted, measured). steps: milliseconds of the last ones."""
+    plan = budget.admitted
     own, again = budget.step_ms(), plan.choice.ms
     lines = [("Budget, for tensors", shown(budget.summary()["budget"]), ""),
              ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.others()) if budget.present else ""),

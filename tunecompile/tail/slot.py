@@ -152,8 +152,8 @@ class HeadSlot:
         return self._defer(hidden, product)
 
     def _defer(self, hidden: Tensor, product: Product) -> Tensor:
-        if self.step.budget is not None:
-            self.step.budget.settle()
+        for budget in self.step.budgets:
+            budget.settle()
         return defer(self.head, hidden, product)
 
     def _product(self, hidden: Tensor) -> Product:

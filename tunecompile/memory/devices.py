@@ -1,0 +1,63 @@
+"""A budget for each device that a model's layers are on (`device_map`). Devices run one after the other, and each is full by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+
+from tunecompile._torch import grow_segments
+from tunecompile.memory.budget import Budget
+from tunecompile.memory.gauge import gauge
+from tunecompile.memory.host import available
+from tunecompile.memory.offload import Offload
+from tunecompile.memory.recovery import sharded
+
+if TYPE_CHECKING:
+    from tunecompile.state import State
+
+
+def make_budgets(state: State) -> tuple[Budget, ...]:
+    """As `memory=` has it: the same for each device, and host memory in equal shares. Empty where nothing can be planned."""
+    placed = by_device(state.slots)
+    if left := len(state.slots) - sum(map(len, placed.values())):
+        state.notes.append(f"no memory plan for {left} layers: accelerate brings their weights for each call" if placed else "no memory plan: layers are on no device")
+    if not placed or (state.memory == "auto" and next(iter(placed)).type != "cuda"):
+        return ()
+    if next(iter(placed)).type == "cuda":
+        grow_segments()
+    alone = len(placed) == 1
+    if not alone:
+        _leave_out_recordings(state)
+    kept = state.kept if alone and state.precision is None and not any(map(sharded, state.model.parameters())) else None
+    made = [Budget(state.memory, state.model, gauge(device), device, slots, state.heads, _offload(state, device, len(placed)), state.replays if alone else None, kept)
+            for device, slots in placed.items()]
+    for budget in made[1:]:
+        budget.menus = made[0].menus  # layers of one kind are surveyed once, wherever they are
+    return tuple(made)
+
+
+def by_device(slots: Sequence[Any]) -> dict[torch.device, list[Any]]:
+    """Layers whose weights stay somewhere. Where there are GPUs, those on them: a CPU has no bounds to keep."""
+    found: dict[torch.device, list[Any]] = {}
+    for slot in slots:
+        if (device := slot.device) is not None:
+            found.setdefault(device, []).append(slot)
+    gpus = {device: members for device, members in found.items() if device.type == "cuda"}
+    return gpus or found
+
+
+def _offload(state: State, device: torch.device, devices: int) -> Offload | None:
+    """On a CPU there is nowhere else to go."""
+    if device.type != "cuda" or state.host_bytes == 0:
+        return None
+    host = state.host_bytes if devices == 1 else (available() // 2 if state.host_bytes is None else state.host_bytes) // devices
+    return Offload(device, host, state.offload_dir)
+
+
+def _leave_out_recordings(state: State) -> None:
+    """A budget counts their memory on its own device only."""
+    for region in state.regions:
+        region.replays = None
+    if state.replays.recorder.device == "cuda":
+        state.replays.failures.append("no CUDA graph: layers are on several devices, each with a budget of its own")
