@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunecompile.memory.gpus import GPUS, Sheet, find_gpu
+from tunecompile.memory.gpus import CONTEXT, GPUS, Sheet, find_gpu
 from tunecompile.planning.engines import AHEAD, Part, Parts, ddp_cost, fsdp_cost, gathered, parts_of, replicated, sharded, whole
 from tunecompile.planning.models import hollow_model
 from tunecompile.planning.network import Network
@@ -87,9 +87,23 @@ def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
         return Planner(question(mode="lora", length=1024, gpus=4, memory=memory))
 
     several = planner()
-    in_turn = [several.one_gpu(), several.fsdp(), several.device_map(), several.ddp()]
-    assert in_turn == [planner().one_gpu(), planner().fsdp(), planner().device_map(), planner().ddp()]
+    in_turn = [several.device_map(), several.one_gpu(), several.fsdp(), several.ddp()]
+    assert in_turn == [planner().device_map(), planner().one_gpu(), planner().fsdp(), planner().ddp()]
     assert all(rehearsal.moves == moves for (*_, moves), (rehearsal, _) in several.rehearsals.items())
+
+
+@pytest.mark.slow
+def test_each_gpu_of_a_device_map_has_a_budget_of_its_own():
+    def asked(memory):
+        return Planner(question(length=1024, gpus=2, memory=memory)).device_map()
+
+    free = asked(None)
+    less = int((free.weights + free.gradients + free.optimizer + free.activations // 2) / 0.95) + CONTEXT
+    tight = asked(less)
+    assert free.memory is None and free.fits and tight.fits and tight.peak < free.peak and tight.peak <= tight.allowed
+    assert tight.step_ms > free.step_ms and any(each["recompute"] or each["offload"] for each in tight.plans) and tight.most_rows < free.most_rows
+    small = Planner(question(length=1024, gpus=2, gpu=find_gpu(f"h100,memory={less / 2**30}GiB"))).device_map()
+    assert small.memory == "auto" and small.fits and small.plans == tight.plans
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ class Budget:
         resident = self._resident(stacks)
         room = self._room(resident)
         tail = self.tail(tokens)
-        choice = self.recordings.weigh(choose(stacks, room, tail, self._host_bytes()), stacks, room, tail, self._computing(tokens))
+        choice = self.recordings.weigh(choose(stacks, room, tail, self.host_bytes()), stacks, room, tail, self._computing(tokens))
         choice, weights = self._keep_weights(choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak))
         self.recordings.allow(choice, room - weights)
         self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
@@ -420,7 +420,7 @@ class Budget:
         """Bytes that would have been the right budget, as far as steps have shown."""
         return max(0, self._limit() - self.surplus)
 
-    def _host_bytes(self) -> int | None:
+    def host_bytes(self) -> int | None:
         """That may leave the device; None for any number."""
         return 0 if self.offload is None else None if self.offload.store.disk is not None else self.offload.pool.limit
 
@@ -453,7 +453,10 @@ class Budget:
 
     def plans_by_layer(self) -> list[dict[str, Any]]:
         """What so many layers do."""
-        options = [(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))]
+        return self.described([(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))])
+
+    def described(self, options: Sequence[tuple[Any, Option]]) -> list[dict[str, Any]]:
+        """How many of these (slot, option) do what."""
         counts = Counter((self.again(slot, option.plan), option.plan.tiles, option.offloaded > 0, bool(option.offloaded and option.held)) for slot, option in options)
         return [{"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
                 for (again, tiles, offload, stays), count in counts.items()]

@@ -27,7 +27,7 @@ from tunecompile.memory.gpus import HOST, Gpu
 from tunecompile.memory.hollow import held, stand_ins
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.offload import Offload
-from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Plan, Stack, choose
+from tunecompile.memory.planner import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.products import growth, matrix_bytes
 from tunecompile.memory.rates import Rates
 from tunecompile.memory.recordings import RECORDED
@@ -56,7 +56,7 @@ class Ledger:
 
     @property
     def moves(self) -> bool:
-        """Whether frozen dense weights may move into matrices with their adapters."""
+        """Whether frozen weights may stand in matrices with their adapters: dense ones moved there, others dequantised."""
         return not (self.sharded or self.spread)
 
     def allocated(self) -> int:
@@ -86,6 +86,7 @@ class Rehearsal(Budget):
     attends: bool = False  #: whether any layer's attention is fused
     gpu: Gpu | None = None  #: that is not there, but in the place of the model's device
     movable: bool = False  #: whether frozen dense weights would move in a step, where the gauge says that they may
+    keepable: bool = False  #: whether other frozen weights would stay dequantised, likewise
     thorough: bool = False  #: whether every plan is surveyed, though some fits: for what would fit another batch
 
     @property
@@ -115,14 +116,18 @@ class Rehearsal(Budget):
 
     def holds(self, tokens: int) -> bool:
         """Whether such a batch would fit, by the plans that were surveyed."""
-        return choose(self._stacks(tokens)[0], self.admitted.room, self.tail(tokens), self._host_bytes()).fits
+        return choose(self._stacks(tokens)[0], self.admitted.room, self.tail(tokens), self.host_bytes()).fits
+
+    def options_for(self, tokens: int) -> tuple[Option, ...]:
+        """What the first kind of layer may choose from."""
+        return self._stacks(tokens)[0][0].options
 
     def under(self, ledger: Ledger) -> bool:
         """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed, of graphs as it runs them."""
-        if self.moves != (self.movable and ledger.moves):
+        if self.moves != (self.movable and ledger.moves) or (self.kept is None and self.keepable and ledger.moves):
             return False
         self.gauge, self.present = ledger, ledger.allocated()
-        self.kept = None if ledger.sharded or self.kept is None else Kept()
+        self.kept = Kept() if self.keepable and ledger.moves else None
         self._admit(self.tokens)
         return not self.bounded or self._satisfied() or all(found.whole for found in self.menus.values())
 
@@ -282,11 +287,12 @@ def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: 
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
     offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
-    kept = Kept() if somewhere and bounded and stage.precision is None and not ledger.sharded else None
+    keepable = somewhere and bounded and stage.precision is None
+    kept = Kept() if keepable and ledger.moves else None
     parameters = [parameter for slot in stage.slots for parameter in slot.layer.parameters()]
     movable = somewhere and stage.precision is None and not any(map(sharded, parameters)) and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
     return Rehearsal(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
-                     bounded=bounded, gpu=gpu, movable=movable, thorough=thorough)
+                     bounded=bounded, gpu=gpu, movable=movable, keepable=keepable, thorough=thorough)
 
 
 UNFUSED = "attention is traced without a fused kernel: its scores are counted, which grow with the square of the length"

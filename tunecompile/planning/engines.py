@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tunecompile.memory.gauge import gradient_bytes, moment_bytes
 from tunecompile.memory.gpus import Sheet
 from tunecompile.memory.hollow import Hollow4bit
-from tunecompile.memory.planner import KEEP, peak
+from tunecompile.memory.planner import Choice, Stack, choose
 from tunecompile.memory.rehearsal import Ledger, Rehearsal
 from tunecompile.planning.network import Network
 from tunecompile.regions import find_layers
@@ -132,27 +132,34 @@ def fsdp_cost(parts: Parts, network: Network, forward: float, backward: float, b
 
 
 @dataclass(frozen=True)
-class Stages:
-    """`device_map`: what the fullest GPU holds, in bytes."""
+class Stage:
+    """`device_map`: what one GPU holds, in bytes, and what its layers do."""
 
     weights: int  #: bytes
     gradients: int  #: bytes
     optimizer: int  #: bytes
-    activations: int  #: bytes
+    choice: Choice
+
+    @property
+    def activations(self) -> int:
+        """Bytes."""
+        return self.choice.peak
 
     @property
     def peak(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def stages(parts: Parts, gpus: int, rehearsal: Rehearsal, batch: float = 1.0) -> Stages:
-    """Layers in equal shares, the embedding table on the first GPU, head and loss on the last. A budget is for one device, so every layer keeps what is dear.
+def stages(parts: Parts, gpus: int, rehearsal: Rehearsal, allowed: int, batch: float = 1.0) -> list[Stage]:
+    """Layers in equal shares, the embedding table on the first GPU, head and loss on the last. Each has the same budget, and host memory in equal shares.
 
-    batch: times the rows of the rehearsal.
+    allowed: bytes on each GPU. batch: times the rows of the rehearsal.
     """
-    count = -(-len(parts.layers) // gpus)
-    share, tokens = sum(parts.layers[1:count], parts.layers[0]), int(batch * rehearsal.tokens)
-    keep = [next(o for o in stack.options if o.plan == KEEP and not o.offloaded) for stack in rehearsal._stacks(tokens)[0]][0]
-    held = [peak([[keep] * count], tail) for tail in (0, rehearsal.tail(tokens))]
-    ends = [(share + parts.embedding, held[0]), (share + parts.rest, held[1])]
-    return max((Stages(part.weights, part.gradients, part.optimizer, active) for part, active in ends), key=lambda stage: stage.peak)
+    tokens, host, ends, found = int(batch * rehearsal.tokens), rehearsal.host_bytes(), [len(parts.layers) * gpu // gpus for gpu in range(gpus + 1)], []
+    for gpu, (begin, end) in enumerate(zip(ends, ends[1:])):
+        last = gpu == gpus - 1
+        own = sum([*parts.layers[begin + 1:end], *([] if gpu else [parts.embedding]), *([parts.rest] if last else [])], parts.layers[begin])
+        room = allowed - own.weights - own.gradients - own.optimizer
+        choice = choose([Stack(end - begin, rehearsal.options_for(tokens))], room, rehearsal.tail(tokens) if last else 0, None if host is None else host // gpus)
+        found.append(Stage(own.weights, own.gradients, own.optimizer, choice))
+    return found

@@ -12,7 +12,7 @@ from tunecompile.memory.estimate import Estimate, read, stage_of
 from tunecompile.memory.gauge import MARGIN, Spec, shown
 from tunecompile.memory.gpus import HOST, Gpu, Sheet
 from tunecompile.memory.rehearsal import Ledger, Rehearsal, rehearse
-from tunecompile.planning.engines import Cost, Parts, ddp_cost, fsdp_cost, gathered, parts_of, replicated, sharded, stages, whole
+from tunecompile.planning.engines import Cost, Parts, Stage, ddp_cost, fsdp_cost, gathered, parts_of, replicated, sharded, stages, whole
 from tunecompile.planning.models import hollow_model
 from tunecompile.planning.network import Network
 
@@ -135,18 +135,23 @@ class Planner:
 
     def device_map(self) -> EnginePlan:
         """GPUs of one machine take turns: a step takes as long as on one, and hidden states are handed on."""
+        made = self._in_turn(self.question.memory)
+        return self._helped(made if made.fits or made.memory is not None else self._in_turn("auto"))
+
+    def _in_turn(self, memory: Spec) -> EnginePlan:
         asked, gpus = self.question, min(self.question.gpus, self.question.per_node, len(self.parts.layers))
-        rehearsal, _ = self._rehearsal(asked.rows, replace(whole(self.parts, self.sheet), spread=True), None)
-        held, limit = stages(self.parts, gpus, rehearsal), rehearsal._limit()
-        room = limit - int(MARGIN * limit)
+        rehearsal, notes = self._rehearsal(asked.rows, replace(whole(self.parts, self.sheet), spread=True), memory)
+        self.notes |= dict.fromkeys(notes)
+        room = rehearsal._limit() - int(MARGIN * rehearsal._limit())
+        found = stages(self.parts, gpus, rehearsal, room)
+        held = max(found, key=lambda stage: stage.peak)
         states = 2 * asked.rows * asked.length * self.model.get_input_embeddings().weight.shape[1]
         sent = 2 * (gpus - 1) * self.network.send(states)
-        step = rehearsal.step_ms() + sent
+        step = rehearsal.step_ms() - rehearsal.admitted.choice.ms + sum(stage.choice.ms for stage in found) + sent
         missing = max(0, held.peak - room)
-        most = self._most(asked.rows, lambda rows: stages(self.parts, gpus, rehearsal, rows / asked.rows).peak <= room)
-        made = EnginePlan("device_map", gpus, asked.rows, not missing, missing, held.weights, 0, held.gradients, held.optimizer, held.activations, held.peak,
-                          room, step, sent, sent, asked.rows * asked.length / step * 1e3, rehearsal.plans_by_layer(), None, most)
-        return self._helped(made)
+        most = self._most(asked.rows, lambda rows: all(stage.choice.fits for stage in stages(self.parts, gpus, rehearsal, room, rows / asked.rows)))
+        return EnginePlan("device_map", gpus, asked.rows, not missing, missing, held.weights, 0, held.gradients, held.optimizer, held.activations, held.peak,
+                          room, step, sent, sent, asked.rows * asked.length / step * 1e3, _plans(rehearsal, found), memory, most)
 
     def _rows_each(self) -> int:
         return self.question.rows // self.question.gpus if self.question.together else self.question.rows
@@ -224,6 +229,11 @@ class Planner:
                 *(["full: weights in bf16, two moments of each in fp32"] if asked.mode == "full" else []),
                 *(["FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16"] if asked.mode == "qlora" and asked.gpus > 1 else []),
                 *(["communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where engines overlap them"] if asked.gpus > 1 else [])]
+
+
+def _plans(rehearsal: Rehearsal, found: list[Stage]) -> list[dict[str, Any]]:
+    """What so many layers do, of all stages."""
+    return rehearsal.described([(rehearsal.layers[0], option) for stage in found for options in stage.choice.options for option in options])
 
 
 def recommended(engines: list[EnginePlan], parts: Parts, network: Network) -> tuple[str | None, str]:
