@@ -27,6 +27,16 @@ def test_a_worker_measures_and_talks(tmp_path):
     assert len(gradients) == 28 and all(g.norm() > 0 for g in gradients.values())
 
 
+def test_figures_of_steps_outlive_what_does_not_fit_beside_them(monkeypatch):
+    """A step that fits under a budget may not, where what it saves is counted and so stays on the GPU."""
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 896.00 MiB")
+
+    monkeypatch.setattr(meters, "count_saved_bytes", full)
+    (run,) = worker.random_runs(TINY)["runs"]
+    assert run["status"] == "ok" and len(run["losses"]) == 4 and "saved_bytes" not in run
+
+
 @pytest.mark.slow
 def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, monkeypatch):
     """TUNECOMPILE=0 makes the optimized system eager: the comparison's own noise is nil."""

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Callable
 
 from tunecompile.compare.spec import REFERENCE, Job, Shape
 
@@ -109,13 +110,25 @@ def measured(model, job: Job, train) -> dict:
         figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
     counted = job.engine != REFERENCE and job.gpus == 1  # of a step that one process takes by itself
     if counted and job.launches and job.device == "cuda":
-        meters.say("phase", text="counting launches")
-        figures["launches_per_step"] = meters.count_launches(trained.step)
+        figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
     if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
-        meters.say("phase", text="measuring what is saved for the backward")
-        figures["saved_bytes"] = meters.count_saved_bytes(model, lambda: trained.forward(trained.batch))
+        figures |= more("saved_bytes", "measuring what is saved for the backward", lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)))
         trained.optimizer.zero_grad(set_to_none=True)
     return figures | {"status": "ok", "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+
+
+def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
+    """A figure of an untimed step. Nothing where that needs more memory than steps do: under a budget nothing waits on the host while saved tensors are counted."""
+    import torch
+
+    from tunecompile.compare import meters
+
+    meters.say("phase", text=phase)
+    try:
+        return {name: measure()}
+    except torch.OutOfMemoryError:
+        meters.say("phase", text=f"{phase}: not enough memory")
+        return {}
 
 
 def predicted(model, job: Job, shape: Shape) -> dict:
