@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from tunecompile.memory.recovery import Recovery
 from tunecompile.padding import scores
 from tunecompile.sizes import batch_tokens
 from tunecompile.traceable import substitute
+
+log = logging.getLogger("tunecompile")
+T = TypeVar("T")
+FULL = "tunecompile: memory ran out, and no budget was given. optimize(model, memory=\"auto\") plans steps that fit: layers compute again, or have wait on the host, " \
+       "as little as that takes. tunecompile.estimate(model, shape, memory=\"auto\") says what such a step takes"
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
@@ -47,6 +53,7 @@ class StepFlag:
     labels: torch.Tensor | None = None  #: given to the model, while its forward runs
     budgets: tuple[Budget, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
+    full: bool = False  #: whether memory ran out where there is none
 
     @property
     def budget(self) -> Budget | None:
@@ -56,6 +63,16 @@ class StepFlag:
     def budget_of(self, slot: Any) -> Budget | None:
         """What gives a layer its plan, if anything does."""
         return next((budget for budget in self.budgets if id(slot) in budget.places), None)
+
+    def telling(self, call: Callable[[], T]) -> T:
+        """`call`. Where memory runs out without a budget, the user hears once of what makes room."""
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if self.recovery is None and not self.full:
+                self.full = True
+                log.warning("%s", FULL)
+            raise
 
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""

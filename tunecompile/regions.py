@@ -327,7 +327,7 @@ class Slot:
             self.region.kept.enter(self.place)
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
-            return self._call(args, kwargs)
+            return self.step.telling(lambda: self._call(args, kwargs))
         option = budget.option(self, math.prod(sizes))
         self.variant = self.region.variant(option and option.plan, kind, budget.decide)
         try:

@@ -167,7 +167,7 @@ class State(NotCopied):
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
-                    lambda: self.step.labels is not None, *([self.step.recovery.attempt] if self.step.recovery else []))
+                    lambda: self.step.labels is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
         module._compiled_call_impl = HeadSlot(self.step, head, self.passes)
         self.heads.append(head)
 

@@ -102,6 +102,23 @@ def test_in_the_final_norm():
     assert not left
 
 
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_without_a_budget_the_user_hears_what_makes_room(where, monkeypatch, caplog):
+    model = build(None)
+
+    def full(*_):
+        raise torch.OutOfMemoryError(FULL)
+
+    if where == "layer":
+        model.backbone.layers[1].down.register_forward_hook(full)
+    else:
+        monkeypatch.setattr(losses, "linear_cross_entropy", full)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "tunecompile"), pytest.raises(torch.OutOfMemoryError, match="2.00 KiB"):
+            step(model)
+    assert sum("memory=\"auto\"" in record.message for record in caplog.records) == 1
+
+
 # -- gradients that are there already, and those who watch them ---------------------------------------------------------------
 
 
