@@ -6,7 +6,7 @@ from typing import Sequence
 
 from torch import nn
 
-from tunecompile.regions import Layers, find_layers
+from tunecompile.layers import Layers, find_layers
 
 
 def note_new_layers(model: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from tunecompile.backend import Executor
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.graphs import Replays
 from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook, only_checkpoints
+from tunecompile.layers import Layers, find_layers, find_norms, structure
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.devices import make_budgets
 from tunecompile.memory.embedding import HostTables
@@ -29,7 +30,7 @@ from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import said
 from tunecompile.ranks import Board
-from tunecompile.regions import Layers, NormSlot, Region, Slot, find_layers, find_norms, structure
+from tunecompile.regions import NormSlot, Region, Slot
 from tunecompile.report import Report, summarize
 from tunecompile.sizes import batch_tokens
 from tunecompile.tail import Head, HeadSlot

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.layers import find_layers
 from tunecompile.packing import keeps_apart, seeing_all, tokens_of
-from tunecompile.regions import find_layers
 
 
 class Float64(TorchFunctionMode):

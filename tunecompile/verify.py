@@ -23,10 +23,10 @@ from tunecompile.api import optimize, restore
 from tunecompile.errors import CannotVerify
 from tunecompile.fault import find, without
 from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, judge_loss
+from tunecompile.layers import find_layers
 from tunecompile.memory.recovery import sharded
 from tunecompile.op import HALF
 from tunecompile.ranks import several
-from tunecompile.regions import find_layers
 from tunecompile.state import ATTRIBUTE, State
 from tunecompile.twin import mode, twin_of
 

@@ -47,7 +47,7 @@ def shard(model, job: Job):
         return model
     from torch.distributed.fsdp import fully_shard
 
-    from tunecompile.regions import find_layers
+    from tunecompile.layers import find_layers
 
     for stack in find_layers(model):
         for layer in stack.members:

@@ -9,22 +9,18 @@ from functools import partial
 from typing import Any, Sequence
 
 import torch
-from torch import nn
 from torch.fx import Graph
 
 from tunecompile.fsdp import Shards
-from tunecompile.graphs import Replays
 from tunecompile.memory import menu
-from tunecompile.memory.kept import Kept
-from tunecompile.memory.gauge import MARGIN, Gauge, Spec, budget_bytes, moment_bytes, shown
-from tunecompile.memory.offload import Offload
+from tunecompile.memory.gauge import MARGIN, shown
 from tunecompile.memory.planner import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.memory.products import growth, matrix_bytes
 from tunecompile.memory.rates import Rates, rates
-from tunecompile.memory.recordings import RECORDED, Recordings
+from tunecompile.memory.recordings import RECORDED
+from tunecompile.memory.room import Room
 from tunecompile.memory.trace import Trace
 from tunecompile.memory.work import Work, beside_layers
-from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.zero import whole
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
@@ -62,50 +58,29 @@ class Admission:
 
 
 @dataclass
-class Budget:
-    """Gives every layer its plan, within the bytes the user allows.
+class Budget(Room):
+    """Gives every layer its plan, within the bytes the user allows."""
 
-    `layers` are the slots of the model's layers in running order, each with its `region`; `heads` those whose loss is computed with them, each with its `module`.
-    """
-
-    spec: Spec
-    model: nn.Module
-    gauge: Gauge
-    device: torch.device
-    layers: Sequence[Any]
-    heads: Sequence[Any]
-    offload: Offload | None = None
-    replays: Replays | None = None
-    kept: Kept | None = None
     menus: dict[int, Menu] = field(default_factory=dict)
     options: dict[int, Option] = field(default_factory=dict)
     admitted: Admission | None = None
     running: Any = None
-    present: int = 0  #: bytes allocated before the step's first layer
-    moving: dict[int, int] = field(default_factory=dict)  #: by region, bytes that its dense weights take more from this step on
     tokens: int = 0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
-    surplus: int = 0  #: bytes by which steps exceeded what was predicted
-    slack: int = 0  #: bytes the allocator held beside tensors at the peak
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
     asked: bool = False
     exceeded: bool = False
-    steps: int = 0
-    failures: int = 0  #: of allocations, that were dealt with
     began: int = 0  #: the step in which all layers' graphs were seen, or will be
     plans: int = 0
-    ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
     pressed: bool = False  #: whether a device was full under a plan, so that less than the budget is there
     shortfall: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.limit = budget_bytes(self.spec, self.gauge)
+        super().__post_init__()
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
-        self.recordings = Recordings(self.replays, self.device)
         self.offloading = False
         self.trace = Trace(self.gauge)
-        self.shards = Shards()
         self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
     def forget_step(self) -> None:
@@ -127,11 +102,7 @@ class Budget:
             self.measured, self.highest = peak, peak
             self.surplus += max(0, peak - self.admitted.peak - self.recordings.bytes)
             self.slack = max(self.slack, held - peak)
-            self.exceeded = held > self._limit()
-
-    def tail(self, tokens: int) -> int:
-        """Bytes that head and loss need beside what the layers hold."""
-        return sum(workspace(whole(head.module.weight), tokens) for head in self._heads())
+            self.exceeded = held > self.allowed()
 
     def step_ms(self) -> float | None:
         """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
@@ -142,13 +113,6 @@ class Budget:
     def _beside_layers(self, tokens: int) -> Work:
         trained = [rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))]
         return beside_layers([whole(head.module.weight) for head in self._heads()], trained, tokens)
-
-    def _heads(self) -> list[Any]:
-        return [head for head in self.heads if self._is_here(head.module.weight)]
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        """Not on another device of this kind, which has a budget of its own."""
-        return tensor.device == self.device or tensor.device.type != self.device.type
 
     def _layers_menus(self) -> list[Menu]:
         """Each layer's; of those that nobody has surveyed yet, another's."""
@@ -215,11 +179,6 @@ class Budget:
             self._admit(tokens)
         return self.options[id(self.running)].plan
 
-    def overflowed(self) -> bool:
-        """Whether allocations failed on the device since this was last asked."""
-        before, self.failures = self.failures, self.gauge.failures()
-        return self.failures > before
-
     def retreat(self, missing: int | None) -> bool:
         """The device was full: plan for less by so many bytes (None: for as little as possible), now and from here on. False where
         there is no smaller plan."""
@@ -249,11 +208,6 @@ class Budget:
     def tight(self) -> bool:
         """Whether layers need more than half of what there is for them, as far as is known."""
         return self.admitted is None or 2 * self.admitted.choice.peak > self.admitted.room
-
-    @property
-    def moves(self) -> bool:
-        """Whether dense weights move into matrices with their adapters."""
-        return self.kept is not None and bool(self.kept.moves)
 
     def _without(self) -> Plan:
         """For layers there is nothing to plan with: what the user asked for."""
@@ -334,22 +288,6 @@ class Budget:
             return 0.0
         return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
 
-    def others(self) -> int:
-        """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
-        moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
-        return max(0, self.present + moving - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
-
-    def _resident(self, stacks: Sequence[Stack]) -> int:
-        """Bytes that are there whatever layers do."""
-        passing = self.shards.passing([slot.layer for slot in self.layers]) if self.bounds_all else 0
-        return self.others() + self._to_come() + passing - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
-
-    def _room(self, resident: int) -> int:
-        return self._own_room(resident) if self.ceiling is None else min(self._own_room(resident), self.ceiling)
-
-    def _own_room(self, resident: int) -> int:
-        return self._limit() - max(self.slack, int(MARGIN * self._limit())) - resident
-
     def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
         needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
@@ -384,56 +322,16 @@ class Budget:
             stacks.append(Stack(len(layers), tuple(replace(option, gradients=coming) for option in options)))
         return stacks, slots
 
-    def _coming(self, layers: Sequence[Any]) -> int:
-        """Bytes of gradients that each of these layers' backward brings."""
-        return min(self.shards.gradient_bytes(self._ungraded(slot.layer)) for slot in layers)
-
-    def _ungraded(self, module: nn.Module) -> list[nn.Parameter]:
-        """Trained parameters on this GPU without a gradient yet."""
-        return [p for p in self._trained(module) if not self.shards.graded(p)] if self.bounds_all else []
-
-    def _trained(self, module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.requires_grad and self.shards.at_rest(p).device == self.device]
-
-    @property
-    def bounds_all(self) -> bool:
-        """Whether it bounds all that the device holds. (On a CPU it bounds what layers hold.)"""
-        return self.device.type == "cuda"
-
     def _rates(self) -> Rates:
         return rates(self.device, self._dtype())
-
-    def _rates_of(self, found: Menu) -> Rates:
-        speed = self._rates()
-        return replace(speed, attention=found.attention) if found.attention else speed
 
     def _dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
             if self.device.type == "cuda" else torch.float32
 
-    def _limit(self) -> int:
-        if self.limit == "auto":
-            return self.gauge.available()
-        return self.limit - self.gauge.outside()
-
-    def within(self) -> int:
-        """Bytes that would have been the right budget, as far as steps have shown."""
-        return max(0, self._limit() - self.surplus)
-
-    def host_bytes(self) -> int | None:
-        """That may leave the device; None for any number."""
-        return 0 if self.offload is None else None if self.offload.store.disk is not None else self.offload.pool.limit
-
-    def host_is_full(self, nbytes: int) -> bool:
-        """Whether so many bytes more could not leave the device."""
-        return self.offload is None or (self.offload.store.disk is None and self.offload.pool.room < nbytes)
-
-    def _to_come(self) -> int:
-        """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
-        inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
-        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self._is_here(p)] if self.bounds_all else []
-        moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if self.steps == 1 and self.bounds_all else 0
-        return self.shards.to_come(self._ungraded(self.model), beside) + moments
+    def _rates_of(self, found: Menu) -> Rates:
+        speed = self._rates()
+        return replace(speed, attention=found.attention) if found.attention else speed
 
     def _note_shortfall(self, missing: int) -> None:
         self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"
@@ -446,7 +344,7 @@ class Budget:
         """For the report: device, budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        return {"device": str(self.device), "budget": self._limit(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
+        return {"device": str(self.device), "budget": self.allowed(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
                 "predicted_ms": self.step_ms(), "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
                 "offload": self.offload.report() if self.offloading else None,
                 "plans": self.plans_by_layer()}

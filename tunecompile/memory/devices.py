@@ -21,7 +21,8 @@ def make_budgets(state: State) -> tuple[Budget, ...]:
     """As `memory=` has it: the same for each device, and host memory in equal shares. Empty where nothing can be planned."""
     placed = by_device(state.slots)
     if left := len(state.slots) - sum(map(len, placed.values())):
-        state.notes.append(f"no memory plan for {left} layers: accelerate brings their weights for each call" if placed else "no memory plan: layers are on no device")
+        where = " or ".join(map(str, placed)) or "any device"
+        state.notes.append(f"no memory plan for {left} layers: between calls their weights are not on {where}")
     if not placed or (state.memory == "auto" and next(iter(placed)).type != "cuda"):
         return ()
     if next(iter(placed)).type == "cuda":

@@ -135,7 +135,7 @@ def read(name: str, shape: tuple[int, int], ledger: Ledger, rehearsal: Rehearsal
     made = rehearsal.admitted
     known = rehearsal.bounded or rehearsal.device.type == "cuda" or rehearsal.gpu is not None
     fits = made.choice.fits
-    limit = rehearsal._limit()
+    limit = rehearsal.allowed()
     return Estimate(name, shape, ledger.weights + made.weights, ledger.gradients, ledger.optimizer, made.peak - ledger.allocated() - made.weights, made.peak, limit if known else None,
                     int(MARGIN * limit) if known else 0, fits if known else None, max(0, made.choice.peak - made.room),
                     None if fits else rehearsal.most_tokens(), rehearsal.summary()["plans"], rehearsal.flops(), rehearsal.step_ms(), notes)

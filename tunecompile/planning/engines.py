@@ -11,13 +11,13 @@ from typing import Sequence
 
 from torch import Tensor, nn
 
+from tunecompile.layers import find_layers
 from tunecompile.memory.gauge import gradient_bytes, moment_bytes
 from tunecompile.memory.gpus import Sheet
 from tunecompile.memory.hollow import Hollow4bit
 from tunecompile.memory.planner import Choice, Stack, choose
 from tunecompile.memory.rehearsal import Ledger, Rehearsal
 from tunecompile.planning.network import Network
-from tunecompile.regions import find_layers
 
 BUCKET = 25 << 20  #: bytes of gradients that DDP sends at once (torch's bucket_cap_mb)
 AHEAD = 2  #: layers that FSDP2 has gathered, or is gathering, beside the one that runs

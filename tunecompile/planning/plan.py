@@ -142,7 +142,7 @@ class Planner:
         asked, gpus = self.question, min(self.question.gpus, self.question.per_node, len(self.parts.layers))
         rehearsal, notes = self._rehearsal(asked.rows, replace(whole(self.parts, self.sheet), spread=True), memory)
         self.notes |= dict.fromkeys(notes)
-        room = rehearsal._limit() - int(MARGIN * rehearsal._limit())
+        room = rehearsal.allowed() - int(MARGIN * rehearsal.allowed())
         found = stages(self.parts, gpus, rehearsal, room)
         held = max(found, key=lambda stage: stage.peak)
         states = 2 * asked.rows * asked.length * self.model.get_input_embeddings().weight.shape[1]

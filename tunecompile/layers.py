@@ -1,0 +1,52 @@
+"""The repeated layers of a model, found by its structure: no class is known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The outermost list of repeated layers: its owner runs once a step, the members are the regions."""
+
+    path: str
+    owner: nn.Module
+    members: tuple[nn.Module, ...]
+
+
+def find_layers(model: nn.Module) -> list[Layers]:
+    """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
+
+    In a Sequential they are of one class, in a ModuleList one class repeats at least: there may be others between (layers with cross-attention).
+    Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
+    """
+    found: list[Layers] = []
+
+    def visit(module: nn.Module, path: str, runner: nn.Module) -> None:
+        if type(module).forward is not nn.Module.forward:
+            runner = module  # a container without a forward (a ModuleDict, say) never runs: its parent calls the layers
+        for name, child in module.named_children():
+            where = f"{path}.{name}" if path else name
+            members = tuple(child.children())
+            classes = len({type(m) for m in members})
+            repeated = classes < len(members) if isinstance(child, nn.ModuleList) else isinstance(child, nn.Sequential) and classes == 1 < len(members)
+            if repeated and all(next(m.children(), None) is not None for m in members):
+                found.append(Layers(where, runner if isinstance(child, nn.ModuleList) else child, members))
+            else:
+                visit(child, where, runner)
+
+    visit(model, "", model)
+    return found
+
+
+def find_norms(owner: nn.Module) -> list[nn.Module]:
+    """What normalises hidden states outside the owner's layers: children without children whose parameters are vectors."""
+    leaves = [child for child in owner.children() if next(child.children(), None) is None]
+    return [leaf for leaf in leaves if (held := list(leaf.parameters(recurse=False))) and all(parameter.dim() == 1 for parameter in held)]
+
+
+def structure(module: nn.Module) -> tuple:
+    """What two layers must share to be one region: names and classes of all submodules."""
+    return tuple((name, type(child)) for name, child in module.named_modules())

@@ -1,0 +1,190 @@
+"""A layer's call that can be made again: one node of the caller's autograd graph. The layer's own graph lies behind it and can be dropped at any time,
+since the node keeps what the layer was called with.
+
+Why a node for each layer, and not one for the model: its gradients are handed to the caller's graph by one layer at a time and `.grad` is touched
+by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, optimizers in hooks after accumulation, DDP and
+`torch.autograd.grad` see what they saw. One layer is repeated, not the step. And what a layer is called with is known, whoever computes the loss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
+from tunecompile.memory.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from tunecompile.memory.recovery import Recovery
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class NotExact(Exception):
+    """A layer that could not be repeated with the same result; the message says why."""
+
+
+def requested(error: torch.OutOfMemoryError) -> int:
+    """Bytes that could not be had; 0 where the error does not tell."""
+    found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+class _Cut(torch.autograd.Function):
+    """The tensors, without their history. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+
+class _Node(torch.autograd.Function):
+    """A layer's call in the caller's graph. What it was called with is saved where the layer's own tensors are: on the host, under some plans."""
+
+    @staticmethod
+    def forward(ctx: Any, call: "Call", given: list[Tensor], made: list[Tensor], *_inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        return tuple(tensor.detach() for tensor in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative(name="A model under a memory budget")
+        return None, None, None, *ctx.call.backward(lambda: ctx.saved_tensors, grads)
+
+
+class Call:
+    """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer changed an argument, it stays.
+
+    Raises:
+        NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
+    """
+
+    def __init__(self, recovery: "Recovery", slot: Any, start: Surroundings, args: tuple, kwargs: dict):
+        self.recovery, self.slot, self.start = recovery, slot, start
+        self.leaves, self.form = _flat((args, kwargs), "are given")
+        self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.before = [tensor._version for tensor in self.given]
+        self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
+        self.repeatable = True
+        self.edges: list[GradientEdge] | None = None  #: of what the layer returned
+        self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
+        self.args, self.kwargs = self.enter(self.given)
+
+    def enter(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
+        """The layer's arguments, cut off from whoever made them."""
+        moving = [tensor for tensor in given if tensor.requires_grad]
+        cut = list(_Cut.apply(self.recovery.anchor, *moving)) if moving else []
+        self.sources = [get_gradient_edge(tensor) for tensor in cut]
+        tensors = iter([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
+        return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
+
+    def join(self, output: Any) -> Any:
+        """What the layer returned, as the caller sees it.
+
+        Raises:
+            NotExact: it is part of a graph beyond its arguments and the layer's parameters.
+        """
+        given, self.given, self.args, self.kwargs = self.given, [], (), {}
+        self.repeatable = self.before == [tensor._version for tensor in given]
+        leaves, form = _flat(output, "return")
+        made = _differentiable(leaves)
+        if not made:
+            return output
+        self.edges = [get_gradient_edge(tensor) for tensor in made]
+        weights = self._weights()
+        self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
+        self.recovery.calls.add(self)
+        self.recovery.open += 1
+        inputs = [tensor for tensor in given if tensor.requires_grad] + weights
+        seen = {id(inner): outer for inner, outer in zip(made, _Node.apply(self, given, made, *inputs))}
+        if self.recovery.bare:
+            self.drop()
+        return tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
+
+    def _weights(self) -> list[Tensor]:
+        """The parameters that the layer's graph ends in."""
+        found, seen, pending = [], set(self.sources and [self.sources[0].node]), [edge.node for edge in self.edges]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad":
+                found.append(node.variable)
+            pending.extend(following for following, _ in node.next_functions if following is not None)
+        own = self.recovery.parameters(self.slot, found)
+        for leaf in found:
+            if id(leaf) not in own:
+                raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
+            if leaf._backward_hooks:  # it would be called here, and once more in the caller's graph
+                raise NotExact("have hooks on their parameters")
+        return found
+
+    def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of what the layer was called with, and of its parameters. Its graph is used up: where the caller retains theirs, it is
+        made again the next time."""
+        tries, self.recovery.running = 0, self.slot.budget
+        while True:
+            try:
+                if self.edges is None:
+                    self._repeat(given())
+                found = self._gradients(grads)
+                break
+            except (NothingFits, StepLost):
+                raise
+            except torch.OutOfMemoryError as error:
+                missing = requested(error)
+            self.edges = None  # of which a part is used up
+            tries += 1
+            if not self.recovery.make_room(missing, tries) or not self.repeatable:
+                raise self.recovery.given_up(missing)
+        self.edges = None
+        self.recovery.open -= 1
+        self.recovery.tell()
+        return found
+
+    def _gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        reached = [(edge, grad) for edge, grad in zip(self.edges, grads) if grad is not None]
+        inputs = [*self.sources, *(edge for edge, _ in self.weights)]
+        if not reached or not inputs:
+            return [None] * len(inputs)
+        edges, grads = zip(*reached)
+        return torch.autograd.grad(edges, inputs, grads, allow_unused=True)
+
+    def _repeat(self, given: Sequence[Tensor]) -> None:
+        for edge, version in self.weights:
+            if (weight := edge.node.variable)._version != version:
+                what = f"{list(weight.shape)} is at version {weight._version}; expected version {version}"
+                raise ModifiedInPlace(what=what, layer=self.slot.region.name)
+        with self.start.again():
+            args, kwargs = self.enter(given)
+            leaves, _ = _flat(self.slot.compiled(args, kwargs), "return")
+            self.edges = [get_gradient_edge(tensor) for tensor in _differentiable(leaves)]
+
+    def drop(self) -> bool:
+        """Give up the layer's graph, if it can be made again. Whether there was one."""
+        dropped = self.edges is not None and self.repeatable
+        self.edges = None if dropped else self.edges
+        return dropped
+
+
+def _flat(value: Any, verb: str) -> tuple[list, Any]:
+    """Tensors and plain values, and the form they are in. Nothing else is looked into, or rebuilt."""
+    leaves, form = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN) and type(leaf) not in (Tensor, nn.Parameter):
+            raise NotExact(f"{verb} a {type(leaf).__name__}")
+    return leaves, form
+
+
+def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
