@@ -126,7 +126,10 @@ class Region:
 
     def variant(self, plan: Plan | None, kind: tuple, decide: Decide | None = None) -> Variant:
         """The variant for this plan and this kind of call. Where there is no plan yet, `decide` makes it from the graph."""
-        return self._variant(plan, kind, self.name + _suffix(plan), lambda name: Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept))
+        found = self._variant(plan, kind, self.name + _suffix(plan), lambda name: Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept))
+        if found.backend.plan is None:  # what stands there may be of another device's layers, none of which is trained
+            found.backend.decide = decide
+        return found
 
     def scoring(self, kind: tuple) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so no plan, and no recording, is about it."""

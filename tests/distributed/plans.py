@@ -133,7 +133,7 @@ def a_rank_that_cannot_repeat(rank, ranks):
     recovery = made._tunecompile.step.recovery
     lost = f"Rank {rank} of 2 ran out of memory.*resume it from its last checkpoint with memory='0.*MiB'"
     with pytest.raises(RankLost, match=lost) as caught:
-        recovery.make_room(2048, 1, restarts=True)
+        recovery.make_room(2048, 1, made._tunecompile.step.budget, restarts=True)
     assert not isinstance(caught.value, torch.OutOfMemoryError)
     Full(made, 1, "forward", times=10)
     with pytest.raises(RankLost, match=lost):

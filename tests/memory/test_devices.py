@@ -1,14 +1,18 @@
 """Layers on several devices: a plan for each, and one device's want of memory is its own. (A CPU stands for two: by its number, or by none.)"""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 import tunecompile
-from tests.memory.full import Full, build, graphs, needed, plain, recovery, step
+from tests.memory.full import Block, Full, Tiny, build, graphs, needed, plain, step
 from tests.memory.test_budget import LAYERS, same
+from tunecompile.errors import NothingFits
 from tunecompile.memory import devices, menu
+from tunecompile.memory.budget import Budget
 from tunecompile.memory.gauge import HostGauge
 from tunecompile.memory.surroundings import Surroundings
 from tunecompile.regions import Slot
@@ -82,37 +86,99 @@ def test_the_device_that_is_full_plans_for_less(layer, where):
     assert any("cpu:1" in note and "ran out of memory" in note for note in tunecompile.report(model).notes)
 
 
-def test_in_head_and_loss_it_is_the_device_that_failed(monkeypatch):
-    """Allocations that failed are counted on each device."""
+def test_the_error_says_which_device_is_full(monkeypatch):
+    """Not the count of allocations that failed: some are dealt with by whoever made them (a prefetch). Behind the layers, the last one to run says nothing."""
     from tunecompile.tail import losses
 
-    failed, whole = {FIRST: 0, LAST: 0}, losses.linear_cross_entropy
+    whole, left = losses.linear_cross_entropy, [1]
 
     @dataclass
     class Counting(HostGauge):
         device: torch.device
 
         def failures(self):
-            return failed[self.device]
+            return int(self.device == LAST and not left)
 
     def full(*args):
-        if not failed[FIRST]:
-            failed[FIRST] += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 1 has")
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 1 has a total capacity of 1.00 MiB")
         return whole(*args)
 
     monkeypatch.setattr(devices, "gauge", Counting)
     model = build(int(1.2 * needed()))
-    failed[FIRST] = 1
     step(model)
     first, last = on_each(model)
     before = first.admitted.choice.peak, last.admitted.choice.peak
-    failed[FIRST] = 0
-    first.failures = 0
     monkeypatch.setattr(losses, "linear_cross_entropy", full)
-    same(step(model), plain())
+    left[:] = [1]
+    for _ in range(2):
+        same(step(model), plain())
     assert first.admitted.choice.peak < before[0] and last.admitted.choice.peak == before[1]
-    assert recovery(model).running is first
+
+
+def test_each_device_has_its_own_tries():
+    """What fills one fills the others as well: none plans for the least at once because another had to plan anew."""
+    def again(*layers):
+        model = build(int(1.2 * needed()))
+        step(model)
+        for layer in layers:
+            Full(model, layer, "forward")
+        same(step(model), plain())
+        return model._tunecompile.step.budgets[1].surplus
+
+    assert again(0, LAYERS - 1) == again(LAYERS - 1) > 0
+
+
+class Narrow(Block):
+    """A layer of another kind."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.up, self.down, self.more = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+
+def other_kind(memory):
+    model = Tiny().train()
+    for place in range(HALF):
+        model.backbone.layers[place] = Narrow()
+    return tunecompile.optimize(model, memory=memory, executor="eager")
+
+
+def test_kinds_of_layers_are_surveyed_where_they_are():
+    """A kind that another device has no need to survey to the end keeps nobody from seeing that there is no smaller plan."""
+    roomy = other_kind(1 << 40)
+    step(roomy)
+    first, last = on_each(roomy)
+    model = other_kind(int(1.2 * first.admitted.choice.peak))
+    for _ in range(3):
+        step(model)
+    first, last = on_each(model)
+    assert first.admitted.choice.fits and not first._surveyed()[0].whole and not last.admitted.choice.fits and last._surveyed()[0].whole
+    made = last.plans
+    for _ in range(3):
+        step(model)
+    assert last.plans == made
+    full = Full(model, LAYERS - 1, "forward", times=100)
+    with pytest.raises(NothingFits):
+        step(model)
+    assert full.raised < 5
+
+
+def test_a_frozen_device_decides_for_nobody_else():
+    """Its layers' graphs show no backward; what is compiled for them serves the other device's, and asks that device's budget."""
+    asked, decide = [], Budget.decide
+
+    def watched(budget, *args):
+        asked.append((budget.device, budget.running.place))
+        return decide(budget, *args)
+
+    with patch.object(Budget, "decide", watched):
+        model = build(int(0.7 * needed()))
+        for layer in model.backbone.layers[:HALF]:
+            layer.requires_grad_(False)
+        model.backbone.embed.requires_grad_(False)
+        step(model)
+    assert asked and all(device == LAST and place >= HALF for device, place in asked)
 
 
 def test_what_tells_of_it_tells_of_all_devices(tmp_path):
@@ -129,7 +195,7 @@ def test_what_tells_of_it_tells_of_all_devices(tmp_path):
 def test_nothing_is_recorded(monkeypatch):
     """A recording's memory is counted by one budget, and lies on one device."""
     model = build(1 << 40)
-    model._tunecompile.replays.recorder.device = "cuda"
+    model._tunecompile.replays.recorder.device = "cpu"
     step(model)
     assert all(region.replays is None for region in model._tunecompile.regions)
     assert "no CUDA graph: layers are on several devices, each with a budget of its own" in tunecompile.report(model).notes

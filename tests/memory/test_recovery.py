@@ -102,6 +102,15 @@ def test_in_the_final_norm():
     assert not left
 
 
+def test_a_head_that_is_no_linear_is_none_of_the_plans():
+    model = Tiny().train()
+    model.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))
+    tunecompile.optimize(model, memory=int(0.7 * needed()), executor="eager")
+    for _ in range(2):
+        step(model)
+    assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
+
+
 @pytest.mark.parametrize("where", ["layer", "loss"])
 def test_without_a_budget_the_user_hears_what_makes_room(where, monkeypatch, caplog):
     model = build(None)
@@ -302,7 +311,7 @@ def test_a_dropped_graph_is_freed():
     found = loss(model)
     nodes = [weakref.ref(call.edges[0].node) for call in recovery(model).calls]
     assert len(nodes) == LAYERS and all(node() is not None for node in nodes)
-    recovery(model).make_room(0, 1)
+    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
     assert all(node() is None for node in nodes)
     found.backward()
 
@@ -376,7 +385,7 @@ def test_second_derivatives_are_refused():
 def test_weights_that_changed_in_between_are_refused():
     model = guarded()
     found = loss(model)
-    recovery(model).make_room(0, 1)
+    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
     with torch.no_grad():
         model.backbone.layers[2].up.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

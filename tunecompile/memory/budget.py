@@ -21,7 +21,6 @@ from tunecompile.memory.recordings import RECORDED
 from tunecompile.memory.room import Room
 from tunecompile.memory.trace import Trace
 from tunecompile.memory.work import Work, beside_layers
-from tunecompile.zero import whole
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
@@ -112,12 +111,16 @@ class Budget(Room):
 
     def _beside_layers(self, tokens: int) -> Work:
         trained = [rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))]
-        return beside_layers([whole(head.module.weight) for head in self._heads()], trained, tokens)
+        return beside_layers(self._heads(), trained, tokens)
 
     def _layers_menus(self) -> list[Menu]:
         """Each layer's; of those that nobody has surveyed yet, another's."""
         known = next(iter(self.menus.values()))
         return [self.menus.get(id(slot.region), known) for slot in self.layers]
+
+    def _surveyed(self) -> list[Menu]:
+        """Of layers on this device; others' are surveyed where they are."""
+        return [self.menus[region] for region in dict.fromkeys(id(slot.region) for slot in self.layers) if region in self.menus]
 
     def option(self, slot: Any, tokens: int) -> Option | None:
         """What this layer does in this step; None where its graph has to be seen first."""
@@ -171,13 +174,16 @@ class Budget(Room):
                 self.menus[region] = replace(self.menus[region], whole=True)
         except Exception as error:  # the step goes on with what was surveyed before, or without a plan
             known = max(filter(None, (before, self.menus.get(region))), key=lambda found: len(found.rows), default=None)
-            missing = "no memory plan" if known is None else "not all memory plans"
-            self.notes.append(f"{missing} for {self.running.region.name}: {type(error).__name__}: {str(error)[:200]}")
+            self._note_none(error, f" for {self.running.region.name}", "no" if known is None else "not all")
             if known is None:
                 return self._without()
             self.menus[region] = replace(known, whole=True)  # it would fail again
             self._admit(tokens)
         return self.options[id(self.running)].plan
+
+    def _note_none(self, error: Exception, where: str = "", how_many: str = "no") -> None:
+        note = f"{how_many} memory plan{'s' if how_many != 'no' else ''}{where}: {type(error).__name__}: {str(error)[:200]}"
+        self.notes += [note] if note not in self.notes else []
 
     def retreat(self, missing: int | None) -> bool:
         """The device was full: plan for less by so many bytes (None: for as little as possible), now and from here on. False where
@@ -223,19 +229,25 @@ class Budget(Room):
                 self.gauge.release()
         if not self.menus or (self.admitted is not None and self._still_serves(tokens) and self._finished()):
             return
-        self._admit(tokens)
+        try:
+            self._admit(tokens)
+        except Exception as error:
+            if self.admitted is not None:
+                raise
+            self._note_none(error)  # layers of this kind are on another device, too, and have menus by now
+            return
         if not self._satisfied():
             self._survey_again()
 
     def _satisfied(self) -> bool:
         """Whether no more plans have to be surveyed."""
-        seeking = self.recordings.short and any(len(found.rows) == 1 for found in self.menus.values())  # the next course may leave them room
+        seeking = self.recordings.short and any(len(found.rows) == 1 for found in self._surveyed())  # the next course may leave them room
         return self.admitted.choice.fits and not seeking
 
     def _finished(self) -> bool:
         """Whether the plan was made with all that there is to know: every kind of layer has been seen, and all their plans where none fits."""
         guessed = not self.admitted.seen and self.steps > self.began
-        return not guessed and (self._satisfied() or all(found.whole for found in self.menus.values()))
+        return not guessed and (self._satisfied() or all(found.whole for found in self._surveyed()))
 
     def _all_seen(self) -> bool:
         """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
@@ -243,7 +255,7 @@ class Budget(Room):
 
     def _survey_again(self) -> bool:
         """Where not every plan there is was surveyed, the layers' graphs have to be seen once more."""
-        again = any(not found.whole for found in self.menus.values())
+        again = any(not found.whole for found in self._surveyed())
         if again:
             self.options.clear()
             self.began = self.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import torch
 
@@ -29,7 +29,7 @@ def make_budgets(state: State) -> tuple[Budget, ...]:
         grow_segments()
     alone = len(placed) == 1
     if not alone:
-        _leave_out_recordings(state)
+        _leave_out_recordings(state, placed)
     kept = state.kept if alone and state.precision is None and not any(map(sharded, state.model.parameters())) else None
     made = [Budget(state.memory, state.model, gauge(device), device, slots, state.heads, _offload(state, device, len(placed)), state.replays if alone else None, kept)
             for device, slots in placed.items()]
@@ -56,9 +56,9 @@ def _offload(state: State, device: torch.device, devices: int) -> Offload | None
     return Offload(device, host, state.offload_dir)
 
 
-def _leave_out_recordings(state: State) -> None:
+def _leave_out_recordings(state: State, devices: Iterable[torch.device]) -> None:
     """A budget counts their memory on its own device only."""
     for region in state.regions:
         region.replays = None
-    if state.replays.recorder.device == "cuda":
+    if any(device.type == state.replays.recorder.device for device in devices):
         state.replays.failures.append("no CUDA graph: layers are on several devices, each with a budget of its own")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections import Counter
 from typing import Any, Callable, Sequence, TypeVar
 
 import torch
@@ -26,13 +27,14 @@ from tunecompile.fsdp import gathers_inside
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
-from tunecompile.memory.repeat import Call, NotExact, requested
+from tunecompile.memory.repeat import Call, NotExact, full_gpu, requested
 from tunecompile.memory.surroundings import Surroundings
 from tunecompile.ranks import Board
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
 _SHARDED = ("device_mesh", "ds_id", "_fsdp_flattened")  #: what FSDP's, DeepSpeed's and tensor-parallel parameters have
+TRIES = 16  #: to make room on one device for one call
 _SHARES = "share their parameters with other processes, which would have to repeat it, too"
 
 
@@ -113,7 +115,7 @@ class Recovery:
         if id(slot) in self.refused:
             self.open += 1
             return slot.compiled(args, kwargs)
-        start = Surroundings.now(slot.device)
+        start = Surroundings.now(slot.device or slot.budget.device)
         try:
             if self.bound is not None:
                 raise NotExact(self.bound)
@@ -135,7 +137,7 @@ class Recovery:
         """
         if saving_is_taken() is not None:  # a checkpoint counts what is saved, and would miss what failed
             return call()
-        start, tries = Surroundings.now(*self.devices()), 0
+        start, tries = Surroundings.now(*self.devices()), Counter()  # by device
         try:
             while True:
                 try:
@@ -146,10 +148,10 @@ class Recovery:
                 except torch.OutOfMemoryError as error:
                     if not self.budgets:
                         raise
-                    missing = requested(error)
+                    missing, full = requested(error), self.full(error)
                 start.rewind()  # not before the error is forgotten, and with it all that its frames hold
-                tries += 1
-                if not self.make_room(missing, tries, restarts):
+                tries[full.device] += 1
+                if not self.make_room(missing, tries[full.device], full, restarts):
                     if self.bare or not restarts:
                         raise self.given_up(missing)
                     self.bare = True
@@ -158,28 +160,29 @@ class Recovery:
         self.tell()
         return result
 
-    def make_room(self, missing: int, tries: int, restarts: bool = False) -> bool:
-        """Give up what can be computed again, and plan for less: at the second try for as little as possible. Whether either was possible."""
-        budget = self.running = self._full()
+    def make_room(self, missing: int, tries: int, budget: Budget, restarts: bool = False) -> bool:
+        """Give up what can be computed again on a device, and plan for less there: at the second try for as little as possible. Whether either was possible."""
+        self.running = budget
         before = self.in_words()
         dropped = [call for call in list(self.calls) if call.slot.budget is budget and call.drop()]
         gc.collect()
         budget.settle()
         budget.gauge.release()
-        for each in self.budgets if restarts else ():
-            each.steps -= 1
+        for each in self.budgets:
+            each.overflowed()  # which is dealt with
+            each.steps -= restarts
         smaller = budget.retreat(missing if tries == 1 else None)
         self.agreement.out_of_memory(budget)
         if self.bound is not None or (restarts and self.gathers):
             # The forward would gather each layer once more, up to where it failed. The others gathered them once, and would take that for what they send next.
             raise self.lost(missing)
         self.before = self.before or before
-        return smaller or bool(dropped)
+        return (smaller or bool(dropped)) and tries < TRIES
 
-    def _full(self) -> Budget:
-        """Of the device that is. A CPU keeps no count of what failed."""
-        failed = [budget for budget in self.budgets if budget.overflowed()]
-        return failed[-1] if failed else self.running or self.budgets[0]
+    def full(self, error: torch.OutOfMemoryError) -> Budget:
+        """The budget of the device that is; where torch does not tell, of the layer that ran last."""
+        number = full_gpu(error)
+        return next((budget for budget in self.budgets if budget.device.index == number is not None), self.running or self.budgets[0])
 
     def lost(self, missing: int) -> StepLost | RankLost:
         """A step that this process cannot repeat by itself."""

@@ -36,6 +36,12 @@ def requested(error: torch.OutOfMemoryError) -> int:
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
+def full_gpu(error: torch.OutOfMemoryError) -> int | None:
+    """Its number; None where the error does not tell."""
+    found = re.search(r"\bGPU (\d+) has a total capacity", str(error))
+    return int(found[1]) if found else None
+
+
 class _Cut(torch.autograd.Function):
     """The tensors, without their history. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
 
@@ -142,10 +148,10 @@ class Call:
             except (NothingFits, StepLost):
                 raise
             except torch.OutOfMemoryError as error:
-                missing = requested(error)
+                missing, full = requested(error), self.recovery.full(error)
             self.edges = None  # of which a part is used up
             tries += 1
-            if not self.recovery.make_room(missing, tries) or not self.repeatable:
+            if not self.recovery.make_room(missing, tries, full) or not self.repeatable:
                 raise self.recovery.given_up(missing)
         self.edges = None
         self.recovery.open -= 1

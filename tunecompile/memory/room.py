@@ -77,7 +77,7 @@ class Room:
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
-        return sum(workspace(whole(head.module.weight), tokens) for head in self._heads())
+        return sum(workspace(weight, tokens) for weight in self._heads())
 
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
@@ -97,8 +97,9 @@ class Room:
     def _trained(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad and self.shards.at_rest(p).device == self.device]
 
-    def _heads(self) -> list[Any]:
-        return [head for head in self.heads if self._is_here(head.module.weight)]
+    def _heads(self) -> list[torch.Tensor]:
+        """Weights of the heads here. (A head may be any module.)"""
+        return [whole(weight) for head in self.heads if (weight := getattr(head.module, "weight", None)) is not None and self._is_here(weight)]
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         """Not on another device of this kind, which has a budget of its own."""

@@ -44,7 +44,7 @@ class Labelled:
         if self.pending is None:
             count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(labelled.sum(), non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record()
+            copied.record(torch.cuda.current_stream(target.device))
             self.pending = count, copied, target.numel()
         return None
 
