@@ -27,7 +27,7 @@ NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compil
 
 
 COLUMNS = 3  #: panels side by side in the picture
-APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support", "suite", "scaling"  #: files that are not of training steps beside each other
+APART = "longest", "peaks", "verified", "batches", "families", "speedups", "support", "suite", "scaling", "architectures"  #: files that are not of training steps beside each other
 PEERS = ("Liger", "Unsloth", "bitsandbytes")
 
 
@@ -295,6 +295,28 @@ def render_suites(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def others_models() -> str:
+    """What ran of packages' own tests, and of their models."""
+    return "\n".join(filter(None, (render_suites(), render_architectures(load_one("architectures.json")))))
+
+
+def render_architectures(result: dict | None) -> str:
+    """How many are right, and which are not."""
+    if result is None:
+        return ""
+    modes = {"full": "trained as a whole", "lora": "by adapters in all linears"}
+    runs = {mode: [run for run in result["runs"] if run["mode"] == mode] for mode in modes}
+    made = {mode: [run for run in runs[mode] if run["status"] != "not made"] for mode in modes}
+    right = {mode: sum(run["status"] == "same" for run in made[mode]) for mode in modes}
+    found, rewritten = (sum(run.get(key, 0) for mode in modes for run in made[mode]) for key in ("found", "rewritten"))
+    pieces = sum(any("in pieces" in note for note in run.get("notes", ())) for run in made["full"])
+    wrong = [f"{run['architecture']}, {modes[run['mode']]}: {run.get('reason') or 'gradients off by {:.1e}'.format(run['error'])}" for mode in modes for run in made[mode] if run["status"] != "same"]
+    lines = [f"All {len(runs['full'])} causal language models that transformers {result['versions']['transformers']} lists, as small as their configs allow, one step in fp32 beside the same without `optimize` "
+             f"(`benchmarks/architectures.py`, a CPU, op by op, {result['date'][:10]}): " + ", ".join(f"{right[mode]} of {len(made[mode])} right {said}" for mode, said in modes.items())
+             + f" (the others cannot take a step so small without `optimize` either). {rewritten:,} of {found:,} patterns are rewritten; layers of {pieces} architectures compile in pieces."]
+    return "\n".join([*lines, *(f"- {said}" for said in wrong)]) + "\n"
+
+
 def _briefly(text: str) -> str:
     """A note that is not longer than a cell."""
     text = re.sub(r"\b(?:base_model_model_)?(?:model_)*layers_(\w+)", r"\1", text).replace("|", "/")
@@ -377,7 +399,7 @@ def main() -> None:
         print(text)
         return
     readme = ROOT / "README.md"
-    for begin, end, made in ((BEGIN, END, text), (*SUPPORT, render_support(load_one("support.json"))), (*SUITES, render_suites())):
+    for begin, end, made in ((BEGIN, END, text), (*SUPPORT, render_support(load_one("support.json"))), (*SUITES, others_models())):
         readme.write_text(placed(readme.read_text(), begin, end, made))
     draw(results, ROOT / "docs" / "speed.svg")
     if (budgets := load_one(BUDGETS)) is not None:

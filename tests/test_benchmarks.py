@@ -199,3 +199,25 @@ def test_a_suites_result_says_what_fails_only_when_optimized_and_keeps_what_did_
     assert suites.kept(given) == {"a.One": row}
     given.executor = "inductor"
     assert suites.kept(given) == {}
+
+
+def test_architectures_beside_themselves(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    architectures, report = script("architectures"), script("report")
+    rows = [architectures.compared(("llama", mode)) for mode in ("full", "lora")]
+    assert [row["status"] for row in rows] == ["same", "same"] and all(0 < row["error"] < 1e-5 and row["rewritten"] for row in rows)
+    optimize = architectures.tunecompile.optimize
+
+    def wrong(model, **options):
+        model.lm_head.weight.data *= 1.01
+        return optimize(model, **options)
+
+    monkeypatch.setattr(architectures.tunecompile, "optimize", wrong)
+    rows.append(architectures.compared(("gemma", "full")))
+    assert rows[-1]["status"] == "differs" and rows[-1]["error"] > 1e-4
+    monkeypatch.setattr(architectures, "FORMS", ())
+    rows.append(architectures.compared(("llama", "full")))
+    assert rows[-1]["status"] == "not made"
+    text = report.render_architectures({**architectures.header(), "runs": rows})
+    assert "1 of 2 right trained as a whole, 1 of 1 right by adapters" in text and "- gemma, trained as a whole: gradients off by" in text

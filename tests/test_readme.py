@@ -55,5 +55,5 @@ def test_the_table_is_that_of_the_measured_results():
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
     assert report.section() == README.partition(report.BEGIN)[2].partition(report.END)[0]
-    for (begin, end), made in ((report.SUPPORT, report.render_support(report.load_one("support.json"))), (report.SUITES, report.render_suites())):
+    for (begin, end), made in ((report.SUPPORT, report.render_support(report.load_one("support.json"))), (report.SUITES, report.others_models())):
         assert made == README.partition(begin)[2].partition(end)[0]
