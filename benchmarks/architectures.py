@@ -14,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import warnings
@@ -159,7 +160,7 @@ def compared(case: tuple[str, str]) -> dict[str, Any]:
     error = max((found[key] - gradient).norm().item() for key, gradient in gradients.items()) / norm if found.keys() == gradients.keys() else float("inf")
     same = error < ENOUGH and abs(ours - loss) < ENOUGH * abs(loss)
     return row | {"status": "same" if same else "differs", "error": error, "losses": [loss, ours], "rewritten": sum(m.rewritten for m in report.matches),
-                  "found": sum(m.found for m in report.matches), "compiled": report.compiles > 0, "notes": report.notes}
+                  "found": sum(m.found for m in report.matches), "compiled": report.compiles > 0, "notes": [re.sub(r"/\S+/site-packages/", "", note) for note in report.notes]}
 
 
 def main() -> int:
