@@ -197,7 +197,8 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
         patches["triton.mix_order_reduction"] = False
     if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
         patches["static_launch_user_defined_triton_kernels"] = True
-    with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached):  # what comes from that cache is not wrapped
+    # Both graphs at once: left to the first backward pass, code that cannot be generated would end the training there, where nothing can take its place.
+    with torch._functorch.config.patch(enable_autograd_cache=wrap is None and cached, force_non_lazy_backward_lowering=True):  # what comes from that cache is not wrapped
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 

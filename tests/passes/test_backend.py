@@ -52,3 +52,24 @@ def saved_bytes(model) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         zoo.step(model, zoo.batch())
     return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(monkeypatch):
+    """Where the layer can run as it is. In the first backward pass it would be too late."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx
+
+    def fails(gm, inputs, **told):
+        if told.get("is_backward"):
+            raise RuntimeError("planted")
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fails)
+    model = zoo.make("llama")
+    inputs = zoo.batch()
+    loss, gradients = zoo.step(model, inputs)
+    tunecompile.optimize(model)
+    again, found = zoo.step(model, inputs)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(found, gradients).values()) < 1e-4
+    notes = tunecompile.report(model).notes
+    assert any("is compiled without rewrites" in note and "planted" in note for note in notes) and any("runs eagerly" in note for note in notes)
