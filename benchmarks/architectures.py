@@ -100,8 +100,6 @@ def make(name: str) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config).float().train()
             step(model)
             return model
-        except Late:
-            raise
         except Exception as error:  # of any kind: the config is none that its authors had in mind
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
     raise RuntimeError(why)

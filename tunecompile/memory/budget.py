@@ -174,15 +174,16 @@ class Budget(Room):
                 self.menus[region] = replace(self.menus[region], whole=True)
         except Exception as error:  # the step goes on with what was surveyed before, or without a plan
             known = max(filter(None, (before, self.menus.get(region))), key=lambda found: len(found.rows), default=None)
-            self._note_none(error, f" for {self.running.region.name}", "no" if known is None else "not all")
+            missing = "no memory plan" if known is None else "not all memory plans"
+            self._note_failure(f"{missing} for {self.running.region.name}", error)
             if known is None:
                 return self._without()
             self.menus[region] = replace(known, whole=True)  # it would fail again
             self._admit(tokens)
         return self.options[id(self.running)].plan
 
-    def _note_none(self, error: Exception, where: str = "", how_many: str = "no") -> None:
-        note = f"{how_many} memory plan{'s' if how_many != 'no' else ''}{where}: {type(error).__name__}: {str(error)[:200]}"
+    def _note_failure(self, missing: str, error: Exception) -> None:
+        note = f"{missing}: {type(error).__name__}: {str(error)[:200]}"
         self.notes += [note] if note not in self.notes else []
 
     def retreat(self, missing: int | None) -> bool:
@@ -234,7 +235,7 @@ class Budget(Room):
         except Exception as error:
             if self.admitted is not None:
                 raise
-            self._note_none(error)  # layers of this kind are on another device, too, and have menus by now
+            self._note_failure("no memory plan", error)  # layers of this kind are on another device, too, and have menus by now
             return
         if not self._satisfied():
             self._survey_again()

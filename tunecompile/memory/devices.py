@@ -23,9 +23,10 @@ def make_budgets(state: State) -> tuple[Budget, ...]:
     if left := len(state.slots) - sum(map(len, placed.values())):
         where = " or ".join(map(str, placed)) or "any device"
         state.notes.append(f"no memory plan for {left} layers: between calls their weights are not on {where}")
-    if not placed or (state.memory == "auto" and next(iter(placed)).type != "cuda"):
+    on_gpus = any(device.type == "cuda" for device in placed)
+    if not placed or (state.memory == "auto" and not on_gpus):
         return ()
-    if next(iter(placed)).type == "cuda":
+    if on_gpus:
         grow_segments()
     alone = len(placed) == 1
     if not alone:
