@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
+from sympy import Expr
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
@@ -16,6 +18,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_metrics_context
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
@@ -31,11 +34,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tunecompile import upstream
 
 __all__ = [
-    "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
+    "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "grow_segments", "hooked", "in_checkpoint", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
-    "static_shapes", "trace", "trace_artifact",
+    "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -107,11 +110,34 @@ def hooked(module: torch.nn.Module) -> bool:
 
 
 def start_compile_workers() -> None:
-    """Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one after the other."""
+    """What a first compilation waits for, begun before it: Inductor's processes that compile Triton kernels need seconds to come up, in which it would
+    compile one after the other, and Triton reads itself (for its cache's keys) and compiles its driver in C."""
     with contextlib.suppress(ImportError):  # only time is lost
         from torch._inductor.async_compile import maybe_warm_pool
 
-        maybe_warm_pool()
+        with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):  # they see no `config_patches`
+            maybe_warm_pool()
+        import triton
+
+        threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()
+
+
+def _prepare_triton(triton: Any) -> None:
+    with contextlib.suppress(Exception):  # who needs it fails with the reason
+        triton.runtime.driver.active.get_current_target()
+        triton.runtime.cache.triton_key()
+
+
+@contextlib.contextmanager
+def _in_environment(**variables: str) -> Iterator[None]:
+    """For processes that are started inside; what the user set stands."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def grow_segments() -> None:
@@ -191,7 +217,7 @@ def compile_inductor(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphP
         return code
 
     # combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model.
-    # Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a kernel.
+    # Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a kernel (its workers know from their environment).
     patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "combo_kernels": True}
     if upstream.MIX_ORDER_REDUCTION.present:
         patches["triton.mix_order_reduction"] = False
@@ -270,6 +296,12 @@ def others_trace() -> bool:
 def is_tracing() -> bool:
     """Inside a compilation: whether the user wants torch's structured trace (TORCH_TRACE=folder). Without a folder its handler goes at the first record."""
     return any(isinstance(handler, LazyTraceHandler) for handler in trace_log.handlers)
+
+
+def is_a_tensor(value: Any) -> bool:
+    """One that is traced, or what stands for one while Inductor lowers a graph."""
+    inductor = sys.modules.get("torch._inductor.ir")
+    return isinstance(value, torch.Tensor) or inductor is not None and isinstance(value, inductor.TensorBox)
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from tunecompile import _torch, sdpa, upstream
+from tunecompile.accesses import Answers, asked_once
 from tunecompile.cache import in_turn
 from tunecompile.canonical import canonicalize
 from tunecompile.drawing.snapshot import replacements, snapshot
@@ -42,6 +43,7 @@ class Backend:
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
         self.failures: list[str] = []
+        self.answers = Answers()
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         _torch.specialize_floats(gm)  # patterns bind scales and epsilons as constants
@@ -112,7 +114,7 @@ class Backend:
         compiler = _torch.compile_inductor if self.executor == "inductor" else _torch.compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and upstream.MIX_ORDER_REDUCTION.present:
             context.notes.append(str(upstream.MIX_ORDER_REDUCTION))
-        with self._attention(gm, inputs, context):
+        with self._attention(gm, inputs, context), asked_once(self.answers):
             return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
                             cached=self.plan is not None and not self.plan.weights and not context.moves and context.cached, turn=partial(in_turn, lower.uuid))
 

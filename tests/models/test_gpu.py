@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -212,3 +214,24 @@ def test_a_product_keeps_its_dtype_under_autocast():
         expected = model(x)
         ours = tunecompile.optimize(model.train(), executor="eager")(x)
     assert ours.dtype == expected.dtype == torch.bfloat16 and torch.equal(ours, expected)
+
+
+ONE_STEP = """
+import torch
+from torch._inductor.runtime import triton_heuristics
+import tunecompile
+from tests.models import zoo
+from tests.models.test_gpu import build
+
+model, theirs = tunecompile.optimize(build("llama", "qlora")), []
+made = triton_heuristics.TritonCompileResult.make_launcher
+triton_heuristics.TritonCompileResult.make_launcher = lambda self: theirs.append(self.kernel.src.fn.__name__) or made(self)
+zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
+print("by C:", theirs)
+"""
+
+
+def test_no_launch_is_compiled_in_c():
+    """Inductor's workers know that templates need none. In a process of its own: others may have started the workers."""
+    said = subprocess.run([sys.executable, "-c", ONE_STEP], capture_output=True, text=True, timeout=300)
+    assert "by C: []" in said.stdout, (said.stdout, said.stderr[-2000:])
