@@ -20,11 +20,13 @@ def test_what_is_saved_is_what_is_built(tmp_path, quantise):
     assert any("quant_map" in name for name in built) == quantise
 
 
-def test_eager_is_checked_beside_a_system_that_is_timed_without_it(monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", ["unsloth,tunecompile", "tunecompile@9.4GiB,unsloth", "tunecompile@auto,tunecompile"])
+def test_eager_is_checked_beside_systems_that_are_timed_without_it(monkeypatch, tmp_path, given):
+    """And without a budget what is timed under one."""
     seen = []
     monkeypatch.setattr(run, "run_jobs", lambda jobs, *rest: seen.extend(job.system for job in jobs) or [{}] * len(jobs))
     monkeypatch.setattr(run, "judge", lambda *rest: None)
-    systems = resolve_systems("unsloth,tunecompile", False)
+    systems = resolve_systems(given, False)
     job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3)
     run.check_apart(run.Comparison(systems, job, tmp_path), systems, str(tmp_path), tmp_path)
     assert seen == ["hf", "tunecompile", run.REFERENCE]

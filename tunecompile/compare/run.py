@@ -135,7 +135,7 @@ def run_comparison(comparison: Comparison) -> dict:
         if checked_here:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
             check = judge(outcome, reference, scratch, job)
-        elif comparison.check and any(system.engine == "tunecompile" and system.memory is None for system in present):
+        elif comparison.check and any(system.engine == "tunecompile" for system in present):
             comparison.keep(assemble(comparison, outcome, reference, check))
             check = check_apart(comparison, present, scratch, logs)
     return assemble(comparison, outcome, reference, check)
@@ -196,12 +196,13 @@ def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
 
 
 def check_apart(comparison: Comparison, present: list[System], scratch: str, logs: Path) -> Check:
-    """In runs of their own, of one process each. A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it."""
-    checked = [s for s in present if s.engine in ("hf", "tunecompile") and s.memory is None]  # a few layers fit any budget
+    """In runs of their own, of one process each. A shape model at full depth would not fit in fp32: the same layers, a few of them, stand for it, and
+    what runs under a budget is checked without, as a few layers fit any."""
+    checked = [s for s in present if s.engine in ("hf", "tunecompile")]
     one = comparison.job.replace(gpus=1, saved_bytes=False, launches=False, held_out=0, questions=0, adapter=None)
     shallow = one.replace(layers=CHECK_LAYERS, shapes=one.shapes[:1], steps=WARMUP + 1) if one.shapes \
         else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
-    names = [s.name for s in checked]
+    names = list(dict.fromkeys(s.unbudgeted for s in checked))
     if not any(s.engine == "hf" for s in checked):
         names.insert(0, "hf")  # eager's own error is the yardstick, whoever else was timed
     jobs = [shallow.replace(system=name, gradients=f"{scratch}/{name}.pt") for name in names]

@@ -33,6 +33,11 @@ class System:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
     @property
+    def unbudgeted(self) -> str:
+        """The same system's name without a budget."""
+        return self.name.partition("@")[0]
+
+    @property
     def distribution(self) -> str:
         """What pip calls the package whose version this system has."""
         return (self.package or DISTRIBUTIONS.get(self.engine, "transformers")).replace("_", "-")
