@@ -128,4 +128,4 @@ def test_answers_are_torchs_own(monkeypatch):
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
     notes = tunecompile.report(model).notes
     assert not [note for note in notes if "without rewrites" in note or "eagerly" in note], notes
-    assert 0 < counted["analysed"] <= 0.5 * counted["asked"], counted
+    assert 0 < counted["analysed"] <= 0.7 * counted["asked"], counted

@@ -77,12 +77,13 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
     if os.environ.get("TUNECOMPILE") == "0" or getattr(model, ATTRIBUTE, None) is not None:
         return model
-    state = State(model, pipeline(), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
-                  HostTables() if host_embedding else None, check=verify)
-    state.notes += link_read_only() if executor == "inductor" else []
-    state.attach()
+    linked = link_read_only() if executor == "inductor" else []
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()
+    state = State(model, pipeline(), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
+                  HostTables() if host_embedding else None, check=verify)
+    state.notes += linked
+    state.attach()
     model.__dict__[ATTRIBUTE] = state
     return model
 
