@@ -170,6 +170,26 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
 
 
+def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypatch):
+    """All of the first plan's, in a thread of its own, before the first layer has anything to send."""
+    from tunecompile.memory import host
+
+    asked = []
+    expect = host.Pool.expect
+
+    def small(pool, nbytes):
+        pool.slab = pool.granule = 1 << 12
+        asked.append((nbytes, pool.reserved))
+        expect(pool, nbytes)
+
+    monkeypatch.setattr(host.Pool, "expect", small)
+    model = build(int(0.85 * needed()))
+    step(model)
+    pool = to_the_host[-1].pool
+    assert asked[0] == (model._tunecompile.step.budget.admitted.choice.waiting, 0) and pool.ahead is not None
+    assert pool.ahead.left == 0 and pool.peak >= 0.9 * asked[0][0]
+
+
 def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     """Between all that a layer saves and none of it."""
     roomy = build("1TiB", intermediate_size=384)

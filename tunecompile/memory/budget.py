@@ -180,6 +180,8 @@ class Budget(Room):
                 return self._without()
             self.menus[region] = replace(known, whole=True)  # it would fail again
             self._admit(tokens)
+        if self.offloading:  # code is generated next, in which nothing else happens
+            self.offload.expect(self.admitted.choice.waiting)
         return self.options[id(self.running)].plan
 
     def _note_failure(self, missing: str, error: Exception) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Callable, Iterator, Protocol, Sequence
 
 import torch
@@ -31,8 +33,37 @@ class Room:
             begin += piece.numel()
 
 
+class Ahead:
+    """Slabs that a thread allocates, one after the other, in the order in which they are taken. Waits for nobody at the process's end."""
+
+    def __init__(self, count: int, allocate: Callable[[], Tensor]):
+        self.left, self._made = count, SimpleQueue()
+        threading.Thread(target=self._make, args=(count, allocate, self._made), name="tunecompile-host-memory", daemon=True).start()
+
+    @staticmethod
+    def _make(count: int, allocate: Callable[[], Tensor], made: SimpleQueue) -> None:
+        for _ in range(count):
+            try:
+                made.put(allocate())
+            except Exception as error:  # whoever takes it learns of it
+                made.put(error)
+                return
+
+    def take(self) -> Tensor:
+        """The next one; waits until it is there.
+
+        Raises:
+            Exception: as it was raised in the thread, which ended by it.
+        """
+        made, self.left = self._made.get(), self.left - 1
+        if isinstance(made, Exception):
+            self.left = 0
+            raise made
+        return made
+
+
 class Pool:
-    """Host memory, allocated when first needed and kept for the next step.
+    """Host memory, allocated when first needed, or ahead where more is expected, and kept for the next step.
 
     A block may lie in several pieces, so free memory is never too scattered to be used.
 
@@ -47,6 +78,14 @@ class Pool:
         self.free: list[tuple[int, int, int]] = []  #: (slab, begin, end), in order, never touching each other
         self.reserved = self.used = self.peak = 0  #: bytes
         self.failure: str | None = None
+        self.ahead: Ahead | None = None
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes will be taken in all: begin to allocate them, in whole slabs. Pinning takes 0.5 to 1 s a GiB, in which the host can do other things."""
+        coming = self.ahead is not None and self.ahead.left > 0
+        missing = (min(nbytes, self.limit) - self.reserved) // self.slab
+        if missing > 0 and not coming and self.failure is None:
+            self.ahead = Ahead(missing, lambda: self.allocate(self.slab))
 
     def take(self, nbytes: int) -> Room | None:
         """None where it does not fit."""
@@ -99,7 +138,8 @@ class Pool:
             return False
         size = 1 << (min(left, self.slab).bit_length() - 1)
         try:
-            self.slabs.append(self.allocate(size))
+            ready = size == self.slab and self.ahead is not None and self.ahead.left > 0
+            self.slabs.append(self.ahead.take() if ready else self.allocate(size))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self.failure = f"no more pinned memory than {self.reserved >> 20} MiB: {str(error).strip().splitlines()[0][:200]}"
             return False
@@ -243,7 +283,8 @@ class CudaCopier:
         self.outward, self.inward = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self.device):  # a new thread's is the first, where it would make a context
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
         return self._copy("out", self.outward, [(piece, part) for device, room in pairs for piece, part in room.beside(device)])

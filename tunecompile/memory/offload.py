@@ -125,6 +125,11 @@ class Offload:
         self._forget_step()
         weakref.finalize(self, _give_back, self.dead, self.store, self.copier).atexit = False  # copies may still be under way
 
+    def expect(self, nbytes: int) -> None:
+        """So many bytes of a step's will wait in host memory: begin to allocate it."""
+        if self.copier.moves:
+            self.pool.expect(nbytes)
+
     @contextmanager
     def layer(self, index: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None = None) -> Iterator[None]:
         """Around one forward call of a layer: what autograd saves inside is offloaded.

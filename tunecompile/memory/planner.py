@@ -92,8 +92,13 @@ class Choice:
         return sum(option.work for stack in self.options for option in stack)
 
     @property
+    def waiting(self) -> int:
+        """Bytes on the host."""
+        return _waiting(self.options)
+
+    @property
     def offloads(self) -> bool:
-        return any(option.offloaded for stack in self.options for option in stack)
+        return self.waiting > 0
 
 
 def onward(options: Sequence[Option], now: Option) -> list[Option]:
