@@ -206,6 +206,29 @@ def test_gradients_by_name_and_of_hidden_states():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["layer", "mlp"])
+def test_weights_that_layers_share(part):
+    """A layer that the list holds twice, or a part of two."""
+
+    def make():
+        model = zoo.make("llama", num_hidden_layers=3).train()
+        layers = model.model.layers
+        if part == "layer":
+            layers[2] = layers[0]
+        else:
+            layers[2].mlp = layers[0].mlp
+        return model
+
+    _, reference = zoo.step(make(), zoo.batch())
+    model = tunecompile.optimize(make(), memory="10GiB", executor="eager")
+    for _ in range(2):
+        _, gradients = zoo.step(model, zoo.batch())
+        assert max(zoo.errors(gradients, reference).values()) < 1e-5
+    full = Full(model, 1, "before the backward")
+    _, gradients = zoo.step(model, zoo.batch())
+    assert max(zoo.errors(gradients, reference).values()) < 1e-5 and full.raised == 1
+
+
 def test_under_autocast():
     def run(model):
         torch.manual_seed(5)

@@ -88,7 +88,8 @@ class Call:
     def enter(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
         """The layer's arguments, cut off from whoever made them."""
         moving = [tensor for tensor in given if tensor.requires_grad]
-        cut = list(_Cut.apply(self.recovery.anchor, *moving)) if moving else []
+        # Detached before as well: a parameter that an earlier layer shares would be found behind them, and their node be run for it.
+        cut = list(_Cut.apply(self.recovery.anchor, *(tensor.detach() for tensor in moving))) if moving else []
         self.sources = [get_gradient_edge(tensor) for tensor in cut]
         tensors = iter([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
         return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
