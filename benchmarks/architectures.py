@@ -108,10 +108,7 @@ def make(name: str) -> nn.Module:
 def step(model: nn.Module, length: int = LENGTH) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(1)
     ids = torch.randint(3, 250, (ROWS, length))
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
+    loss, gradients = zoo.step(model, {"input_ids": ids, "labels": ids})
     return loss.item(), gradients
 
 

@@ -82,9 +82,8 @@ class Pool:
 
     def expect(self, nbytes: int) -> None:
         """So many bytes will be taken in all: begin to allocate them, in whole slabs. Pinning takes 0.5 to 1 s a GiB, in which the host can do other things."""
-        coming = self.ahead is not None and self.ahead.left > 0
         missing = (min(nbytes, self.limit) - self.reserved) // self.slab
-        if missing > 0 and not coming and self.failure is None:
+        if missing > 0 and not self._coming and self.failure is None:
             self.ahead = Ahead(missing, lambda: self.allocate(self.slab))
 
     def take(self, nbytes: int) -> Room | None:
@@ -117,6 +116,11 @@ class Pool:
         """Bytes that can still be taken."""
         return self.limit - self.used if self.failure is None else self.reserved - self.used
 
+    @property
+    def _coming(self) -> bool:
+        """Whether slabs are under way."""
+        return self.ahead is not None and self.ahead.left > 0
+
     def _cut(self, need: int) -> list[tuple[int, int, int]]:
         """The first extent that is long enough, or the first ones together."""
         whole = next((extent for extent in self.free if extent[2] - extent[1] >= need), None)
@@ -138,8 +142,7 @@ class Pool:
             return False
         size = 1 << (min(left, self.slab).bit_length() - 1)
         try:
-            ready = size == self.slab and self.ahead is not None and self.ahead.left > 0
-            self.slabs.append(self.ahead.take() if ready else self.allocate(size))
+            self.slabs.append(self.ahead.take() if size == self.slab and self._coming else self.allocate(size))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self.failure = f"no more pinned memory than {self.reserved >> 20} MiB: {str(error).strip().splitlines()[0][:200]}"
             return False

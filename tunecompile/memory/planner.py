@@ -138,11 +138,11 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
     """
     free = _fastest(stacks, room, tail, None)
-    if host is None or _waiting(free.options) <= host:
+    if host is None or free.waiting <= host:
         return free
     shared = ([Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
     found = [_fastest(each, room, tail, host) for each in shared]  # a few layers could fill the host, and leave no way for the rest
-    best = min((choice for choice in found if _waiting(choice.options) <= host), key=_rank)
+    best = min((choice for choice in found if choice.waiting <= host), key=_rank)
     return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
 
@@ -181,7 +181,7 @@ def _shares(stacks: Sequence[Stack], host: int) -> list[int]:
 def _use_up(choice: Choice, stacks: Sequence[Stack], room: int, tail: int, host: int) -> Choice:
     """What fits, made faster one layer at a time while there is room on the device and the host: what saves most time for a byte of either."""
     while True:
-        left, best = host - _waiting(choice.options), None
+        left, best = host - choice.waiting, None
         for s, stack in enumerate(stacks):
             taken = choice.options[s]
             for now, layer in {option: layer for layer, option in enumerate(taken)}.items():  # of layers that do alike, the last

@@ -43,10 +43,11 @@ def full_gpu(error: torch.OutOfMemoryError) -> int | None:
 
 
 class _Cut(torch.autograd.Function):
-    """The tensors, without their history. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
+    """The tensors, without their history: in a list, as arguments of their own would be behind the node, and weights that an earlier layer shares be
+    found there. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(tensor.detach() for tensor in tensors)
 
 
@@ -88,8 +89,7 @@ class Call:
     def enter(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
         """The layer's arguments, cut off from whoever made them."""
         moving = [tensor for tensor in given if tensor.requires_grad]
-        # Detached before as well: a parameter that an earlier layer shares would be found behind them, and their node be run for it.
-        cut = list(_Cut.apply(self.recovery.anchor, *(tensor.detach() for tensor in moving))) if moving else []
+        cut = list(_Cut.apply(self.recovery.anchor, moving)) if moving else []
         self.sources = [get_gradient_edge(tensor) for tensor in cut]
         tensors = iter([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
         return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
