@@ -53,7 +53,7 @@ def test_the_report_shows_the_spread(result, tmp_path):  # noqa: F811
 
 def test_each_seed_draws_anew_and_weights_stay(tmp_path, monkeypatch):
     """In this process, for time's sake."""
-    monkeypatch.setattr("tunecompile.compare.run.run_workers", lambda workers: [worker.random_runs(w.job) for w in workers])
+    monkeypatch.setattr("tunecompile.compare.run.run_workers", lambda workers, at_once: [worker.random_runs(w.job) for w in workers])
     job = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x16",), steps=4, layers=1, saved_bytes=False)
     made = run_comparison(Comparison([SYSTEMS["hf"]], job, tmp_path, seeds=2, check=False))
     first, second = made["runs"]

@@ -95,9 +95,9 @@ class Worker:
         return {"status": f"error: the process ended early ({reason}); see {self.log.name}"}
 
 
-def run_workers(workers: list[Worker]) -> list[dict]:
-    """Run all of them; with turns a step each in rotation, otherwise each to its end."""
-    groups = [workers] if workers and workers[0].turns else [[worker] for worker in workers]
+def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
+    """Run all of them; with turns a step each in rotation, otherwise each to its end, one after the other or at once."""
+    groups = [workers] if at_once or (workers and workers[0].turns) else [[worker] for worker in workers]
     try:
         for group in groups:
             for worker in group:
