@@ -36,7 +36,7 @@ from tunecompile import upstream
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
@@ -104,9 +104,15 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  #: where a module keeps them
 
 
+def global_hooks() -> tuple[dict[int, Callable], ...]:
+    """Those that calls of all modules call, by kind in the order of `HOOKS`. Nothing where there are none."""
+    of = torch.nn.modules.module
+    return (of._global_forward_pre_hooks, of._global_forward_hooks, of._global_backward_pre_hooks, of._global_backward_hooks) if of._has_any_global_hook() else ()
+
+
 def hooked(module: torch.nn.Module) -> bool:
     """Whether calling it, or its backward, calls hooks."""
-    return any(getattr(part, name) for part in module.modules() for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
+    return any(getattr(part, name) for part in module.modules() for name in HOOKS) or bool(global_hooks())
 
 
 def start_compile_workers() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tunecompile._torch import global_hooks
+
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
@@ -58,6 +60,8 @@ _HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distr
 
 def hooks(owner: nn.Module) -> str:
     """Hooks inside see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
+    if any(global_hooks()[:2]):
+        return "a hook stands on all modules"
     for module in owner.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads

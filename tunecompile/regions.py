@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
-from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
@@ -340,10 +340,11 @@ class Slot:
             raise
 
     def _hooked(self) -> tuple:
-        """The code of all hooks inside. Dynamo traces those it finds, and has no guard against others that come later."""
-        if not any(self.hooks):
+        """The code of all hooks that are called inside. Dynamo traces those it finds, and has no guard against others that come later."""
+        of_all = global_hooks()
+        if not of_all and not any(self.hooks):
             return ()
-        return tuple(getattr(hook, "__code__", type(hook)) for hooks in self.hooks for hook in hooks.values())
+        return tuple(getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.hooks) for hook in hooks.values())
 
     def _trains(self) -> bool:
         if torch._C._current_graph_task_id() != -1:

@@ -87,6 +87,14 @@ def test_hooks_see_the_padded_batch(where):
     assert shapes[0] == shapes[1]
 
 
+def test_hooks_on_all_modules_see_the_padded_batch():
+    shapes = []
+    for m in pair(lambda: zoo.make("llama")):
+        with nn.modules.module.register_module_forward_pre_hook(lambda mod, a: shapes.append(tuple(a[0].shape)) if isinstance(mod, nn.Linear) else None):
+            zoo.step(m, padded())
+    assert len(shapes) > 2 and shapes[:len(shapes) // 2] == shapes[len(shapes) // 2:]
+
+
 def test_adapters_that_begin_at_a_row_s_place():
     """PEFT hands them to the layers by hooks."""
     pytest.importorskip("peft")
