@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_metrics_context
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops import triton_kernel_wrap
@@ -35,8 +36,8 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
+    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "differentiable_outputs", "enable_python_dispatcher", "fake_mode_of",
+    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
     "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
     "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
@@ -113,6 +114,19 @@ def global_hooks() -> tuple[dict[int, Callable], ...]:
 def hooked(module: torch.nn.Module) -> bool:
     """Whether calling it, or its backward, calls hooks."""
     return any(getattr(part, name) for part in module.modules() for name in HOOKS) or bool(global_hooks())
+
+
+def is_of(hook: Callable, packages: tuple[str, ...]) -> bool:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(packages)
+
+
+def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int]:
+    """Which outputs of a compiled graph's node have a history; none of other nodes. Views are made outside of it."""
+    made = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+    if not isinstance(made, ViewAndMutationMeta):
+        return set()
+    start = made.num_mutated_inp_runtime_indices
+    return {start + at for at, output in enumerate(made.output_info) if output.requires_grad and output.output_type is OutputType.non_alias}
 
 
 def start_compile_workers() -> None:

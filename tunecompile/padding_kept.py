@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tunecompile._torch import global_hooks
+from tunecompile._torch import global_hooks, is_of
 
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
@@ -65,7 +65,7 @@ def hooks(owner: nn.Module) -> str:
     for module in owner.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
-            if not known and not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_HARMLESS):
+            if not known and not is_of(hook, _HARMLESS):
                 return f"a hook stands on {type(module).__name__}"
     return ""
 

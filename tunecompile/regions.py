@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
-from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_of, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
@@ -106,6 +106,7 @@ def _one_line(reason: Any) -> str:
 
 
 SCORING = "without_gradient"  #: in place of a plan
+_ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
 
 
 @dataclass
@@ -345,6 +346,11 @@ class Slot:
         if not of_all and not any(self.hooks):
             return ()
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.hooks) for hook in hooks.values())
+
+    @property
+    def watched(self) -> bool:
+        """Whether a hook sees what is inside, and may keep it: others than those of engines, which put the layer's weights in place."""
+        return any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.hooks) for hook in hooks.values())
 
     def _trains(self) -> bool:
         if torch._C._current_graph_task_id() != -1:

@@ -55,6 +55,7 @@ class Recovery:
         self.anchor = torch.empty(0, requires_grad=True)  #: makes what is cut part of a graph
         self.own: dict[int, set[int]] = {}
         self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
+        self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers give up their graphs as soon as they have them
         self.open = 0  #: layers of this step that had no backward that is known of
         self.running: Budget | None = None  #: of the layer that ran last, or of the device that was full
@@ -105,6 +106,10 @@ class Recovery:
         """A layer's call, as one node of the caller's graph where it can be repeated."""
         budget = self.running = slot.budget
         if budget is None or not budget.tight or saving_is_taken() is not None:
+            self.open += 1
+            return slot.compiled(args, kwargs)
+        if slot.watched:  # a loss that uses what a hook kept goes through the layer's own graph
+            self.watched = True
             self.open += 1
             return slot.compiled(args, kwargs)
         if slot.gathers:  # out here nothing but the layer itself can be called again
@@ -225,7 +230,7 @@ class Recovery:
 
     def said(self) -> list[str]:
         """For the report."""
-        reasons = dict.fromkeys(self.refused.values())
+        reasons = dict.fromkeys((*self.refused.values(), *(["have hooks, which may keep what is inside"] if self.watched else [])))
         return self.notes + self.agreement.said(self.budgets, self.in_words()) + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
 
 

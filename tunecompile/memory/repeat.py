@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tunecompile._torch import differentiable_outputs
 from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.memory.surroundings import Surroundings
 
@@ -119,15 +120,20 @@ class Call:
 
     def _weights(self) -> list[Tensor]:
         """The parameters that the layer's graph ends in."""
-        found, seen, pending = [], set(self.sources and [self.sources[0].node]), [edge.node for edge in self.edges]
+        found, pending = [], [(edge.node, edge.output_nr) for edge in self.edges]
+        reached = {self.sources[0].node: set()} if self.sources else {}  #: by node: which of its outputs
         while pending:
-            node = pending.pop()
-            if node in seen:
+            node, output = pending.pop()
+            if node in reached:
+                reached[node].add(output)
                 continue
-            seen.add(node)
+            reached[node] = {output}
             if type(node).__name__ == "AccumulateGrad":
                 found.append(node.variable)
-            pending.extend(following for following, _ in node.next_functions if following is not None)
+            pending.extend(following for following in node.next_functions if following[0] is not None)
+        if any(differentiable_outputs(node) - outputs for node, outputs in reached.items()):
+            # A loss that uses them (a router's, left in an attribute) goes through the layer's own graph.
+            raise NotExact("hand out tensors with a gradient beside what they return")
         own = self.recovery.parameters(self.slot, found)
         for leaf in found:
             if id(leaf) not in own:
