@@ -19,7 +19,7 @@ from tunecompile.compare.meters import WARMUP
 from tunecompile.compare.processes import Listener, Worker, run_workers
 from tunecompile.compare.seeds import merge_seeds
 from tunecompile.compare.shapes import SHAPES, save_shape_model
-from tunecompile.compare.spec import REFERENCE, Job, System
+from tunecompile.compare.spec import REFERENCE, Job, System, parse_shape
 from tunecompile.errors import TunecompileError
 from tunecompile.memory.gauge import HostGauge, budget_bytes
 from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, judge_loss
@@ -27,6 +27,7 @@ from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, j
 STEP_LIMIT = 1.05  # a step may take this much of eager's
 COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code
 CHECK_LAYERS = 2  # depth at which a shape model is checked against fp32
+CHECK_LENGTH = 8192  # and length: attention in fp32 holds a row's scores, 128 GiB of 32,768 tokens
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def check_apart(comparison: Comparison, present: list[System], scratch: str, log
     what runs under a budget is checked without, as a few layers fit any."""
     checked = [s for s in present if s.engine in ("hf", "tunecompile")]
     one = comparison.job.replace(gpus=1, saved_bytes=False, launches=False, held_out=0, questions=0, adapter=None)
-    shallow = one.replace(layers=CHECK_LAYERS, shapes=one.shapes[:1], steps=WARMUP + 1) if one.shapes \
+    shallow = one.replace(layers=CHECK_LAYERS, shapes=tuple(str(parse_shape(shape).within(CHECK_LENGTH)) for shape in one.shapes[:1]), steps=WARMUP + 1) if one.shapes \
         else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
     names = list(dict.fromkeys(s.unbudgeted for s in checked))
     if not any(s.engine == "hf" for s in checked):

@@ -104,6 +104,12 @@ class Shape:
     length: int
     padded: bool = False
 
+    def __str__(self) -> str:
+        return f"{'padded-' * self.padded}{self.rows}x{self.length}"
+
+    def within(self, length: int) -> "Shape":
+        return dataclasses.replace(self, length=min(length, self.length))
+
 
 def parse_shape(text: str) -> Shape:
     """`4x2048` or `padded-8x512`."""
