@@ -1,6 +1,7 @@
 """Autograd functions of the user's own that take deferred logits, as the kernels of TRL and Liger do."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -89,6 +90,17 @@ def test_a_second_derivative_is_refused():
     gradient, = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.square().sum().backward()
+
+
+def test_a_compiled_function_takes_logits(monkeypatch):
+    """Without complaints of what Dynamo leaves half made."""
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: complaints.append(str(told.exc_value)))
+    model, reference = pair()
+    loss = torch.compile(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), backend="eager")
+    equal(model, reference, lambda m: loss(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]))
+    gc.collect()
+    assert complaints == []
 
 
 def test_logits_are_freed_with_their_last_name():

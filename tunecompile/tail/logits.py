@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tunecompile._torch import StorageWeakRef
 from tunecompile.fsdp import waits_for_backward
 from tunecompile.head import Product
 from tunecompile.tail.deferred import RECORD, Lazy, handles, lazily, recipe_of
@@ -104,7 +103,7 @@ class Logits:
 
     def then(self, step: Step, meta: Tensor, before: Logits | None = None) -> Lazy:
         """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
-        shared = StorageWeakRef(meta.untyped_storage()) == StorageWeakRef(self.meta.untyped_storage())
+        shared = meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata  # both are held: one address is one storage
         place = dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
         return lazily(Logits(self.head, self.hidden, self.product, self.autocast, meta, torch.is_grad_enabled() and self.trained, self.padded,
                              (*self.steps, step), before=before, **place))
