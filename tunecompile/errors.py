@@ -3,7 +3,7 @@
 import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
-           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoPlan", "NoSecondDerivative",
+           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoGradient", "NoPlan", "NoSecondDerivative",
            "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "RankLost", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
            "UnknownPrecision", "UnsafeFolder", "summary"]
 
@@ -63,6 +63,14 @@ class NoSecondDerivative(TunecompileError, RuntimeError):
     """In a backward pass with `create_graph=True`, by an op's backward, or by a model under a memory budget."""
 
     template = "{name} has no derivative: gradients of gradients are not supported. Call tunecompile.restore(model) for such a loss."
+
+
+class NoGradient(TunecompileError, RuntimeError):
+    """Where the gradient at a training step's logits is asked for (by a hook, `retain_grad` or `torch.autograd.grad`), and the loss was computed without
+    making them. Mostly in that loss's backward pass."""
+
+    template = ("{asked} asks for the gradient at logits, where none arrives: {reason}. Have them made first: call the model without labels, call "
+                "logits.retain_grad() on what it returns before anything else, and compute the loss from these logits. Or call tunecompile.restore(model).")
 
 
 class ModifiedInPlace(TunecompileError, RuntimeError):

@@ -6,6 +6,7 @@ is sent is sent by these hooks. So they are called around the compiled layer, an
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
@@ -87,6 +88,13 @@ class Held:
 
     def let_go(self) -> None:
         """Nothing was changed."""
+
+
+def is_its_own(hook: Any) -> bool:
+    """Whether FSDP registered it, of whichever version."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(_OWN)
 
 
 def waits_for_backward(hook: Any) -> bool:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Protocol
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from tunecompile.errors import NoGradient
+
 
 class Unfit(Exception):
     """Something that a loss without logits cannot be made of; the message says why."""
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a deferred tensor would stand in the autograd graph."""
+
+    asked: str = ""  #: the call by which somebody asked for the gradient that arrives there
 
 
 class Recipe(Protocol):
@@ -21,6 +31,7 @@ class Recipe(Protocol):
     hidden: Tensor
     trained: bool  #: whether it has a history
     head: Any
+    line: tuple[Place, ...]  #: of all that it was recorded from, then its own
 
     def materialize(self) -> Tensor:
         """The tensor itself, part of the autograd graph like any other; the same one however often it is asked for."""
@@ -67,7 +78,7 @@ class _History(torch.autograd.Function):
         hidden, needed = ctx.inputs[0], ctx.needs_input_grad[1:]
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-            made = ctx.recipe.again(leaf)
+            made = None if is_asked(ctx.recipe.line) else ctx.recipe.again(leaf)  # hooks are on the real one
             if made is None:
                 leaf, made = hidden, ctx.recipe.materialize()
         sources = [t for t, wanted in zip((leaf, *ctx.inputs[1:]), needed) if wanted]
@@ -104,7 +115,7 @@ class Lazy(Tensor):
         """Whether an autograd function of somebody's made it, without a history of its own, and returned it. (DDP's only clones.)"""
         if self.recipe.trained or not self.requires_grad:
             return False
-        self.recipe.trained = type(self.grad_fn).__name__ == "_DDPSinkBackward"
+        self.recipe.trained = type(natively(Tensor.grad_fn.__get__, self)).__name__ == "_DDPSinkBackward"
         return not self.recipe.trained
 
     def real(self) -> Tensor:
@@ -122,8 +133,10 @@ class Lazy(Tensor):
             _tell_of_padding(func, args, kwargs)
             if why_not is None:
                 made, why_not = _ask(LOSSES, func, args, kwargs)
-        if made is not NotImplemented:
-            return made
+            if made is not NotImplemented:
+                return pass_by(made, _line((args, kwargs)))
+        else:
+            return _record_line(made, (args, kwargs))
         recipe = next(leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Lazy))
         if why_not is not None:
             recipe.head.refuse(why_not)
@@ -147,7 +160,7 @@ class Lazy(Tensor):
 
 
 _METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout",
-                                                        "is_sparse", "is_leaf", "grad_fn", "ndim", "is_meta", "is_quantized", "_base")}
+                                                        "is_sparse", "is_leaf", "ndim", "is_meta", "is_quantized", "_base")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.get_device, Tensor.__len__, Tensor.is_complex,
               Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
 
@@ -160,6 +173,66 @@ def lazily(recipe: Recipe) -> Lazy:
 def recipe_of(value: Any) -> Any:
     """The recipe of a tensor that is deferred; None of others."""
     return value.recipe if isinstance(value, Lazy) and not value.adopted else None
+
+
+def natively(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What torch makes of a call when a deferred tensor is one like any other: it is where its place in the graph is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+# -- gradients that somebody waits for --------------------------------------------------------------------------------------
+
+_PASSED_BY = "tunecompile.passed_by"  #: in a node's metadata
+WITHOUT = "the loss was computed without making them"
+
+
+def is_asked(line: Iterable[Place]) -> bool:
+    """Whether somebody waits for a gradient there."""
+    return any(place.asked for place in line)
+
+
+def pass_by(made: Tensor, line: Iterable[Place]) -> Tensor:
+    """`made`, whose gradient does not arrive at the places of `line`. Whoever waits for it there, from before or from later on, is told in the backward pass."""
+    line, node = tuple(line), made.grad_fn
+    if node is None or not line:
+        return made
+
+    def tell(_: tuple) -> None:
+        asked = next((place.asked for place in line if place.asked), "")
+        if asked:
+            raise NoGradient(asked=asked, reason=WITHOUT)
+
+    node.register_prehook(tell)
+    node.metadata[_PASSED_BY] = line
+    return made
+
+
+def passed_by(outputs: Iterable[Tensor]) -> set[Place]:
+    """The places at which the gradient of `outputs` does not arrive, or not all of it."""
+    nodes, places = {natively(Tensor.grad_fn.__get__, output) for output in outputs if isinstance(output, Tensor)} - {None}, set()
+    ahead = list(nodes)
+    while ahead:
+        node = ahead.pop()
+        places.update(node.metadata.get(_PASSED_BY, ()) if not isinstance(node, _History._backward_cls) else node.recipe.line)
+        new = {behind for behind, _ in node.next_functions if behind is not None} - nodes
+        nodes |= new
+        ahead += new
+    return places
+
+
+def _line(tree: Any) -> tuple[Place, ...]:
+    """Of all deferred tensors there, each place once."""
+    return tuple(dict.fromkeys(place for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Lazy) for place in leaf.recipe.line))
+
+
+def _record_line(made: Any, given: Any) -> Any:
+    """What was recorded `made` of what was `given`, which may be the same in another state."""
+    line = _line(given)
+    for leaf in pytree.tree_leaves(made):
+        if isinstance(leaf, Lazy) and leaf.recipe.line[-1] not in line:
+            leaf.recipe.line = (*line, leaf.recipe.line[-1])
+    return made
 
 
 def _ask(table: dict[Callable, Handler], func: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:

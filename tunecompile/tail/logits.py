@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from tunecompile.fsdp import waits_for_backward
 from tunecompile.head import Product
-from tunecompile.tail.deferred import RECORD, Lazy, handles, lazily, recipe_of
+from tunecompile.tail.deferred import RECORD, Lazy, Place, handles, is_asked, lazily, pass_by, recipe_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class Logits:
     real: Tensor | None = None
     hooks: list[Callable] = field(default_factory=list)  #: for when they are made after all
     made_at: int = 0  #: how often somebody had written into the real ones when they were made
+    line: tuple[Place, ...] = field(init=False, default_factory=lambda: (Place(),))
 
     def __post_init__(self):
         self.made_of = self.steps  # before any write
@@ -78,7 +76,7 @@ class Logits:
             return self.path[-1](self.source.materialize())
         if self.before is not None and self.before.still(self.made_of[:-1]):
             return self.made_of[-1](self.before.materialize())
-        return self.head.try_alone(lambda: self.compute(self.made_of))
+        return pass_by(self.head.try_alone(lambda: self.compute(self.made_of)), self.line[:-1])
 
     def _write(self, real: Tensor) -> None:
         for path, step in self.memory.writes:
@@ -130,8 +128,8 @@ class Logits:
 
     @property
     def deferred(self) -> bool:
-        """Whether they are still what the hidden states say: nobody made them, or wrote into their memory."""
-        return self.real is None and self.pristine
+        """Whether they are still what the hidden states say: nobody made them, wrote into their memory, or waits for a gradient to pass."""
+        return self.real is None and self.pristine and not is_asked(self.line)
 
     def read_by(self, func: Callable) -> None:
         if self.head.tally.rewritten:
@@ -174,16 +172,6 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     recipe.multiply(Step(func, args[1:]))
     return args[0]
-
-
-@handles(RECORD, Tensor.register_hook)
-def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """FSDP2 has all that a model returns tell it of the backward pass. Where that is a loss of these logits as well, they need not be made for it."""
-    recipe = recipe_of(args[0])
-    if not isinstance(recipe, Logits) or not recipe.deferred or len(args) != 2 or kwargs or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(args[1]):
-        return NotImplemented
-    recipe.hooks.append(args[1])
-    return RemovableHandle(OrderedDict())
 
 
 def shape_of(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:

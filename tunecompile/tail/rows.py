@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Sequence
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.tail.chain import Chain, understand
-from tunecompile.tail.deferred import LOSSES, RECORD, Lazy, Unfit, handles, lazily, recipe_of
+from tunecompile.tail.deferred import LOSSES, RECORD, Lazy, Place, Unfit, handles, lazily, pass_by, recipe_of
 from tunecompile.tail.logits import CASTS, COPIES, PRODUCTS, QUOTIENTS, RESHAPES, SLICES, TANH, Logits, Step, record, shape_of
 from tunecompile.tail.losses import each_row, result_dtype
 
@@ -27,6 +27,7 @@ class Taken:
     trained: bool
     views: tuple[Step, ...] = ()
     real: Tensor | None = None
+    line: tuple[Place, ...] = field(init=False, default_factory=lambda: (Place(),))
 
     @property
     def head(self) -> Any:
@@ -55,9 +56,10 @@ class Taken:
 
     def _make(self) -> Tensor:
         if self.index is not None and (chain := self.chain).normalized:
-            return log_probabilities(self.origin, chain, self.index, self.meta, self.trained)
-        same = self.origin.still(self.steps)
-        return self._taken_of(self.origin.materialize() if same else self.head.attempt(lambda: self.origin.compute(self.steps)))
+            return pass_by(log_probabilities(self.origin, chain, self.index, self.meta, self.trained), self.line[:-1])
+        if not self.origin.still(self.steps):
+            return pass_by(self._taken_of(self.head.attempt(lambda: self.origin.compute(self.steps))), self.line[:-1])
+        return pass_by(self._taken_of(self.origin.materialize()), [place for place in self.line[:-1] if place not in self.origin.line])
 
     def _taken_of(self, logits: Tensor) -> Tensor:
         value = self.reduce(logits)
