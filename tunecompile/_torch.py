@@ -13,7 +13,6 @@ import torch
 from sympy import Expr
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_metrics_context
@@ -99,7 +98,7 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
     `triton` launches inside `fn` become functional `triton_kernel_wrapper` nodes, so that no mutation enters the graph.
     """
     mode = fake_mode if fake_mode is not None else contextlib.nullcontext()
-    with compile_lock, mode, enable_python_dispatcher(), torch.no_grad(), no_autocast(), torch.fx.traceback.preserve_node_meta():  # FX patches nn.Module
+    with mode, enable_python_dispatcher(), torch.no_grad(), no_autocast(), torch.fx.traceback.preserve_node_meta():
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
 
 
@@ -197,16 +196,6 @@ def _at_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> contextlib.Abst
 def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
     while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
-    try:
-        return _call_whole(compiled, args, kwargs)
-    except RuntimeError as error:
-        if "using FX to symbolically trace" not in str(error):
-            raise
-    with compile_lock:  # another thread compiles: the flag that FX traces is the process's (torch/fx/_symbolic_trace.py), and looked at before anything runs
-        return _call_whole(compiled, args, kwargs)
-
-
-def _call_whole(compiled: Callable, args: tuple, kwargs: dict) -> Any:
     if around_now() is None:
         return compiled(*args, **kwargs)
     as_it_was = torch._dynamo.config._make_closure_patcher(optimize_ddp=False)()
