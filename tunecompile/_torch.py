@@ -13,12 +13,14 @@ import torch
 from sympy import Expr
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import get_metrics_context
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import CompileContext
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
@@ -36,10 +38,11 @@ from tunecompile import upstream
 
 __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder", "differentiable_outputs", "enable_python_dispatcher", "fake_mode_of",
-    "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments", "hooked", "in_checkpoint", "is_a_tensor", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store", "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu",
-    "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken", "size_hint", "specialize_floats", "start_compile_workers",
-    "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
+    "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_compiled", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder",
+    "differentiable_outputs", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments",
+    "hooked", "in_checkpoint", "is_a_tensor", "is_compiling", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store",
+    "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken",
+    "size_hint", "specialize_floats", "start_compile_workers", "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
 
 no_autocast = torch._C._DisableAutocast
@@ -193,14 +196,28 @@ def _at_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> contextlib.Abst
     return contextlib.nullcontext()
 
 
+def call_compiled(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call what `torch.compile` made. It refuses while any thread traces: that flag is the process's (torch/_dynamo/eval_frame.py, pytorch#126024). What another
+    thread traces it traces under Dynamo's lock, so the call is made again when that is free. A lock around each call would have threads run in turns."""
+    while True:
+        try:
+            return compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if "using FX to symbolically trace" not in str(error) or error.__traceback__.tb_next.tb_next is not None:  # something inside has run, and failed
+                raise
+            with compile_lock:
+                if torch.fx._symbolic_trace._is_fx_tracing_flag:  # by the caller
+                    raise
+
+
 def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
     while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
     if around_now() is None:
-        return compiled(*args, **kwargs)
+        return call_compiled(compiled, *args, **kwargs)
     as_it_was = torch._dynamo.config._make_closure_patcher(optimize_ddp=False)()
     try:
-        return compiled(*args, **kwargs)
+        return call_compiled(compiled, *args, **kwargs)
     finally:
         as_it_was()
 
@@ -270,8 +287,9 @@ def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass
     def split(joint, joint_inputs, **kwargs):
         return partition(joint, joint_inputs, compiler="inductor", **kwargs)
 
-    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler(None), partition_fn=split,
-                        decompositions=select_decomp_table)(gm, inputs)
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # no other thread compiles now, as one may during the backward pass
+        return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler(None), partition_fn=split,
+                            decompositions=select_decomp_table)(gm, inputs)
 
 
 @contextlib.contextmanager
@@ -307,10 +325,15 @@ def replacing(gm: torch.fx.GraphModule, told: Callable[[torch.fx.Node, str, torc
     return gm._set_replace_hook(told)
 
 
+def is_compiling() -> bool:
+    """Whether what calls this is being compiled or exported. torch's flag is the process's, and is set while another thread compiles (pytorch#118260)."""
+    return torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or CompileContext.try_get() is not None)
+
+
 def others_trace() -> bool:
     """Whether the model runs in a trace that is not ours: compiled from outside, or under a transform of `torch.func` or of forward-mode derivatives. Tensors
     of these have no storage, and ordinary autograd functions, as compiled code is one, refuse them."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_tracing() -> bool:
@@ -381,7 +404,7 @@ def default_cache_folder() -> Path:
 
 def current_frame() -> int | None:
     """Which function Dynamo compiles now: the same one once more keeps its number. None outside of a compilation."""
-    made = torch._guards.CompileContext.current_compile_id()
+    made = CompileContext.current_compile_id()
     return made and made.frame_id
 
 

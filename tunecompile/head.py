@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from tunecompile._torch import linear
+from tunecompile._torch import call_compiled, linear
 from tunecompile.backend import Forgotten, own_code
 from tunecompile.canonical import canonicalize, value
 from tunecompile.ops import lora_linear
@@ -73,7 +73,7 @@ class Peel:
         like = torch.empty((1,), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape).detach().requires_grad_(hidden.requires_grad)
         self.found, before = None, [dict(vars(module)) for module in self.module.modules()]
         try:
-            self.call(self.module, like)
+            call_compiled(self.call, self.module, like)
         except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
             raise NotLinear(self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}") from None
         if self._keeps_something(before):

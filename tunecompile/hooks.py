@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tunecompile._torch import others_trace
+from tunecompile._torch import is_compiling, others_trace
 from tunecompile.memory.budget import Budget
 from tunecompile.memory.recovery import Recovery
 from tunecompile.padding import scores
@@ -78,7 +78,7 @@ class StepFlag:
         """A call of the module that owns the layers begins."""
         self.entered = True
         self.active = module.training and torch.is_grad_enabled() and not others_trace()
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self.outer = True  # written and never read there, where Dynamo would guard on it
         elif others_trace():
             self.transformed = True

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
-from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_of, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_compiling, is_of, recompile_reason
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
@@ -35,7 +35,7 @@ from tunecompile.zero import Gathered, gathered
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
+    if not torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
         layer._compiled_call_impl.note_eager()
     return layer._call_impl(*args, **kwargs)
 
@@ -195,7 +195,7 @@ class Slot:
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused():  # the user compiles the whole model: stay out
+        if is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused():  # the user compiles the whole model: stay out
             return self.layer._call_impl(*args, **kwargs)
         if scores:
             return self._gathered(self._scored, args, kwargs)
@@ -379,7 +379,7 @@ class NormSlot(Slot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None)
-        if torch.compiler.is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE \
+        if is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE \
                 or self._refused():
             return self.layer._call_impl(*args, **kwargs)
         return self._gathered(self.compiled, args, kwargs)

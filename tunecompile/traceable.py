@@ -11,6 +11,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from tunecompile._torch import is_compiling
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
 from tunecompile.quantized import STATE
@@ -18,7 +19,7 @@ from tunecompile.quantized import STATE
 
 def substitute() -> None:
     """For the packages that are imported by now."""
-    if torch.compiler.is_compiling():  # by the user, around us
+    if is_compiling():  # by the user, around us
         return
     for module, name, make in (("peft.utils.integrations", "dequantize_module_weight", _weight_of), ("peft.utils.other", "transpose", _transposed)):
         if (original := getattr(sys.modules.get(module), name, None)) is not None:
