@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
 from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_compiling, is_of, recompile_reason
+from tunecompile.asking import ask, unasked
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
@@ -38,18 +39,6 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
         layer._compiled_call_impl.note_eager()
     return layer._call_impl(*args, **kwargs)
-
-
-class _AsksForGradient(torch.autograd.Function):
-    """A tensor as one that requires a gradient, which nobody receives."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, wanting: Tensor) -> Tensor:
-        return tensor.data  # not a view in autograd's eyes: a layer may write into it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 class Variant:
@@ -199,7 +188,9 @@ class Slot:
             return self.layer._call_impl(*args, **kwargs)
         if scores:
             return self._gathered(self._scored, args, kwargs)
-        return self._gathered(self._trained, *self.differentiable(args, kwargs))
+        args, kwargs, asking = self.differentiable(args, kwargs)
+        output = self._gathered(self._trained, args, kwargs)
+        return output if asking is None else unasked(output, asking)
 
     @property
     def gathers(self) -> bool:
@@ -317,16 +308,9 @@ class Slot:
         with context.outside(self.padding):
             return self.variant.call(self.layer, *args, **kwargs)
 
-    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Let the hidden states of a model's first layer ask for a gradient, as those of all others do: otherwise it would be the one call of
-        another kind, and the first step would compile twice. Computing that gradient costs a few tenths of a per cent of a step."""
-        tensors = [(where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1]
-        found = next(iter(tensors), None)
-        if found is None or any(t.requires_grad for _, t in tensors) or not found[1].is_floating_point() or not torch.is_grad_enabled() \
-                or isinstance(found[0], tuple) or not any(parameter.requires_grad for parameter in self.layer.parameters()):
-            return args, kwargs
-        where, hidden = found[0], _AsksForGradient.apply(found[1], torch.empty(0, requires_grad=True))
-        return (args, {**kwargs, where: hidden}) if isinstance(where, str) else ((*args[:where], hidden, *args[where + 1:]), kwargs)
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
+        """The arguments, with hidden states that require a gradient, and the node that was made for that."""
+        return ask(self.layer, args, kwargs)
 
     def _flattened(self, run: Callable[[Callable], Any]) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""

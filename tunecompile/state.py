@@ -386,6 +386,6 @@ class WholeSlot(Slot):
             self.state.pulse.beat(batch_tokens(args, kwargs))
         return super().__call__(*args, **kwargs)
 
-    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, None]:
         """There are no other layers to be like."""
-        return args, kwargs
+        return args, kwargs, None

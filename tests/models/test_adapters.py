@@ -88,6 +88,31 @@ def test_gradients_with_the_adapter_disabled():
     equal_steps(model, reference)
 
 
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_merged_adapters_are_not_trained(memory):
+    """As in eager code a backward pass fails where no layer uses what it trains, and begins at the first that does."""
+    from peft import get_peft_model
+
+    model = get_peft_model(small(), lora())
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, executor="eager", memory=memory)
+    equal_steps(model, reference)
+    for m in (model, reference):
+        m.merge_adapter()
+        loss = m.train()(**zoo.batch()).loss
+        assert not loss.requires_grad
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss.backward()
+        for name, module in m.named_modules():
+            if hasattr(module, "lora_A") and ".1." in name:
+                module.unmerge()
+    equal_steps(model, reference)
+    assert not any(p.grad is not None for name, p in model.named_parameters() if ".0." in name)
+    for m in (model, reference):
+        m.unmerge_adapter()
+    equal_steps(model, reference)
+
+
 @pytest.mark.parametrize("options, kind", [({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"),
                                            ({"target_modules": ["q_proj", "lm_head"]}, "Linear")])
 def test_an_adapter_on_the_head_is_noticed(options, kind):

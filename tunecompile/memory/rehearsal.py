@@ -210,7 +210,7 @@ class GlimpseSlot:
         self.slot, self.budget, self.fakes, self.seen = slot, budget, fakes, seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.slot.differentiable(args, kwargs)
+        args, kwargs, _ = self.slot.differentiable(args, kwargs)
         region, sizes = self.slot.region, Sizes.of(list(tensors_in(args, kwargs)))
         self.budget.option(self.slot, math.prod(sizes))
         glimpse, output = self.seen.get((id(region), sizes), (None, None))
