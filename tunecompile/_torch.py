@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import CodeType
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -40,7 +41,7 @@ __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_compiled", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder",
     "differentiable_outputs", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments",
-    "hooked", "in_checkpoint", "is_a_tensor", "is_compiling", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store",
+    "hooked", "in_checkpoint", "is_a_tensor", "is_compiling", "is_full", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store",
     "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken",
     "size_hint", "specialize_floats", "start_compile_workers", "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
@@ -58,6 +59,11 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
 def recompile_reason() -> str | None:
     """Inside a backend: the guard whose failure made Dynamo compile this function again; None the first time."""
     return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+
+
+def is_full(code: CodeType) -> bool:
+    """Whether Dynamo has as many graphs of this code as it may, and makes no more: others run eagerly, with all that they call."""
+    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) >= torch._dynamo.config.recompile_limit
 
 
 def in_checkpoint() -> bool:
@@ -284,12 +290,9 @@ def compile_eager(gm: torch.fx.GraphModule, inputs: list, lower: CustomGraphPass
 
         return run
 
-    def split(joint, joint_inputs, **kwargs):
-        return partition(joint, joint_inputs, compiler="inductor", **kwargs)
-
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # no other thread compiles now, as one may during the backward pass
-        return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler(None), partition_fn=split,
-                            decompositions=select_decomp_table)(gm, inputs)
+        return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler(None), decompositions=select_decomp_table,
+                            partition_fn=lambda *args, **kwargs: partition(*args, compiler="inductor", **kwargs))(gm, inputs)
 
 
 @contextlib.contextmanager
@@ -297,8 +300,7 @@ def attention_order(names: Sequence[str]):
     """F.scaled_dot_product_attention takes the first of these ("cudnn", "flash", "efficient", "math") that supports its arguments, and no other."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-                "math": SDPBackend.MATH}
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
     with sdpa_kernel([backends[name] for name in names], set_priority=True):
         yield
 
@@ -410,6 +412,4 @@ def current_frame() -> int | None:
 
 def size_hint(size: int | torch.SymInt) -> int:
     """A size, or of a symbol the size it was compiled for; 0 without one."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 0
+    return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 0

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
-from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_compiling, is_of, recompile_reason
+from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_compiling, is_full, is_of, recompile_reason
 from tunecompile.asking import ask, unasked
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
@@ -51,6 +51,7 @@ class Variant:
         self.contexts: list[Context] = []
         self.attends = False  #: whether its attention is ours, which knows of offsets
         self.refused = ""  #: why it cannot be traced
+        self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
         self._compiled = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +59,10 @@ class Variant:
         refused = self.refused
         if not refused:
             try:
-                return call_whole(self._compiled, layer, *args, **kwargs)
+                output = call_whole(self._compiled, layer, *args, **kwargs)
+                if not self.graphs and (code := getattr(type(layer).forward, "__code__", None)) is not None and is_full(code):
+                    self.full = code.co_name
+                return output
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
         output = layer._call_impl(*args, **kwargs)  # a mistake of the caller's raises here as well, and is forgotten
@@ -150,7 +154,9 @@ class Region:
         said += [f"{self.name} is compiled in pieces: {reason}" for variant in self.variants.values() for reason in variant.breaks]
         for variant in self.variants.values():
             if not variant.graphs and not variant.eager:  # its own function ran under Dynamo, but nothing in it could be traced
-                said.append(f"{self.name} ran eagerly: it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile")
+                why = f"Dynamo's limit of {torch._dynamo.config.recompile_limit} graphs is reached by {variant.full}, which other layers share" if variant.full else \
+                    "it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile"
+                said.append(f"{self.name} ran eagerly: {why}")
             if variant.eager:
                 why = f"Dynamo could not trace it{variant.refused and f' ({variant.refused})'}" if variant.graphs < torch._dynamo.config.recompile_limit else \
                     f"Dynamo's limit of {torch._dynamo.config.recompile_limit} graphs is reached (layers, adapters or arguments differ too much)"

@@ -114,3 +114,15 @@ def test_gradients_are_those_of_eager(make):
     assert found["linear_cross_entropy"] == (1, 1) and found["lora"] == (linears, linears) and found["rope"] == (rotations, rotations), report
     assert [region.layers for region in report.regions] == layers and all(region.compiles for region in report.regions), report
     assert not any("eagerly" in note or "most weights" in note for note in report.notes), report.notes
+
+
+def test_what_layers_of_all_models_share_has_as_many_graphs_as_it_may(monkeypatch):
+    """transformers wraps each layer's forward in one function, which is compiled by itself where a layer is in pieces."""
+    for make, limit in ((qwen2_5_vl, 8), (qwen3_vl, 1)):
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
+        model, inputs = adapted(make)
+        (loss, gradients), _ = zoo.step(model, inputs), tunecompile.optimize(model, executor="eager")
+        again, got = zoo.step(model, inputs)
+        assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(got, gradients).values()) < 1e-4
+    notes = [note for note in tunecompile.report(model).notes if "eagerly" in note]
+    assert len(notes) == 1 and "limit of 1 graphs is reached by forward_with_checkpointing" in notes[0], notes
