@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
