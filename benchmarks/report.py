@@ -20,7 +20,7 @@ KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels.py
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 SUPPORT = "<!-- support -->\n", "<!-- /support -->"
 SUITES = "<!-- suites -->\n", "<!-- /suites -->"
-NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "liger": "Liger",
+NAMES = {"hf": "HF + PEFT", "hf-checkpoint": "HF + PEFT, checkpointing", "compile": "torch.compile", "compile-layers": "torch.compile, layer by layer", "liger": "Liger",
          "liger-checkpoint": "Liger, checkpointing", "unsloth": "Unsloth", "unsloth-no-checkpoint": "Unsloth, checkpointing off",
          "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
          "tunecompile": "**tunecompile**", "tunecompile-fp8": "**tunecompile, FP8**"}

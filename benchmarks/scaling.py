@@ -2,9 +2,11 @@
 
     python benchmarks/scaling.py --model llama-3.1-8b --mode qlora --shape 4x2048 --gpus 1,2 --systems hf,tunecompile \\
         --out benchmarks/results/scaling-llama-3.1-8b-qlora.json
-    python benchmarks/scaling.py --mode full --parallel fsdp2 --gpus 2 --systems hf,compile,tunecompile --out ...
+    python benchmarks/scaling.py --mode full --parallel fsdp2 --gpus 2 --systems hf,compile-layers,tunecompile --out ...
+    python benchmarks/scaling.py --parallel alone,ddp --gpus 2 --systems tunecompile --out ...
 
-A system on several GPUs is a process for each, started by torchrun, under DDP or FSDP2. Tokens a second are those of all GPUs together.
+A system on several GPUs is a process for each, started by torchrun, under DDP, FSDP2 or ZeRO-3; under device_map it is one process, with as many rows as one GPU has. "alone" is a process on
+each GPU that knows nothing of the others: what several GPUs can do at most, the slower one of them and the power that they share included. Tokens a second are those of all GPUs together.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ import torch
 from end_to_end import show
 
 from tunecompile.compare.meters import WARMUP
-from tunecompile.compare.ranks import ENGINES
 from tunecompile.compare.run import Comparison, passed, run_comparison
 from tunecompile.compare.shapes import SHAPES
-from tunecompile.compare.spec import Job, resolve_systems
+from tunecompile.compare.spec import PARALLEL, Job, resolve_systems
+
+
+def engines(text: str) -> list[str]:
+    chosen = text.split(",")
+    if wrong := [name for name in chosen if name not in PARALLEL]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: there are {', '.join(PARALLEL)}")
+    return chosen
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
     parser.add_argument("--shape", default="4x2048", help="of each GPU's batch")
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
-    parser.add_argument("--parallel", choices=ENGINES, default="ddp")
+    parser.add_argument("--parallel", type=engines, default=["ddp"], help="on several: " + ", ".join(PARALLEL))
     parser.add_argument("--systems", default="hf,tunecompile")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARMUP} that are not")
     parser.add_argument("--layers", type=int)
@@ -45,18 +53,19 @@ def main() -> int:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(given.shape,), lr=1e-4, steps=WARMUP + given.steps, device=device,
-              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers, trust_cache=given.keep_caches, parallel=given.parallel,
+              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers, trust_cache=given.keep_caches,
               saved_bytes=False, launches=False)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict = {}
-    for gpus in given.gpus:
-        comparison = Comparison(resolve_systems(given.systems, False), job.replace(gpus=gpus), logs / f"on-{gpus}", name=given.model, check=given.check and not result, listen=show)
+    for gpus, parallel in ((gpus, parallel) for gpus in given.gpus for parallel in (given.parallel if gpus > 1 else given.parallel[:1])):
+        where = f"on {gpus}" + f" by {parallel}" * (gpus > 1)
+        comparison = Comparison(resolve_systems(given.systems, False), job.replace(gpus=gpus, parallel=parallel), logs / where.replace(" ", "-"), name=given.model, check=given.check and not result, listen=show)
         found = run_comparison(comparison)
-        result = {**result, "runs": [*result["runs"], *found["runs"]], "verdicts": [*result["verdicts"], *(v | {"name": f"on {gpus}: {v['name']}"} for v in found["verdicts"])]} if result else found
+        result = {**result, "runs": [*result["runs"], *found["runs"]], "verdicts": [*result["verdicts"], *(v | {"name": f"{where}: {v['name']}"} for v in found["verdicts"])]} if result else found
         given.out.write_text(json.dumps(result, indent=1) + "\n")
         for run in found["runs"]:
-            print(f"{run['system']:<24}{gpus} x {run['shape']:<12}" + (f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB"
+            print(f"{run['system']:<24}{where:<20}{run['shape']:<12}" + (f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB"
                                                                       if run["status"] == "ok" else run["status"]), flush=True)
     print(f"written to {given.out}; logs in {logs}")
     return 0 if passed(result) else 1

@@ -16,8 +16,7 @@ except ImportError as missing:  # the one extra that cannot be reported through 
 from tunecompile.arguments import (escape, guard, installed, need_packages, one_of, parse_address,
                                    parse_budget, pick_device, pick_dtype, pick_mode, pick_rows)
 from tunecompile.compare.errors import BadOption, MissingExtra
-from tunecompile.compare.ranks import ENGINES
-from tunecompile.compare.spec import Job, parse_shape, resolve_systems
+from tunecompile.compare.spec import PARALLEL, Job, parse_shape, resolve_systems
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Compiles the fine-tuning step of language models, and shows what that gains.")
@@ -39,8 +38,8 @@ def compare(
                                                           rich_help_panel=MODEL)] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="A process for each, started by torchrun; every one has --batch rows of its own.", rich_help_panel=MODEL)] = 1,
-    parallel: Annotated[str, typer.Option(help="What joins several GPUs: ddp or fsdp2.", rich_help_panel=MODEL)] = "ddp",
+    gpus: Annotated[int, typer.Option(min=1, help="A process for each, started by torchrun, with --batch rows of its own; under device_map one process.", rich_help_panel=MODEL)] = 1,
+    parallel: Annotated[str, typer.Option(help="What joins several GPUs: ddp, fsdp2, zero3 (DeepSpeed's), device_map, or alone: nothing, each trains by itself.", rich_help_panel=MODEL)] = "ddp",
     layers: Annotated[Optional[int], typer.Option(min=1, help="Shape models: so many layers only.", rich_help_panel=MODEL)] = None,
     data: Annotated[Optional[Path], typer.Option(help="JSON Lines with messages, prompt and completion, or text; "
                                                      "for --loss dpo with prompt, chosen and rejected.", rich_help_panel=ROWS)] = None,
@@ -82,7 +81,7 @@ def compare(
                   data=str(data) if data else None, steps=steps, batch=batch, seq_len=seq_len, pad_to=pad_to,
                   loss=one_of("--loss", loss, "sft", "dpo"), batching=one_of("--batching", batching, "padded", "packed"),
                   too_long=one_of("--too-long", too_long, "error", "drop"), lr=lr, seed=seed, layers=layers, gpus=gpus,
-                  parallel=one_of("--parallel", parallel, *ENGINES),
+                  parallel=one_of("--parallel", parallel, *PARALLEL),
                   device=pick_device(device), dtype=pick_dtype(dtype, pick_device(device)), checkpointing=gradient_checkpointing)
         if is_shape(model) and data is None:
             shapes = tuple(shape.split(","))

@@ -13,6 +13,7 @@ from torch import nn
 from tunecompile.compare.losses import BETA, loss_of
 from tunecompile.compare.meters import StepClock
 from tunecompile.compare.models import precision
+from tunecompile.compare.parallel import Stepper, stepper
 from tunecompile.compare.spec import REFERENCE, Job
 
 Batch = dict[str, torch.Tensor]
@@ -24,13 +25,12 @@ class Trained:
 
     clock: StepClock
     forward: Callable[[Batch], torch.Tensor]
-    optimizer: torch.optim.Optimizer
+    stepper: Stepper
     batch: Batch
 
     def step(self) -> None:
-        self.forward(self.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.stepper.backward(self.forward(self.batch))
+        self.stepper.step()
 
 
 def real_tokens(batch: Batch) -> int:
@@ -53,9 +53,7 @@ def enable_checkpointing(model: nn.Module, job: Job) -> None:
 
 def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> Trained:
     """forward, backward, step: nothing else."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=job.lr, weight_decay=0.0, fused=True)
-    clock = StepClock(job.device, label, len(batches))
+    steps, clock = stepper(model, job), StepClock(job.device, label, len(batches))
 
     def forward(batch: Batch) -> torch.Tensor:
         with precision(job):
@@ -67,11 +65,10 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
         batch = to_device(batch, job.device)
         clock.begin(tokens)
         loss = forward(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        steps.backward(loss)
+        steps.step()
         clock.end(loss)
-    return Trained(clock, forward, optimizer, batch)
+    return Trained(clock, forward, steps, batch)
 
 
 def make_trainer(job: Job, folder: str):
@@ -128,7 +125,7 @@ def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
     trainer.data_collator, trainer.compute_loss = collate, original
     model.train()
     model.zero_grad(set_to_none=True)
-    return Trained(clock, forward, trainer.optimizer, batch)
+    return Trained(clock, forward, Stepper.of(trainer.optimizer), batch)
 
 
 def timing_callback(clock: StepClock, pending: list[int]):

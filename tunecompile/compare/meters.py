@@ -114,15 +114,17 @@ def peak_rss() -> int:
 def reset_memory(device: str) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
     else:
         reset_peak_rss()
 
 
 def memory_figures(device: str) -> dict:
+    """Of the GPU on which this process needed most."""
     if device == "cuda":
-        return {"peak_gib": torch.cuda.max_memory_allocated() / GIB,
-                "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+        gpus = range(torch.cuda.device_count())
+        return {"peak_gib": max(map(torch.cuda.max_memory_allocated, gpus)) / GIB, "peak_reserved_gib": max(map(torch.cuda.max_memory_reserved, gpus)) / GIB}
     return {"peak_gib": peak_rss() / GIB, "peak_reserved_gib": None}
 
 

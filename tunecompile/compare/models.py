@@ -14,6 +14,7 @@ from tunecompile.compare.data import prepare_tokenizer
 from tunecompile.compare.errors import ModelNotFound
 from tunecompile.compare.shapes import SHAPES, build_shape_model
 from tunecompile.compare.spec import REFERENCE, TARGETS, Job
+from tunecompile.layers import find_layers
 from tunecompile.twin import Float64
 
 
@@ -48,9 +49,9 @@ def load_tokenizer(job: Job):
 def load_base(job: Job) -> nn.Module:
     """The base model on the device, NF4 with double quantisation for qlora."""
     dtype = getattr(torch, job.dtype)
-    storage = dtype if job.gpus > 1 and job.parallel == "fsdp2" else torch.uint8  # FSDP2 shards floats only
+    storage = dtype if job.processes > 1 and job.parallel in ("fsdp2", "zero3") else torch.uint8  # these shard floats only
     if is_shape(job.model):
-        return build_shape_model(job.model, quantise=job.mode == "qlora", dtype=dtype, device=job.device,
+        return build_shape_model(job.model, quantise=job.mode == "qlora", dtype=dtype, device=job.device, gpus=job.gpus if job.placed else 1,
                                  seed=job.seed, layers=job.layers, storage=storage)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -58,8 +59,14 @@ def load_base(job: Job) -> nn.Module:
     if job.mode == "qlora":
         quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                           bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage)
-    return AutoModelForCausalLM.from_pretrained(job.model, quantization_config=quantisation, dtype=dtype,
-                                                device_map={"": torch.cuda.current_device() if job.device == "cuda" else job.device})
+    return AutoModelForCausalLM.from_pretrained(job.model, quantization_config=quantisation, dtype=dtype, **placement(job))
+
+
+def placement(job: Job) -> dict:
+    """Where loading puts the layers: all on this process's device, or as much on each of its GPUs."""
+    if job.placed and job.device == "cuda":
+        return {"device_map": "balanced", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(job.gpus)}}
+    return {"device_map": {"": torch.cuda.current_device() if job.device == "cuda" else job.device}}
 
 
 def add_adapter(model: nn.Module, job: Job) -> nn.Module:
@@ -109,6 +116,9 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
     engine = job.engine
     if engine == "compile":
         model.compile()
+    elif engine == "compile-layers":
+        for layer in (layer for stack in find_layers(model) for layer in stack.members):
+            layer.forward = torch.compile(layer.forward)  # inside of what engines hang around it
     elif engine == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -8,7 +8,7 @@ import io
 from tunecompile.compare.curves import differences
 from tunecompile.compare.seeds import timed
 
-COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
+COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "compile-layers": "#fbbf24", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
            "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "unsloth-padding-free": "#34d399", "tunecompile": "#2563eb",
            "tunecompile-fp8": "#db2777", "reference": "#111827"}
 STYLE = {"font.size": 10, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af",

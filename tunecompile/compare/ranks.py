@@ -1,4 +1,4 @@
-"""One system on several GPUs: a process a GPU, all started by torchrun, under the engine that was asked for."""
+"""One system on several GPUs: a process a GPU, all started by torchrun, that make one row of figures."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Iterator
 
 from tunecompile.compare.spec import Job
 
-ENGINES = ("ddp", "fsdp2")
 LARGEST = ("peak_gib", "peak_reserved_gib", "first_step_s", "host_ms_per_step")  # figures of which the worst rank's counts
 
 
 def command(job: Job) -> list[str]:
     """What runs a module of Python in as many processes as the job asks for."""
-    if job.gpus == 1:
+    if job.processes == 1:
         return [sys.executable, "-m"]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus), "-m"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes), "-m"]
 
 
 def rank() -> int:
@@ -26,8 +25,8 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def group(job: Job) -> Iterator[None]:
-    """The processes know each other, and each has a GPU of its own."""
-    if job.gpus == 1:
+    """Each process has a GPU of its own, and they know each other, unless each is to be alone."""
+    if job.processes == 1:
         yield
         return
     import torch
@@ -35,44 +34,24 @@ def group(job: Job) -> Iterator[None]:
 
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    if job.parallel != "alone":
+        dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
     yield
     if dist.is_initialized():  # not after what failed: the other ranks would be waited for
         dist.destroy_process_group()
 
 
-def shard(model, job: Job):
-    """FSDP2's layers, one a unit, before the system's own call."""
-    if job.gpus == 1 or job.parallel != "fsdp2":
-        return model
-    from torch.distributed.fsdp import fully_shard
-
-    from tunecompile.layers import find_layers
-
-    for stack in find_layers(model):
-        for layer in stack.members:
-            fully_shard(layer)
-    return fully_shard(model)
-
-
-def replicate(model, job: Job):
-    """DDP's wrapper, after it."""
-    if job.gpus == 1 or job.parallel != "ddp":
-        return model
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model)
-
-
 def together(figures: dict, job: Job) -> dict:
     """Of all ranks: tokens/s in sum at the slowest one's pace, losses in the mean, memory of the fullest. All ranks call it, and all get it."""
-    if job.gpus == 1:
+    if job.processes == 1:
         return figures
     import torch.distributed as dist
 
-    every: list = [None] * job.gpus
+    if job.parallel == "alone" and not dist.is_initialized():
+        dist.init_process_group("gloo")  # now that the training is over
+    every: list = [None] * job.processes
     dist.all_gather_object(every, figures)
     slowest = max(every, key=lambda own: own["step_ms"]["median"])
     tokens = sum(own["tokens_per_s"] * own["step_ms"]["median"] for own in every)
     return slowest | {name: max(own[name] for own in every) for name in LARGEST if slowest.get(name) is not None} | {
-        "tokens_per_s": tokens / slowest["step_ms"]["median"], "losses": [sum(step) / job.gpus for step in zip(*(own["losses"] for own in every))]}
+        "tokens_per_s": tokens / slowest["step_ms"]["median"], "losses": [sum(step) / job.processes for step in zip(*(own["losses"] for own in every))]}

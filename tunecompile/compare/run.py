@@ -25,7 +25,7 @@ from tunecompile.memory.gauge import HostGauge, budget_bytes
 from tunecompile.judgement import Verdict, compare_gradients, judge_gradients, judge_loss
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's
-COMPILING = ("compile", "tunecompile")  # engines that keep caches of compiled code
+COMPILING = ("compile", "compile-layers", "tunecompile")  # engines that keep caches of compiled code
 CHECK_LAYERS = 2  # depth at which a shape model is checked against fp32
 CHECK_LENGTH = 8192  # and length: attention in fp32 holds a row's scores, 128 GiB of 32,768 tokens
 
@@ -90,8 +90,12 @@ def check_gpus(job: Job) -> None:
     there = torch.cuda.device_count() if job.device == "cuda" else os.cpu_count() or 1
     if job.gpus > there:
         raise BadOption(option="--gpus", value=job.gpus, reason=f"this machine has {there}" + " cores" * (job.device != "cuda"))
-    if job.gpus > 1 and job.trainer == "sft" and job.parallel != "ddp":
-        raise BadOption(option="--parallel", value=job.parallel, reason="trainers take FSDP2 from accelerate's config, so use --trainer loop")
+    if job.gpus > 1 and job.trainer == "sft" and job.parallel not in ("ddp", "device_map"):
+        raise BadOption(option="--parallel", value=job.parallel, reason="trainers take their engine from accelerate's config, so use --trainer loop")
+    if job.gpus > 1 and job.parallel == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        raise BadOption(option="--parallel", value=job.parallel, reason="DeepSpeed is not installed: pip install deepspeed")
+    if job.gpus > 1 and job.parallel == "zero3" and len(job.shapes) > 1:
+        raise BadOption(option="--shape", value=",".join(job.shapes), reason="DeepSpeed takes a model once, so give one shape")
 
 
 def check_dpo(job: Job) -> None:

@@ -80,12 +80,23 @@ def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype
     return new
 
 
+def places(layers: int, device: str, gpus: int) -> dict[str, str]:
+    """A `device_map`. Of several GPUs each has an equal share of the layers, the first the embedding table, the last norm and head."""
+    if gpus == 1 or device == "cpu":
+        return {"": device}
+    last = f"cuda:{gpus - 1}"
+    return {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", **{f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)},
+            "model.norm": last, "lm_head": last}
+
+
 def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: str, seed: int, layers: int | None = None,
-                      storage: torch.dtype = torch.uint8):
-    """A random model of that shape on the device, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
+                      storage: torch.dtype = torch.uint8, gpus: int = 1):
+    """A random model of that shape on the device, or over so many GPUs, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
     config = shape_config(name, layers)
     model = empty_model(config)
+    where = places(config.num_hidden_layers, device, gpus)
     for path, module in list(model.named_modules()):
+        device = next((place for prefix, place in where.items() if f"{path}.".startswith(prefix and f"{prefix}.")), device)
         if quantise and isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS:
             parent, _, child = path.rpartition(".")
             weight = random_weight(f"{path}.weight", module.weight.shape, seed, device)
@@ -101,6 +112,10 @@ def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: 
     model.tie_weights()
     if quantise:
         model.is_loaded_in_4bit = True  # what PEFT asks for when it picks its layer class
+    if len(where) > 1:
+        from accelerate import dispatch_model
+
+        dispatch_model(model, where)
     return model
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from tunecompile.compare.errors import BadShape, UnknownSystem
 
 REFERENCE = "reference"  # the high-precision run that the others are judged against; not a system a user picks
+PARALLEL = ("ddp", "fsdp2", "zero3", "device_map", "alone")  # what joins several GPUs; alone: nothing does, and each trains a model of its own
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-DISTRIBUTIONS = {"compile": "torch", "tunecompile": "tunecompile"}  # of engines that need no package of their own; others are transformers' code
+DISTRIBUTIONS = {"compile": "torch", "compile-layers": "torch", "tunecompile": "tunecompile"}  # of engines that need no package of their own; others are transformers' code
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class System:
     """One way to run the same training code."""
 
     name: str
-    engine: str  # hf, compile, liger, unsloth, tunecompile or reference
+    engine: str  # hf, compile, compile-layers, liger, unsloth, tunecompile or reference
     checkpointing: bool | None = None  # None: as the user asks
     package: str | None = None  # what has to be importable
     precision: str | None = None  # of tunecompile: beside the model's own
@@ -49,6 +50,7 @@ SYSTEMS = {
         System("hf", "hf"),
         System("hf-checkpoint", "hf", checkpointing=True),
         System("compile", "compile"),
+        System("compile-layers", "compile-layers"),
         System("liger", "liger", package="liger_kernel"),
         System("liger-checkpoint", "liger", checkpointing=True, package="liger_kernel"),
         System("unsloth", "unsloth", checkpointing=True, package="unsloth"),
@@ -142,8 +144,8 @@ class Job:
     dtype: str = "float32"  # what is computed in: float32 or bfloat16
     device: str = "cpu"
     checkpointing: bool = False
-    gpus: int = 1  # a process each
-    parallel: str = "ddp"  # what joins them: ddp or fsdp2
+    gpus: int = 1
+    parallel: str = "ddp"  # what joins them: one of PARALLEL
     layers: int | None = None  # shape models only: that many layers instead of all
     rank: int = 16
     alpha: int = 16
@@ -175,6 +177,16 @@ class Job:
         """Whether this system checkpoints: its name decides, or else the user's flag."""
         fixed = system(self.system).checkpointing
         return self.checkpointing if fixed is None else fixed
+
+    @property
+    def placed(self) -> bool:
+        """Whether one process has layers on several GPUs."""
+        return self.gpus > 1 and self.parallel == "device_map"
+
+    @property
+    def processes(self) -> int:
+        """One a GPU, or one for all."""
+        return 1 if self.placed else self.gpus
 
     @property
     def draw(self) -> int:

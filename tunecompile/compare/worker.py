@@ -32,14 +32,14 @@ def random_runs(job: Job) -> dict:
     """A shape model on random tokens, one run for each shape in the same process."""
     import torch
 
-    from tunecompile.compare import data, gradients, loops, models, ranks
+    from tunecompile.compare import data, gradients, loops, models, parallel, ranks
     from tunecompile.compare.spec import parse_shape
 
     model = models.load_model(job)
     vocabulary = model.config.vocab_size
     loops.enable_checkpointing(model, job)
-    models.apply_system(ranks.shard(model, job), job)
-    trained = ranks.replicate(model, job)
+    models.apply_system(parallel.shard(model, job), job)
+    trained = parallel.wrap(model, job)
     runs = []
     for shape in job.shapes:
         torch.manual_seed(job.draw)
@@ -60,7 +60,7 @@ def data_run(job: Job) -> dict:
     """A model on the user's data, with the questions before and after where they are asked for."""
     import torch
 
-    from tunecompile.compare import data, gradients, loops, meters, models, ranks
+    from tunecompile.compare import data, gradients, loops, meters, models, parallel, ranks
 
     tokenizer = models.load_tokenizer(job)
     split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
@@ -74,15 +74,15 @@ def data_run(job: Job) -> dict:
     if job.trainer == "loop":
         loops.enable_checkpointing(model, job)
     initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
-    models.apply_system(ranks.shard(model, job), job)
-    trained = ranks.replicate(model, job) if job.trainer == "loop" else model  # trainers do so themselves
+    models.apply_system(parallel.shard(model, job), job)
+    trained = parallel.wrap(model, job) if job.trainer == "loop" else model  # trainers do so themselves
 
     def train():
         torch.manual_seed(job.draw)
         if job.trainer == "sft":
             return loops.train_trl(model, tokenizer, split.train, job, "train")
-        batches = data.make_batches(split.train, tokenizer, job, job.steps * job.gpus)
-        return loops.train_loop(trained, batches[ranks.rank()::job.gpus], job, "train")
+        batches = data.make_batches(split.train, tokenizer, job, job.steps * job.processes)
+        return loops.train_loop(trained, batches[ranks.rank()::job.processes], job, "train")
 
     run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
     if held_out:
@@ -113,7 +113,7 @@ def measured(model, job: Job, train) -> dict:
         figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
     if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
         figures |= more("saved_bytes", "measuring what is saved for the backward", lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)))
-        trained.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
     return figures | {"status": "ok", "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
 
@@ -252,7 +252,7 @@ def main(job_path: str, result_path: str) -> None:
         failed = any(row.get("status", "ok") != "ok" for row in (result, *result.get("runs", [])))
         if ranks.rank() == 0 or failed:
             Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
-        if failed and job.gpus > 1:
+        if failed and job.processes > 1:
             os._exit(1)  # torchrun ends the others, who wait for this one
 
 
