@@ -179,21 +179,28 @@ def render_speedups(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3", "device_map": "device_map", "alone": "none, each alone"}
+SCALING = ("case", "engine", "system", "GPUs", "tokens/s", "step, ms", "peak, GiB", "of as many single GPUs", "over HF", "over compiled layers")
+
+
 def render_scaling(folder: Path = RESULTS) -> str:
-    """Several GPUs beside one, and beside eager on as many, of each file of scaling.py."""
+    """Several GPUs beside one, or beside as many that trained alone at the same time, and beside rivals on as many, of each file of scaling.py."""
     lines = []
     for result in load_all("scaling-*.json", folder):
-        rates = {(run["system"], run["gpus"]): run["tokens_per_s"] for run in result["runs"] if run["status"] == "ok"}
-        for run in (run for run in result["runs"] if run["status"] == "ok"):
-            alone, eager = rates.get((run["system"], 1)), rates.get(("hf", run["gpus"]))
-            scaled = f"{100 * run['tokens_per_s'] / run['gpus'] / alone:.1f} %" if alone and run["gpus"] > 1 else ""
-            over = f"{run['tokens_per_s'] / eager:.2f}x" if eager and run["system"] != "hf" else ""
-            lines.append(f"| {run['model']}, {run['mode']}, {run['shape']} a GPU | {(run['parallel'] or '').upper()} | {shown(run['system'])} | {run['gpus']} | {run['tokens_per_s']:,.0f} | "
-                         f"{run['step_ms']['median']:.1f} | {run['peak_gib']:.1f} | {scaled} | {over} |")
+        fine = [run for run in result["runs"] if run["status"] == "ok"]
+        rates = {(run["system"], run["gpus"], run["parallel"]): run["tokens_per_s"] for run in fine}
+        for run in fine:
+            system, gpus, parallel, rate = run["system"], run["gpus"], run["parallel"], run["tokens_per_s"]
+            single = rates.get((system, gpus, "alone")) or gpus * rates.get((system, 1, None), 0)
+            rivals = [next((rates[name, gpus, parallel] for name in names if (name, gpus, parallel) in rates), None) for names in (("hf", "hf-checkpoint"), ("compile-layers",))]
+            cells = [f"{run['model']}, {run['mode']}, {run['shape']}" + " a GPU" * (parallel != "device_map"), ENGINES.get(parallel, ""), shown(system), gpus, f"{rate:,.0f}",
+                     f"{run['step_ms']['median']:.1f}", f"{run['peak_gib']:.1f}", f"{100 * rate / single:.1f} %" if single and parallel not in (None, "alone") else "",
+                     *(f"{rate / rival:.2f}x" if rival and system.startswith("tunecompile") else "" for rival in rivals)]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     if not lines:
         return ""
-    return "\n".join(["", "Several GPUs, each with as many rows (`benchmarks/scaling.py`); memory is the fullest GPU's.", "",
-                      "| case | engine | system | GPUs | tokens/s | step, ms | peak, GiB | of as many single GPUs | over HF |", "|---|---|---|---|---|---|---|---|---|", *lines]) + "\n"
+    return "\n".join(["", "Several GPUs (`benchmarks/scaling.py`); memory is the fullest GPU's. Compiled layers: torch.compile of each decoder layer.", "",
+                      "| " + " | ".join(SCALING) + " |", "|---" * len(SCALING) + "|", *lines]) + "\n"
 
 
 def render_families(folder: Path = RESULTS) -> str:

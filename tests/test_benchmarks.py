@@ -184,6 +184,11 @@ def test_the_readmes_table_of_several_gpus(tmp_path):
     (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]}))
     text = script("report").render_scaling(tmp_path)
     assert "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text and "iger" not in text
+    alone = [row | {"gpus": 2} for row in (run | {"system": "tunecompile", "parallel": "alone", "tokens_per_s": 400.0},
+                                           run | {"system": "hf-checkpoint", "parallel": "ddp", "tokens_per_s": 100.0}, run | {"system": "compile-layers", "parallel": "ddp", "tokens_per_s": 390.0})]
+    (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs[3:], *alone]}))
+    text = script("report").render_scaling(tmp_path)
+    assert "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 3.90x | 1.00x |" in text and "| none, each alone | **tunecompile** | 2 | 400 | 2.0 | 1.0 |  |  |  |" in text
 
 
 def test_a_suites_result_says_what_fails_only_when_optimized_and_keeps_what_did_not_run(tmp_path):

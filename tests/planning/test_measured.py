@@ -20,7 +20,7 @@ COPY = "measured when a trained head's gradient was still scaled in a copy in fp
 OUTSIDE = {("llama-3.2-1b-full-4x2048", "tunecompile", "4x2048"): COPY, ("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE, ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS, ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST,
            ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN, ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
            ("batches-10gib", "tunecompile@10GiB", "8x512"): CHAIN}
-NOT_PLANNED = {"fp8": "a plan computes in bf16", "padded": "a plan's rows are equally long"}
+NOT_PLANNED = {"fp8": "a plan computes in bf16", "padded": "a plan's rows are equally long", "zero3": "DeepSpeed is not modelled"}
 QUICK = ("llama-3.1-8b-lora-2x512",)  #: the others take a minute, or say the same
 
 
@@ -30,7 +30,7 @@ def rows() -> list:
         result = json.loads(path.read_text())
         for run in result.get("runs", ()):
             ours = run.get("system", "").startswith("tunecompile") and run["status"] == "ok" and {"first_step_s", "shape"} <= run.keys()
-            if ours and not any(word in run["system"] + run["shape"] for word in NOT_PLANNED):
+            if ours and not any(word in run["system"] + run["shape"] + (run.get("parallel") or "") for word in NOT_PLANNED):
                 marks = [] if path.stem in QUICK else [pytest.mark.slow]
                 found.append(pytest.param(path.stem, result["command"], run, marks=marks, id=f"{path.stem}, {run['system']}, {run['shape']}" + f" on {run.get('gpus')}" * ((run.get("gpus") or 1) > 1)))
     return found
@@ -47,7 +47,7 @@ def planned(command: str, run: dict) -> EnginePlan:
     count, length = map(int, run["shape"].split("x"))
     gpus = run.get("gpus") or 1
     planner = Planner(Question(run["model"], run["mode"], count, length, find_gpu("h200"), gpus=gpus, memory=memory, host_memory=option("host-memory")))
-    return planner.one_gpu() if gpus == 1 else {"ddp": planner.ddp, "fsdp2": planner.fsdp}[run["parallel"]]()
+    return planner.one_gpu() if gpus == 1 else {"alone": planner.one_gpu, "ddp": planner.ddp, "fsdp2": planner.fsdp, "device_map": planner.device_map}[run["parallel"]]()
 
 
 @pytest.mark.parametrize("stem, command, run", rows())

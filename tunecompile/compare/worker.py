@@ -114,7 +114,7 @@ def measured(model, job: Job, train) -> dict:
     if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
         figures |= more("saved_bytes", "measuring what is saved for the backward", lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)))
         model.zero_grad(set_to_none=True)
-    return figures | {"status": "ok", "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
+    return figures | {"status": "ok", "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)}  # ZeRO-3 leaves a part, and says how much it was
 
 
 def more(name: str, phase: str, measure: Callable[[], int]) -> dict:

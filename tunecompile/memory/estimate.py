@@ -104,7 +104,7 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     _refuse(model, trained, spread, stage.memory, sheet)
     (device,) = spread
     ledger = Ledger(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
-                    gauge(device) if sheet is None else Sheet(sheet), one_by_one=True)
+                    gauge(device) if sheet is None else Sheet(sheet), growing=1.0)
     rehearsal, notes = rehearse(stage, ledger, device, batch_shape, sheet)
     return read(type(model).__name__, tuple(batch_shape), ledger, rehearsal, notes)
 

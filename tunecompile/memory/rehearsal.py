@@ -52,7 +52,7 @@ class Ledger:
     device: Gauge
     sharded: bool = False  #: whether layers are gathered for every call, so that nothing of them can be kept
     spread: bool = False  #: whether layers are on several devices
-    one_by_one: bool = False  #: whether gradients come with each layer's backward, and are not there before
+    growing: float = 0.0  #: share of a layer's gradients that comes with its backward and stays, and is not there before
 
     @property
     def moves(self) -> bool:
@@ -167,8 +167,11 @@ class Rehearsal(Budget):
     def _to_come(self) -> int:
         return 0
 
+    def _coming(self, layers: Sequence[Any]) -> int:
+        return int(self.gauge.growing * super()._coming(layers))
+
     def _ungraded(self, module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.requires_grad] if self.gauge.one_by_one else []
+        return [p for p in module.parameters() if p.requires_grad]
 
 
 def _attention(graph: Graph, gpu: Gpu) -> float | None:

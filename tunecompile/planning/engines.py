@@ -63,7 +63,7 @@ class Cost:
 
     sent: float = 0.0  #: milliseconds in which GPUs send or wait for each other
     exposed: float = 0.0  #: milliseconds of these that no computation hides
-    copied: float = 0.0  #: milliseconds in which gathered layers are laid out
+    copied: float = 0.0  #: milliseconds in which gathered layers, and gradients to be sent, are laid out
 
 
 def parts_of(model: nn.Module) -> Parts:
@@ -87,12 +87,12 @@ def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> Part
 
 def whole(parts: Parts, sheet: Sheet) -> Ledger:
     """One GPU."""
-    return Ledger(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, one_by_one=True)
+    return Ledger(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
 def replicated(parts: Parts, sheet: Sheet) -> Ledger:
-    """DDP: gradients lie in its buckets as well."""
-    return Ledger(parts.all.weights, 2 * parts.all.gradients, parts.all.optimizer, sheet)
+    """DDP: gradients lie in its buckets as well, which are there before."""
+    return Ledger(parts.all.weights, 2 * parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
 def gathered(parts: Parts) -> int:
@@ -105,7 +105,7 @@ def sharded(parts: Parts, gpus: int, sheet: Sheet) -> Ledger:
     all_ = parts.all
     held = -(-all_.shardable // gpus) + all_.weights - all_.shardable
     gradients = -(-all_.gradients // gpus) + 2 * parts.largest.gradients + parts.root.gradients
-    return Ledger(held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True)
+    return Ledger(held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True, growing=1 / gpus)
 
 
 def ddp_cost(parts: Parts, network: Network, backward: float) -> Cost:
@@ -127,7 +127,7 @@ def fsdp_cost(parts: Parts, network: Network, forward: float, backward: float, b
     scatter, last = network.gather(sum(part.gradients for part in parts.layers), count), network.gather(first.gradients) + network.gather(parts.root.gradients)
     back = ahead + scatter
     exposed = root + one + max(0.0, ahead - forward) + max(0.0, back - backward) + last
-    copied = 2 * (2 * layers + parts.root.shardable) / bandwidth  # from where it arrives to where it is read
+    copied = 2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth  # from where it arrives to where it is read, and from where it is made to where it is sent
     return Cost(root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied)
 
 
