@@ -120,7 +120,8 @@ def run(graph: Graph, context: Context) -> None:
                       trained[1] or trained[2])
             loss = made[0]
             if arguments["reduction"] == "mean":
-                loss = loss / (target != arguments["ignore_index"]).sum()
+                count = (target != arguments["ignore_index"]).sum()
+                loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)  # of no label, as in torch: no number, and gradients that are zero
             return loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
 
         if (reason := replace(graph, (node,), build, bound)) is not None:

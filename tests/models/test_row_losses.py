@@ -363,3 +363,35 @@ CUTS = {"some tokens": lambda logits: logits[:, :-1, :][:, -8:], "a row": lambda
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_kernels_take_address_and_strides(cut):
     equal(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
+
+
+class Own(nn.Module):
+    """A model whose loss is in its graph, compiled as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.head(self.inner(self.table(tokens)).tanh()).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("kind", ["deferred", "in the graph"])
+def test_a_mean_over_no_label_trains_nothing(kind, labelled):
+    """torch's is no number, with gradients that are zero: an optimizer's step leaves the weights as they are."""
+    torch.manual_seed(0)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=2), r=8).train() if kind == "deferred" else Own()
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    tokens = torch.randint(0, 64, (2, 8))
+    labels = tokens if labelled else torch.full_like(tokens, -100)
+    losses = []
+    for each in (reference, model):
+        losses.append(each(tokens, labels=labels).loss if kind == "deferred" else each(tokens, labels))
+        losses[-1].backward()
+    assert losses[0].isnan() == (not labelled)
+    torch.testing.assert_close(losses[1], losses[0], equal_nan=True)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+        if theirs.grad is not None:
+            assert labelled or not theirs.grad.any()
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda said: f"{name}: {said}", atol=1e-6, rtol=1e-4)

@@ -77,7 +77,10 @@ def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) ->
     rows = recipe.head.labelled.rows(target, ignore_index)
     hidden, target = (chain.rows, target) if rows is None else (chain.rows[rows], target[rows])
     total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
+    if reduction != "mean":
+        return total
+    count = (target != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of no label, as in torch: no number, and gradients that are zero
 
 
 def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
