@@ -41,23 +41,28 @@ def run(graph: Graph, context: Context) -> None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
     for node in _views_of_inputs(graph, backward):
         node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
-            for reader in _readers(node.args[0], backward):
-                reader.meta["recompute"], reader.meta["ac_graph_id"] = CheckpointPolicy.MUST_SAVE, 0
+    for place in _written(graph):
+        for reader in _readers(place, backward):
+            reader.meta["recompute"], reader.meta["ac_graph_id"] = CheckpointPolicy.MUST_SAVE, 0
 
 
 def _views_of_inputs(graph: Graph, backward: set[Node]) -> list[Node]:
     """The input itself is saved in place of these. Of a weight that DeepSpeed frees and gathers again in the backward pass, a view would keep the first one.
 
     (Not of what is written to: the backward would find another value there.)"""
-    written = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
-    sources, found = set(graph.find_nodes(op="placeholder")) - written, []
+    sources, found = set(graph.find_nodes(op="placeholder")) - _written(graph), []
     for node in graph.nodes:
         if node.op == "call_function" and node not in backward and returns_view(node.target) and isinstance(node.args[0], Node) and node.args[0] in sources:
             sources.add(node)
             found.append(node)
     return found
+
+
+def _written(graph: Graph) -> set[Node]:
+    """Inputs that the forward writes to: in the graph, or behind it, where AOTAutograd copies what the graph returns into them."""
+    inside = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    behind = [into for made in graph.output_node().meta.get("desc") or () if (into := getattr(made, "mutated_input", None)) is not None]
+    return {place for place in graph.find_nodes(op="placeholder") if place in inside or place.meta.get("desc") in behind}
 
 
 def _readers(written: Node, backward: set[Node]) -> list[Node]:

@@ -1,14 +1,18 @@
 """What a layer computes again makes way for its gradient, so that both are never there."""
 
+import copy
 import importlib
 import operator
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import tunecompile
+from tests.models import zoo
 from tunecompile._torch import CheckpointPolicy
 from tunecompile.memory.liveness import extent
 from tunecompile.memory.planner import RECOMPUTE
@@ -118,3 +122,36 @@ def test_what_is_made_of_a_buffer_that_the_layer_writes_is_saved():
     plan.remat.run(graph, Context("layer", RECOMPUTE))
     tags = {node.target: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
     assert tags[aten.mul.Tensor] is CheckpointPolicy.MUST_SAVE and tags[aten.relu.default] is not CheckpointPolicy.MUST_SAVE
+
+
+class Scaled(nn.Module):
+    """By a running statistic that it keeps before it reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(0.5 * x.detach().abs().mean((0, 1)))
+        return x + (self.inner(x) * self.scale).tanh()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_layer_that_writes_a_buffer_before_it_reads_it(checkpointed):
+    """AOTAutograd copies into the buffer behind the graph: what is computed again must not begin with the new value."""
+    torch.manual_seed(0)
+    reference = zoo.Stack(Scaled).train()
+    model = copy.deepcopy(reference)
+    for layer in model.layers:
+        layer.gradient_checkpointing = checkpointed
+    tunecompile.optimize(model, executor="eager")
+    for _ in range(3):
+        x = torch.randn(2, 4, 16)
+        losses = [each(x) for each in (reference, model)]
+        [loss.backward() for loss in losses]
+        torch.testing.assert_close(losses[1], losses[0])
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+    assert not [note for note in tunecompile.report(model).notes if "eager" in note], tunecompile.report(model)
