@@ -39,18 +39,19 @@ def run(graph: Graph, context: Context) -> None:
             policy = _POLICY.get(cost(node))
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
-    for node in _views_of_inputs(graph, backward):
+    written = _written(graph)
+    for node in _views_of_inputs(graph, written, backward):
         node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
-    for place in _written(graph):
+    for place in written:
         for reader in _readers(place, backward):
             reader.meta["recompute"], reader.meta["ac_graph_id"] = CheckpointPolicy.MUST_SAVE, 0
 
 
-def _views_of_inputs(graph: Graph, backward: set[Node]) -> list[Node]:
+def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> list[Node]:
     """The input itself is saved in place of these. Of a weight that DeepSpeed frees and gathers again in the backward pass, a view would keep the first one.
 
     (Not of what is written to: the backward would find another value there.)"""
-    sources, found = set(graph.find_nodes(op="placeholder")) - _written(graph), []
+    sources, found = set(graph.find_nodes(op="placeholder")) - written, []
     for node in graph.nodes:
         if node.op == "call_function" and node not in backward and returns_view(node.target) and isinstance(node.args[0], Node) and node.args[0] in sources:
             sources.add(node)

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from tunecompile._torch import linear
 from tunecompile.canonical import dtype_of, value
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
+from tunecompile.ops.linear_cross_entropy import mean_of_labelled
 from tunecompile.pipeline import Context, Pass, Tally
 from tunecompile.rewrite import erase_dead, replace, where_from
 
@@ -118,10 +119,7 @@ def run(graph: Graph, context: Context) -> None:
             op = linear_cross_entropy_rows if arguments["reduction"] == "none" else linear_cross_entropy
             made = op(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"], arguments["label_smoothing"], trained[0],
                       trained[1] or trained[2])
-            loss = made[0]
-            if arguments["reduction"] == "mean":
-                count = (target != arguments["ignore_index"]).sum()
-                loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)  # of no label, as in torch: no number, and gradients that are zero
+            loss = mean_of_labelled(made[0], target, arguments["ignore_index"]) if arguments["reduction"] == "mean" else made[0]
             return loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
 
         if (reason := replace(graph, (node,), build, bound)) is not None:

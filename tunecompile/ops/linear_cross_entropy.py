@@ -12,7 +12,7 @@ from tunecompile._torch import linear
 from tunecompile.op import Cost, has_triton, op
 
 __all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_rows",
-           "linear_cross_entropy_rows_backward", "workspace"]
+           "linear_cross_entropy_rows_backward", "mean_of_labelled", "workspace"]
 
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
@@ -47,6 +47,21 @@ def _step(weight: Tensor, trained: bool) -> int:
     """How many rows make a chunk. Each reads and writes a trained weight's gradient once more, beside which as many logits as the weight has values are little:
     39.7 ms, and 43.2 by chunks of 1,024 rows (8,192 rows, V = 128,256, H = 4,096, H200)."""
     return max(chunk_rows(weight.shape[0]), weight.shape[1] if trained else 0)
+
+
+def mean_of_labelled(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The mean loss of the rows that have a label, from their sum.
+
+    Args:
+        total: [], fp32 or fp64.
+        labels: int64 [T].
+        ignore_index: what a row without a label has.
+
+    Returns:
+        [], total's dtype. Of no label it is not a number, as in torch, and passes gradients that are zero.
+    """
+    count = (labels != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 @op(cost=Cost.MATMUL, opaque=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
+from tunecompile.ops.linear_cross_entropy import mean_of_labelled
 from tunecompile.tail.chain import Chain, understand
 from tunecompile.tail.deferred import LOSSES, MASKS, Lazy, Unfit, handles, recipe_of
 from tunecompile.tail.logits import Logits
@@ -77,10 +78,7 @@ def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) ->
     rows = recipe.head.labelled.rows(target, ignore_index)
     hidden, target = (chain.rows, target) if rows is None else (chain.rows[rows], target[rows])
     total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
-    if reduction != "mean":
-        return total
-    count = (target != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of no label, as in torch: no number, and gradients that are zero
+    return mean_of_labelled(total, target, ignore_index) if reduction == "mean" else total
 
 
 def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
