@@ -129,11 +129,11 @@ def is_of(hook: Callable, packages: tuple[str, ...]) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(packages)
 
 
-def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int]:
-    """Which outputs of a compiled graph's node have a history; none of other nodes. Views are made outside of it."""
+def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int] | None:
+    """Which outputs of a compiled graph's node have a history. Views are made outside of it. None of another node."""
     made = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
     if not isinstance(made, ViewAndMutationMeta):
-        return set()
+        return None
     start = made.num_mutated_inp_runtime_indices
     return {start + at for at, output in enumerate(made.output_info) if output.requires_grad and output.output_type is OutputType.non_alias}
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import tunecompile
 from tests.models import zoo
+from tunecompile.memory.budget import Budget
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,3 +97,50 @@ def test_a_loss_in_an_attribute(auxiliary):
     for _ in range(2):
         assert max(zoo.errors(run(model), run(reference)).values()) < 1e-5
     assert any("beside what they return" in note for note in tunecompile.report(model).notes) == auxiliary
+
+
+class Listed(nn.Module):
+    """Counts its calls; leaves its auxiliary loss in a list, if `auxiliary`."""
+
+    losses: list[torch.Tensor] = []
+
+    def __init__(self, auxiliary: bool, broken: bool):
+        super().__init__()
+        self.out, self.auxiliary, self.broken = nn.Linear(32, 32), auxiliary, broken
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.auxiliary:
+            self.calls.add_(1)
+        y = self.out(x).tanh()
+        if self.broken:
+            torch._dynamo.graph_break()
+        if self.auxiliary:
+            Listed.losses.append(y.square().mean())
+        return x + y
+
+
+@pytest.mark.parametrize("which", [{0, 1, 2}, {1}], ids=["all", "one"])
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "in pieces"])
+def test_losses_in_a_list(which, broken, monkeypatch):
+    """No layer runs twice, in its first step or later: layers of one kind may differ in what they hand out."""
+    monkeypatch.setattr(Budget, "tight", True)  # or layers are left alone, from the plan on
+
+    def run(model):
+        model.zero_grad()
+        Listed.losses = []
+        found = model(torch.linspace(-1, 1, 256).view(8, 32)).square().mean() + sum(Listed.losses)
+        assert len(Listed.losses) == len(which)
+        found.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    def make():
+        torch.manual_seed(0)
+        places = iter(range(3))
+        return zoo.Stack(lambda: Listed(next(places) in which, broken), 3).train()
+
+    reference, model = make(), tunecompile.optimize(make(), memory=BUDGET, executor="eager")
+    for _ in range(3):
+        assert max(zoo.errors(run(model), run(reference)).values()) < 1e-5
+    assert all(map(torch.equal, model.buffers(), reference.buffers()))
+    assert any("not compiled as one graph" if broken else "beside what they return" in note for note in tunecompile.report(model).notes)

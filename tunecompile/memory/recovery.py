@@ -54,6 +54,7 @@ class Recovery:
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes what is cut part of a graph
         self.own: dict[int, set[int]] = {}
+        self.looked: set[int] = set()  #: slots of which it is known whether their layers can be repeated
         self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers give up their graphs as soon as they have them
@@ -80,6 +81,10 @@ class Recovery:
         if not {id(parameter) for parameter in needed} <= self.own.get(id(slot), set()):
             self.own[id(slot)] = {id(parameter) for parameter in slot.layer.parameters()}
         return self.own.get(id(slot), set())
+
+    def refuse(self, slot: Any, reason: str) -> None:
+        """Its layer runs as it is from here on."""
+        self.refused[id(slot)] = reason
 
     def begin(self) -> None:
         """At the model's entry, after the budget's own: if the last step ran out of memory where nothing could be done, plan for less."""
@@ -125,9 +130,11 @@ class Recovery:
             if self.bound is not None:
                 raise NotExact(self.bound)
             call = Call(self, slot, start, args, kwargs)
-            return slot.compiled(call.args, call.kwargs, call.join)
+            if id(slot) not in self.looked:
+                return slot.compiled(*call.through(), call.first)
+            return slot.compiled(*call.cut(call.given), call.join)
         except NotExact as reason:
-            self.refused[id(slot)] = str(reason)
+            self.refuse(slot, str(reason))
         start.rewind()
         self.open += 1
         return slot.compiled(args, kwargs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch import differentiable_outputs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tunecompile.memory.recovery import Recovery
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_WRITE = "write to their arguments"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -80,66 +81,105 @@ class Call:
         self.recovery, self.slot, self.start = recovery, slot, start
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.before = [tensor._version for tensor in self.given]
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
+        self.before = [tensor._version for tensor in self.given]
         self.repeatable = True
         self.edges: list[GradientEdge] | None = None  #: of what the layer returned
+        self.sources: list[GradientEdge] = []  #: of what it was called with
         self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
-        self.args, self.kwargs = self.enter(self.given)
 
-    def enter(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
+    def through(self) -> tuple[tuple, dict]:
+        """The layer's arguments for its first call, in the caller's graph: nothing has to be undone where it turns out that it cannot be repeated. Cut off, it
+        would have to run again, and leave something behind each time: a loss in a list, a count in a buffer."""
+        return self._called([tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in self.given])
+
+    def cut(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
         """The layer's arguments, cut off from whoever made them."""
         moving = [tensor for tensor in given if tensor.requires_grad]
         cut = list(_Cut.apply(self.recovery.anchor, moving)) if moving else []
-        self.sources = [get_gradient_edge(tensor) for tensor in cut]
-        tensors = iter([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
+        return self._called([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
+
+    def _called(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
+        self.sources = [get_gradient_edge(tensor) for tensor in given if tensor.requires_grad]
+        tensors = iter(given)
         return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
 
+    def first(self, output: Any) -> Any:
+        """What the layer returned in its first call, as the caller sees it: as it is, where it cannot be repeated."""
+        self.recovery.looked.add(id(self.slot))
+        self.recovery.open += 1
+        try:
+            made = self._look(output)
+            if made and not self.repeatable:
+                raise NotExact(_WRITE)
+        except NotExact as reason:
+            self.recovery.refuse(self.slot, str(reason))
+            return output
+        if self._shares():
+            return output
+        self.recovery.open -= 1
+        return self._joined(output, made)
+
+    def _shares(self) -> bool:
+        """Whether weights of it are behind its arguments, too, as those of a layer before it: gradients that they get from there would be counted as its own."""
+        behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
+        return not {id(leaf) for leaf in behind}.isdisjoint(id(edge.node.variable) for edge, _ in self.weights)
+
     def join(self, output: Any) -> Any:
-        """What the layer returned, as the caller sees it.
+        """What the layer returned in a later call.
 
         Raises:
             NotExact: it is part of a graph beyond its arguments and the layer's parameters.
         """
-        given, self.given, self.args, self.kwargs = self.given, [], (), {}
-        self.repeatable = self.before == [tensor._version for tensor in given]
-        leaves, form = _flat(output, "return")
-        made = _differentiable(leaves)
+        made = self._look(output)
+        if not self.repeatable:  # from the next call on; this one was cut off, and keeps its graph
+            self.recovery.refuse(self.slot, _WRITE)
+        return self._joined(output, made)
+
+    def _look(self, output: Any) -> list[Tensor]:
+        """What of the output has a gradient, and whether the layer can be repeated.
+
+        Raises:
+            NotExact: it cannot be told apart from what is around it.
+        """
+        made = _differentiable(_flat(output, "return")[0])
+        self.repeatable = self.before == [tensor._version for tensor in self.given]
+        self.edges = [get_gradient_edge(tensor) for tensor in made]
+        weights = self._weights() if made else []
+        if not {id(weight) for weight in weights} <= self.recovery.parameters(self.slot, weights):
+            raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
+        if any(weight._backward_hooks for weight in weights):  # they would be called here, and once more in the caller's graph
+            raise NotExact("have hooks on their parameters")
+        self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
+        return made
+
+    def _joined(self, output: Any, made: list[Tensor]) -> Any:
+        """The output, as a node of the caller's graph."""
+        given, self.given, self.before = self.given, [], []
         if not made:
             return output
-        self.edges = [get_gradient_edge(tensor) for tensor in made]
-        weights = self._weights()
-        self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
         self.recovery.calls.add(self)
         self.recovery.open += 1
-        inputs = [tensor for tensor in given if tensor.requires_grad] + weights
+        inputs = [tensor for tensor in given if tensor.requires_grad] + [edge.node.variable for edge, _ in self.weights]
         seen = {id(inner): outer for inner, outer in zip(made, _Node.apply(self, given, made, *inputs))}
         if self.recovery.bare:
             self.drop()
+        leaves, form = _flat(output, "return")
         return tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
 
     def _weights(self) -> list[Tensor]:
-        """The parameters that the layer's graph ends in."""
-        found, pending = [], [(edge.node, edge.output_nr) for edge in self.edges]
-        reached = {self.sources[0].node: set()} if self.sources else {}  #: by node: which of its outputs
-        while pending:
-            node, output = pending.pop()
-            if node in reached:
-                reached[node].add(output)
-                continue
-            reached[node] = {output}
-            if type(node).__name__ == "AccumulateGrad":
-                found.append(node.variable)
-            pending.extend(following for following in node.next_functions if following[0] is not None)
-        if any(differentiable_outputs(node) - outputs for node, outputs in reached.items()):
+        """The leaves that the layer's graph ends in.
+
+        Raises:
+            NotExact: parts of it can be reached otherwise than by what the layer returned, or it cannot be told.
+        """
+        found, reached = walk(self.edges, self.sources)
+        compiled = [(made, used) for node, used in reached.items() if (made := differentiable_outputs(node)) is not None]
+        if len(compiled) != 1:
+            raise NotExact("are not compiled as one graph, beside which nobody sees what they hand out")
+        if any(made - used for made, used in compiled):
             # A loss that uses them (a router's, left in an attribute) goes through the layer's own graph.
             raise NotExact("hand out tensors with a gradient beside what they return")
-        own = self.recovery.parameters(self.slot, found)
-        for leaf in found:
-            if id(leaf) not in own:
-                raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
-            if leaf._backward_hooks:  # it would be called here, and once more in the caller's graph
-                raise NotExact("have hooks on their parameters")
         return found
 
     def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -179,9 +219,9 @@ class Call:
                 what = f"{list(weight.shape)} is at version {weight._version}; expected version {version}"
                 raise ModifiedInPlace(what=what, layer=self.slot.region.name)
         with self.start.again():
-            args, kwargs = self.enter(given)
-            leaves, _ = _flat(self.slot.compiled(args, kwargs), "return")
-            self.edges = [get_gradient_edge(tensor) for tensor in _differentiable(leaves)]
+            args, kwargs = self.cut(given)
+            made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return")[0])
+        self.edges = [get_gradient_edge(tensor) for tensor in made]
 
     def drop(self) -> bool:
         """Give up the layer's graph, if it can be made again. Whether there was one."""
@@ -201,3 +241,19 @@ def _flat(value: Any, verb: str) -> tuple[list, Any]:
 
 def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
+
+
+def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Tensor], dict[Node, set[int]]]:
+    """The leaves that a graph ends in, and its nodes, each with its outputs that are used. Nothing behind `stops`."""
+    leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
+    reached = {stop.node: set() for stop in stops}
+    while pending:
+        node, output = pending.pop()
+        if node in reached:
+            reached[node].add(output)
+            continue
+        reached[node] = {output}
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        pending.extend(following for following in node.next_functions if following[0] is not None)
+    return leaves, reached
