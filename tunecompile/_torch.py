@@ -41,7 +41,7 @@ __all__ = [
     "HOOKS", "CheckpointPolicy", "CustomGraphPass", "CustomPartitionerFn", "Expr", "FakeTensor", "FakeTensorMode", "StorageWeakRef", "TensorifyScalarRestartAnalysis",
     "TorchRuntimeError", "around_now", "attention_order", "cache_folder", "call_compiled", "call_whole", "compile_eager", "compile_inductor", "default_cache_folder",
     "differentiable_outputs", "enable_python_dispatcher", "fake_mode_of", "free_unbacked_symbols", "fsdp_groups", "fsdp_groups_behind", "global_hooks", "grow_segments",
-    "hooked", "in_checkpoint", "is_a_tensor", "is_compiling", "is_full", "is_of", "is_tracing", "keeps_code", "linear", "local_part", "meeting_store",
+    "hooked", "in_checkpoint", "is_a_tensor", "is_compiling", "is_full", "is_of", "is_tracing", "keeps_code", "keeps_graph", "linear", "local_part", "meeting_store",
     "min_cut_rematerialization_partition", "no_autocast", "occupy_gpu", "outside_compilation", "recompile_reason", "reparametrized", "replacing", "saving_is_taken",
     "size_hint", "specialize_floats", "start_compile_workers", "static_shapes", "trace", "trace_artifact", "triton_kernel_wrap",
 ]
@@ -136,6 +136,11 @@ def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int] | None:
         return None
     start = made.num_mutated_inp_runtime_indices
     return {start + at for at, output in enumerate(made.output_info) if output.requires_grad and output.output_type is OutputType.non_alias}
+
+
+def keeps_graph() -> bool:
+    """In a backward pass: whether the caller retains its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def start_compile_workers() -> None:

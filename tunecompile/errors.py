@@ -3,7 +3,7 @@
 import torch
 
 __all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
-           "InvalidPipeline", "InvalidRewrite", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoGradient", "NoPlan", "NoSecondDerivative",
+           "InvalidPipeline", "InvalidRewrite", "LayerChanged", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoGradient", "NoPlan", "NoSecondDerivative",
            "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "RankLost", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
            "UnknownPrecision", "UnsafeFolder", "summary"]
 
@@ -77,6 +77,13 @@ class ModifiedInPlace(TunecompileError, RuntimeError):
     """In a backward pass under a memory budget: a tensor that it needs was changed since the forward pass. What torch says of it without one."""
 
     template = "One of the variables needed for gradient computation has been modified by an inplace operation: {what}, saved by layer {layer}."
+
+
+class LayerChanged(TunecompileError, RuntimeError):
+    """In a backward pass under a memory budget: memory ran out, and a layer cannot be computed again as it was in the forward pass."""
+
+    template = ("Memory ran out, and {layer} had to be computed again for its backward pass, but since its forward pass {what}. Change a model (adapters, eval()) "
+                "before a step's forward pass or after its backward pass, not in between, and call one by torch.func.functional_call without memory=.")
 
 
 class NothingFits(TunecompileError, torch.OutOfMemoryError):

@@ -13,7 +13,7 @@ from tests.memory.full import FULL, WHERE, Block, Full, Tiny, build, gradients, 
 from tests.memory.test_budget import LAYERS, same, to_the_host  # noqa: F401: a fixture
 from tests.models import zoo
 from tests.models.test_padding import padded
-from tunecompile.errors import NoSecondDerivative, NothingFits, StepLost
+from tunecompile.errors import LayerChanged, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.memory import menu
 from tunecompile.memory.gauge import HostGauge
 from tunecompile.memory.planner import KEEP, RECOMPUTE
@@ -461,6 +461,50 @@ def test_layers_that_change_their_input_are_not_repeated():
         loss(m)
     assert not any(call.repeatable for call in recovery(model).calls)
     same(run(model), run(reference))
+
+
+# -- weights that are others in the meantime --------------------------------------------------------------------------------------
+
+
+def called_with(model, weights):
+    """Two losses of one model with other weights."""
+    torch.manual_seed(5)
+    return sum(torch.func.functional_call(model, weights, (ids(seed=seed), ids(seed=seed))) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_weights_of_a_functional_call(made):
+    """Those that are made of others have a graph of their own, which both losses go through."""
+
+    def run(model):
+        if made:
+            weights = {name: 1.5 * p for name, p in model.named_parameters()}
+            called_with(model, weights).backward()
+            return gradients(model)
+        weights = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        found = called_with(model, weights)
+        found.backward(retain_graph=True)
+        found.backward()
+        assert all(p.grad is None for p in model.parameters())
+        return {name: weight.grad for name, weight in weights.items()}
+
+    model, reference = guarded(), build(None)
+    assert not recovery(model).refused
+    for _ in range(2):
+        ours, theirs = run(model), run(reference)
+        assert set(ours) == set(theirs) and max(zoo.errors(ours, theirs).values()) < 1e-6
+    same(step(model), plain())
+
+
+@pytest.mark.parametrize("what", ["functional_call", "eval"])
+def test_layers_that_changed_in_between_are_refused(what):
+    model = guarded()
+    found = called_with(model, {name: p.detach().requires_grad_() for name, p in model.named_parameters()}) if what == "functional_call" else loss(model)
+    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
+    if what == "eval":
+        model.eval()
+    with pytest.raises(LayerChanged, match="other weights of it are trained" if what == "functional_call" else "between training and evaluation"):
+        found.backward()
 
 
 def test_bytes_that_were_asked_for():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tunecompile._torch import differentiable_outputs
-from tunecompile.errors import ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
+from tunecompile._torch import differentiable_outputs, keeps_graph
+from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.memory.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -78,13 +78,15 @@ class Call:
     """
 
     def __init__(self, recovery: "Recovery", slot: Any, start: Surroundings, args: tuple, kwargs: dict):
-        self.recovery, self.slot, self.start = recovery, slot, start
+        self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
+        self.inside = recovery.inside(slot)
         self.before = [tensor._version for tensor in self.given]
         self.repeatable = True
         self.edges: list[GradientEdge] | None = None  #: of what the layer returned
+        self.outputs = 0  #: how many these are
         self.sources: list[GradientEdge] = []  #: of what it was called with
         self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
 
@@ -144,9 +146,9 @@ class Call:
         """
         made = _differentiable(_flat(output, "return")[0])
         self.repeatable = self.before == [tensor._version for tensor in self.given]
-        self.edges = [get_gradient_edge(tensor) for tensor in made]
+        self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
         weights = self._weights() if made else []
-        if not {id(weight) for weight in weights} <= self.recovery.parameters(self.slot, weights):
+        if not self.inside.owns(weights):
             raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
         if any(weight._backward_hooks for weight in weights):  # they would be called here, and once more in the caller's graph
             raise NotExact("have hooks on their parameters")
@@ -183,8 +185,7 @@ class Call:
         return found
 
     def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of what the layer was called with, and of its parameters. Its graph is used up: where the caller retains theirs, it is
-        made again the next time."""
+        """Gradients of what the layer was called with, and of its parameters. Where the caller retains their graph, so is the layer's, until memory runs out."""
         tries, self.recovery.running = 0, self.slot.budget
         while True:
             try:
@@ -200,7 +201,7 @@ class Call:
             tries += 1
             if not self.recovery.make_room(missing, tries, full) or not self.repeatable:
                 raise self.recovery.given_up(missing)
-        self.edges = None
+        self.edges = self.edges if keeps_graph() else None
         self.recovery.open -= 1
         self.recovery.tell()
         return found
@@ -211,17 +212,24 @@ class Call:
         if not reached or not inputs:
             return [None] * len(inputs)
         edges, grads = zip(*reached)
-        return torch.autograd.grad(edges, inputs, grads, allow_unused=True)
+        return torch.autograd.grad(edges, inputs, grads, retain_graph=keeps_graph(), allow_unused=True)
 
     def _repeat(self, given: Sequence[Tensor]) -> None:
+        name = self.slot.region.name
         for edge, version in self.weights:
             if (weight := edge.node.variable)._version != version:
                 what = f"{list(weight.shape)} is at version {weight._version}; expected version {version}"
-                raise ModifiedInPlace(what=what, layer=self.slot.region.name)
+                raise ModifiedInPlace(what=what, layer=name)
+        if self.slot.layer.training is not self.training:
+            raise LayerChanged(layer=name, what="it was switched between training and evaluation")
         with self.start.again():
             args, kwargs = self.cut(given)
             made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]
+        found, _ = walk(self.edges, self.sources)
+        if len(made) != self.outputs or {id(leaf) for leaf in found} != {id(edge.node.variable) for edge, _ in self.weights}:
+            self.edges = None
+            raise LayerChanged(layer=name, what="other weights of it are trained")
 
     def drop(self) -> bool:
         """Give up the layer's graph, if it can be made again. Whether there was one."""
