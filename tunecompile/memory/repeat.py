@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tunecompile.memory.recovery import Recovery
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_WRITE = "write to their arguments"
+_WRITE = "write to their arguments or buffers"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -71,7 +71,7 @@ class _Node(torch.autograd.Function):
 
 
 class Call:
-    """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer changed an argument, it stays.
+    """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer wrote to an argument or a buffer, it stays.
 
     Raises:
         NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
@@ -83,12 +83,16 @@ class Call:
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
         self.inside = recovery.inside(slot)
-        self.before = [tensor._version for tensor in self.given]
+        self.before = [(tensor, tensor._version) for tensor in self._writable()]
         self.repeatable = True
         self.edges: list[GradientEdge] | None = None  #: of what the layer returned
         self.outputs = 0  #: how many these are
         self.sources: list[GradientEdge] = []  #: of what it was called with
         self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
+
+    def _writable(self) -> list[Tensor]:
+        """What a layer might write to."""
+        return self.given + self.inside.buffers()
 
     def through(self) -> tuple[tuple, dict]:
         """The layer's arguments for its first call, in the caller's graph: nothing has to be undone where it turns out that it cannot be repeated. Cut off, it
@@ -145,7 +149,8 @@ class Call:
             NotExact: it cannot be told apart from what is around it.
         """
         made = _differentiable(_flat(output, "return")[0])
-        self.repeatable = self.before == [tensor._version for tensor in self.given]
+        after = self._writable()
+        self.repeatable = len(after) == len(self.before) and all(new is old and new._version == version for new, (old, version) in zip(after, self.before))
         self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
         weights = self._weights() if made else []
         if not self.inside.owns(weights):
