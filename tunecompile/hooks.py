@@ -50,7 +50,6 @@ class StepFlag:
     entered: bool = False  #: whether any step has begun at all
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
-    labels: torch.Tensor | None = None  #: given to the model, while its forward runs
     budgets: tuple[Budget, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
@@ -112,23 +111,18 @@ class EntryHook(NotCopied):
         return None
 
 
-class LabelsHook(NotCopied):
-    """Forward pre-hook and forward hook of the optimized model: which labels a loss will be computed from.
+class ReplicaHook(NotCopied):
+    """Forward pre-hook of the optimized model: a replica of `nn.DataParallel` shares our slots, which would call the original's layers. It runs as it would
+    without us."""
 
-    A replica of `nn.DataParallel` shares our slots, which would call the original's layers: it runs as it would without us.
-    """
+    def __init__(self, state: Any):
+        self.state = state
 
-    def __init__(self, state: Any, model: nn.Module):
-        self.state, self.step, self.names = state, state.step, tuple(inspect.signature(model.forward).parameters)
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None, *output: Any) -> None:  # none where it was taken out meanwhile
+    def __call__(self, module: nn.Module, args: tuple) -> None:
         if getattr(module, "_is_replica", False):
             self.state.replicated = True
             for part in module.modules():  # replicas are shallow copies: the original keeps its slots
                 part.__dict__["_compiled_call_impl"] = None
-            return
-        labels = None if output else {**dict(zip(self.names, args)), **(kwargs or {})}.get("labels")
-        self.step.labels = labels if isinstance(labels, torch.Tensor) else None
 
 
 class VerifyHook(NotCopied):

@@ -5,8 +5,8 @@ Only what runs between the module that owns the layers and its output changes, s
 Attention learns where a row begins from `offsets`, through the attention interface of transformers: a function under a name of our
 own, without a mask function, so that no mask is made. The models' configs carry that name during the flattened call only.
 
-What the padded run computes at padding is given up: hidden states there are zero. So a batch is flattened only where the labels,
-seen at the optimized model's entry, tell that no loss reads them. In all other cases the padded run stays, and the report says why.
+What the padded run computes at padding is given up: hidden states there are zero. So a batch is flattened only where the labels of
+a forward whose loss is known tell that no loss reads them. In all other cases the padded run stays, and the report says why.
 A packed batch has no padding, and gives up nothing.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunecompile import context, packing, padding_kept
+from tunecompile import callers, context, packing, padding_kept
 from tunecompile._torch import in_checkpoint, others_trace
 from tunecompile.op import HALF
 from tunecompile.ops import varlen_attention
@@ -202,7 +202,7 @@ class Padding:
         What stands at padding is given up where nobody gets it: where no step has called the head, so that the caller takes labelled rows by himself."""
         given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
         asks = scores(self.owner, any(p.name == "use_cache" for p in self.parameters), args, kwargs) and (
-            self.packed if given.get("attention_mask") is None else self.flattened and self.step.labels is not None and not self.head_is_called())
+            self.packed if given.get("attention_mask") is None else self.flattened and not self.head_is_called() and callers.causal_labels()[0] is not None)
         flat = self.decide(given) if asks else None
         self.flat = flat is not None and flat.gives_up
         return self.owner._call_impl(*args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
@@ -251,8 +251,8 @@ class Padding:
             return self._decide_packed(given, tokens, positions)
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
-        labels = self.step.labels
-        reason = self.refused or self._changed() or padding_kept.call(given, mask, tokens, labels)
+        labels, unknown = callers.causal_labels()
+        reason = self.refused or self._changed() or unknown or padding_kept.call(given, mask, tokens, labels)
         if reason:
             self._look(mask, reason)
             return None

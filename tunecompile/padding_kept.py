@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tunecompile._torch import global_hooks, is_of
+from tunecompile.callers import home_of
 
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
@@ -56,10 +57,14 @@ def _follows_length(settings: Any) -> bool:
 
 
 _HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
+_PLAIN = ("transformers.", "accelerate.", "torch.", "deepspeed.")  #: whose forwards are a model's own, or around it
 
 
 def hooks(owner: nn.Module) -> str:
-    """Hooks inside see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
+    """Hooks inside, and a forward of the user's own, see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
+    for forward in (type(owner).forward, *filter(None, [vars(owner).get("forward")])):
+        if not (home := home_of(forward)).startswith(_PLAIN):
+            return f"the forward of {type(owner).__name__} is {home or 'another package'}'s, not transformers' own"
     if any(global_hooks()[:2]):
         return "a hook stands on all modules"
     for module in owner.modules():
@@ -73,12 +78,10 @@ def hooks(owner: nn.Module) -> str:
 _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
 
 
-def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor | None) -> str:
+def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor) -> str:
     """Why this batch cannot be flattened, as far as its arguments tell."""
     if tokens is None or tokens.shape[:2] != mask.shape or (given.get("position_ids") is not None and given["position_ids"].dim() != 2):
         return "mask, tokens and positions are not all [B, T]"
-    if labels is None:
-        return "no labels are given to the model, so a loss may read what stands at padding"
     return "labels are not [B, T]" if labels.shape != mask.shape else arguments(given)
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from tunecompile import parametrised, quantized
 from tunecompile._torch import others_trace
 from tunecompile.backend import Executor
+from tunecompile.callers import causal_labels
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.graphs import Replays
-from tunecompile.hooks import EntryHook, LabelsHook, NotCopied, PassThrough, StepFlag, VerifyHook, only_checkpoints
+from tunecompile.hooks import EntryHook, NotCopied, PassThrough, ReplicaHook, StepFlag, VerifyHook, only_checkpoints
 from tunecompile.layers import Layers, find_layers, find_norms, structure
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.devices import make_budgets
@@ -105,9 +106,7 @@ class State(NotCopied):
             return
         if self.check:
             self.handles.append(self.model.register_forward_pre_hook(VerifyHook(self), with_kwargs=True))
-        hook = LabelsHook(self, self.model)
-        self.handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
-        self.handles.append(self.model.register_forward_hook(hook, with_kwargs=True, always_call=True))
+        self.handles.append(self.model.register_forward_pre_hook(ReplicaHook(self)))
         self._attach_head()
         self.notes += note_outside(self.model, stacks, self.embeddings)
 
@@ -168,7 +167,7 @@ class State(NotCopied):
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
-                    lambda: self.step.labels is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
+                    lambda: causal_labels()[0] is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
         module._compiled_call_impl = HeadSlot(self.step, head, self.passes)
         self.heads.append(head)
 

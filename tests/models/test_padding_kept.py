@@ -1,6 +1,7 @@
 """Who else may look at a padded batch: hooks, adapters by row, a second loss, checkpoints. Then the padding stays, and the report says so."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,8 +75,96 @@ def test_a_loss_of_the_users_own_leaves_padding_out():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert flattened(model) == 1 and "logits are read" not in str(tunecompile.report(model).notes)
     model(**zoo.batch())
-    outputs[0].logsumexp(-1)
+    outputs[0].logsumexp(-1).mean().item()
     assert "logits are read" in str(tunecompile.report(model).notes)
+
+
+class Pooling(nn.Module):
+    """A loss of its own beside cross-entropy, from hidden states wherever they stand."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.inner, self.read = zoo.make("llama", num_hidden_layers=2), read
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        loss = F.cross_entropy(self.inner.lm_head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + self.read(hidden)
+        return SimpleNamespace(loss=loss)
+
+
+@pytest.mark.parametrize("read", [lambda h: h.mean(1).square().mean(), lambda h: h[:, -1].square().mean(), lambda h: h.square().mean()],
+                         ids=["mean over all positions", "last position", "regulariser"])
+def test_a_wrapper_that_reads_hidden_states_at_padding(read):
+    """Its labels say nothing of that."""
+    model, reference = pair(lambda: Pooling(read))
+    equal(model, reference, padded())
+    assert "the forward of Pooling is tests.models.test_padding_kept's" in str(tunecompile.report(model).notes)
+
+
+def test_a_wrapper_that_hands_labels_on():
+    """Its loss is the model's own."""
+    class Handing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = zoo.make("llama", num_hidden_layers=2)
+
+        def forward(self, **inputs):
+            return self.inner(**inputs)
+
+    model, reference = pair(Handing)
+    equal(model, reference, padded())
+    assert flattened(model) == 1
+
+
+def test_labels_that_a_later_hook_replaces():
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    for m in (model, reference):
+        m.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "labels": k["input_ids"]}), with_kwargs=True)
+    equal(model, reference, padded())
+    assert "labels stand at padding" in str(tunecompile.report(model).notes)
+
+
+def test_a_loss_function_of_the_users_own():
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    for m in (model, reference):
+        m.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
+    equal(model, reference, padded())
+    assert "its loss_function is tests.models.test_padding_kept's" in str(tunecompile.report(model).notes)
+
+
+def test_a_forward_of_the_users_own():
+    """Of what owns the layers: it would see a batch of one row."""
+    import transformers as tf
+
+    class Centred(tf.LlamaModel):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+            out = super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+            out.last_hidden_state = out.last_hidden_state - out.last_hidden_state.mean(1, keepdim=True)
+            return out
+
+    def build():
+        model = zoo.make("llama", num_hidden_layers=2)
+        model.model.__class__ = Centred
+        return model
+
+    model, reference = pair(build)
+    equal(model, reference, padded())
+    assert "the forward of Centred is" in str(tunecompile.report(model).notes)
+
+
+def test_labels_of_a_call_that_was_interrupted():
+    """No hook is told of its end."""
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    inputs, found = padded(), []
+    for m in (model, reference):
+        with m.train().model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            m(**inputs)
+        found.append(m.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("where", ["model", "model.layers.1", "model.norm"])

@@ -1,6 +1,7 @@
 """Forwards without gradients of a model in training (a reference in DPO, the old policy in GRPO) run the code that training runs."""
 
 import copy
+import types
 from collections import Counter
 
 import pytest
@@ -122,12 +123,12 @@ def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
 
 def fused(model: torch.nn.Module) -> torch.nn.Module:
     """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
-    def forward(input_ids, attention_mask=None, labels=None):
+    def forward(self, input_ids, attention_mask=None, labels=None):
         hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[:, :-1]
         taken = labels[:, 1:] != -100
         return (hidden[taken] @ model.lm_head.weight.t()).log_softmax(-1).gather(-1, labels[:, 1:][taken][:, None])
 
-    model.forward = forward
+    model.forward = types.FunctionType(forward.__code__, {"__name__": "trl.trainer.utils"}, closure=forward.__closure__, argdefs=forward.__defaults__).__get__(model)
     return model
 
 

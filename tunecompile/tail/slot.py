@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch import fsdp_groups, hooked
+from tunecompile.callers import labels_are_given
 from tunecompile.dispatch import Placement, place
 from tunecompile.fsdp import Held, held
 from tunecompile.head import NotLinear, Peel, Product
@@ -135,7 +136,7 @@ class HeadSlot:
     def _gathered_later(self, hidden: Tensor) -> Tensor:
         """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
         logits pass through other hooks then."""
-        why = "the model computes no loss" if self.step.labels is None else "it is no linear" if not _is_plain(self.head.module) else \
+        why = "the model computes no loss" if not labels_are_given() else "it is no linear" if not _is_plain(self.head.module) else \
             "it has other hooks" if self.placement.others() else ""
         if why:
             self.head.refuse(f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}")

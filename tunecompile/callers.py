@@ -1,0 +1,72 @@
+"""Who calls a model's layers, and which labels its loss is computed from: read from the functions that are under way.
+
+Hooks at the model's entry cannot tell. Others change what they saw; a wrapper that was given labels may compute a loss of its own from
+hidden states, and reads them where it likes; and of a call that failed they are not told.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FrameType
+from typing import Any, Iterator
+
+from torch import Tensor, nn
+
+UNLABELLED = "no labels are given to the model, so a loss may read what stands at padding"
+_LOSSES = ("transformers.", "trl.trainer.utils", "liger_kernel.")  #: whose forwards that take labels read labelled rows only
+_BETWEEN = {"torch", "transformers", "accelerate", "peft", "deepspeed", "tunecompile", "contextlib", "functools"}  #: who hands on, unread, what layers return
+
+
+def causal_labels() -> tuple[Tensor | None, str]:
+    """The labels of the forward that is under way, if its loss is known to read labelled rows only; or why that is not known."""
+    for frame in _under_way():
+        if (model := _takes_labels(frame)) is not None:
+            return _trusted(frame, model)
+        if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
+            return None, f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)"
+    return None, UNLABELLED
+
+
+def labels_are_given() -> bool:
+    """Whether a module whose forward is under way got labels, whatever it does with them."""
+    return any(_takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in _under_way())
+
+
+def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str]:
+    if not (home := _home(frame)).startswith(_LOSSES):
+        return None, f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding"
+    loss = getattr(model, "loss_function", None)
+    if loss is not None and not (home := home_of(loss)).startswith(_LOSSES):
+        return None, f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding"
+    labels = frame.f_locals.get("labels")
+    return (labels, "") if isinstance(labels, Tensor) else (None, UNLABELLED)
+
+
+def _under_way() -> Iterator[FrameType]:
+    """Functions, from the innermost outwards."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _takes_labels(frame: FrameType) -> nn.Module | None:
+    """The module whose method this is, if labels are among its parameters."""
+    code = frame.f_code
+    parameters = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+    if "labels" not in parameters or parameters[0] != "self":
+        return None
+    model = frame.f_locals.get("self")
+    return model if isinstance(model, nn.Module) else None
+
+
+def _home(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def home_of(function: Any) -> str:
+    """The module that a function was written in. (`__module__` is the wrapped function's.)"""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
