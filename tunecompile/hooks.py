@@ -97,6 +97,7 @@ class EntryHook(NotCopied):
         if step.active or step.scoring:
             substitute()
             self.state.follow_checkpointing()
+            self.state.follow_modules()
         if not step.active:
             return None
         self.state.follow_head()

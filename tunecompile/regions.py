@@ -17,13 +17,14 @@ from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile import context
-from tunecompile._torch import HOOKS, TorchRuntimeError, call_whole, global_hooks, is_compiling, is_full, is_of, recompile_reason
+from tunecompile._torch import TorchRuntimeError, call_whole, global_hooks, is_compiling, is_full, is_of, recompile_reason
 from tunecompile.asking import ask, unasked
 from tunecompile.backend import Backend, Executor, Forgotten, own_code
 from tunecompile.dispatch import Placement, place
 from tunecompile.errors import summary
 from tunecompile.fsdp import Unit, unit
 from tunecompile.graphs import Replays
+from tunecompile.inside import Inside
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.planner import KEEP, RECOMPUTE, Plan
 from tunecompile.memory.recovery import sharded
@@ -185,7 +186,7 @@ class Slot:
         self.checkpointed_by: Callable | None = None  #: a function of the user's, called with the layer and its arguments by position
         self.padding: Padding | None = None
         self.variant: Variant | None = None
-        self.hooks: list[dict] | None = None
+        self.inside: Inside | None = None
         self.placement: Placement | Gathered | Unit | None = None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
@@ -201,7 +202,7 @@ class Slot:
     @property
     def gathers(self) -> bool:
         """Whether FSDP2 gathers the layer, and all that is sent is sent around its call."""
-        if self.hooks is None:
+        if self.inside is None:
             self._look_around()
         return isinstance(self.placement, Unit) and self.placement.alone
 
@@ -220,7 +221,7 @@ class Slot:
 
     def _refused(self) -> bool:
         """Whether accelerate's hooks, or shared attention, do what cannot be compiled."""
-        if self.hooks is None:
+        if self.inside is None:
             self._look_around()
         why = self.placement.refused if self.placement is not None else ""
         if not why and context.is_shared() and (self.padding is None or not context.can_run_outside(self.padding.owner)):
@@ -236,12 +237,17 @@ class Slot:
             # what is gathered lies elsewhere at every call, and where another layer's weights were; a recorded collective waits for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
-        self.hooks = [getattr(module, name) for module in self.layer.modules() for name in HOOKS]
+        self.inside = Inside(self.layer)
+
+    def follow_modules(self) -> None:
+        """Adapters may have come into the layer, and hooks with them."""
+        if self.inside is not None and self.inside.changed:
+            self.inside = Inside(self.layer)
 
     @property
     def stays(self) -> bool:
         """Whether the layer's weights are its own (FSDP1 takes them away), are where they are, and this process's alone."""
-        if self.hooks is None:
+        if self.inside is None:
             self._look_around()
         parameters = list(self.layer.parameters())
         return bool(parameters) and not isinstance(self.placement, (Gathered, Unit)) and not any(map(sharded, parameters))
@@ -333,14 +339,14 @@ class Slot:
     def _hooked(self) -> tuple:
         """The code of all hooks that are called inside. Dynamo traces those it finds, and has no guard against others that come later."""
         of_all = global_hooks()
-        if not of_all and not any(self.hooks):
+        if not of_all and not any(self.inside.hooks):
             return ()
-        return tuple(getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.hooks) for hook in hooks.values())
+        return tuple(getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.inside.hooks) for hook in hooks.values())
 
     @property
     def watched(self) -> bool:
         """Whether a hook sees what is inside, and may keep it: others than those of engines, which put the layer's weights in place."""
-        return any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.hooks) for hook in hooks.values())
+        return any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values())
 
     def _trains(self) -> bool:
         if torch._C._current_graph_task_id() != -1:

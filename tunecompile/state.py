@@ -196,6 +196,11 @@ class State(NotCopied):
             if not planned and not only_checkpoints(function.function):
                 slot.checkpoint, slot.checkpointed_by = False, function.function
 
+    def follow_modules(self) -> None:
+        """Those inside layers, for their hooks."""
+        for slot in (*self.slots, *self.norms):
+            slot.follow_modules()
+
     def follow_tables(self) -> None:
         """The model may come to its GPU after `optimize`."""
         if self.tables is not None and self.tables.pending:
@@ -379,6 +384,7 @@ class WholeSlot(Slot):
     def _again(self, args: tuple, kwargs: dict) -> Any:
         if self.step.active:
             substitute()
+            self.follow_modules()
             self.state.follow_tables()
             self.state.follow_weights()
             self.state.follow_budget()

@@ -1,6 +1,8 @@
 """Hooks on modules inside layers, and on all modules: called as eager calls them, whenever they come and go."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -55,3 +57,59 @@ def test_hooks_that_come_after_compilation_change_numbers(kind, where):
     assert hooked > compiled
     equal(model, reference, lambda m: m(**zoo.batch()).loss)
     assert tunecompile.report(model).compiles == hooked
+
+
+class Around(nn.Module):
+    """A module that takes another's place, as adapters do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def around_it(layer: nn.Module) -> nn.Module:
+    layer.mlp = Around(layer.mlp)
+    return layer.mlp
+
+
+def beside_it(layer: nn.Module) -> nn.Module:
+    """In a list of its own, which no `__setattr__` sees."""
+    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj)
+    layer.mlp.down_proj._modules["1"] = nn.Identity()
+    return layer.mlp.down_proj[1]
+
+
+def in_its_place(layer: nn.Module) -> nn.Module:
+    weight = layer.mlp.up_proj.weight
+    del layer.mlp.up_proj
+    layer.mlp.up_proj = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.mlp.up_proj.weight = weight
+    return layer.mlp.up_proj
+
+
+@pytest.mark.parametrize("put", [around_it, beside_it, in_its_place])
+def test_hooks_on_modules_that_come_after_the_first_step(put):
+    """The module is there for a step before its hook is."""
+    model, reference = pair()
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    placed = [put(layer) for m in (model, reference) for layer in m.model.layers]
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    for module in placed:
+        module.register_forward_hook(lambda module, args, out: out * 3)
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+
+
+def test_modules_that_are_taken_out_are_freed():
+    model, _ = pair()
+    model.train()(**zoo.batch()).loss.backward()
+    layer = model.model.layers[0]
+    layer.mlp = Around(layer.mlp)
+    model(**zoo.batch()).loss.backward()
+    torch._dynamo.reset()  # code that was compiled for it may hold it
+    gone = weakref.ref(layer.mlp.inner)
+    layer.mlp = nn.Identity()
+    gc.collect()
+    assert gone() is None
