@@ -48,6 +48,7 @@ class StepFlag:
     active: bool = False
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
     entered: bool = False  #: whether any step has begun at all
+    in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
     budgets: tuple[Budget, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
@@ -81,6 +82,8 @@ class StepFlag:
             self.outer = True  # written and never read there, where Dynamo would guard on it
         elif others_trace():
             self.transformed = True
+        elif not module.training and torch.is_grad_enabled():
+            self.in_eval = True
 
 
 class EntryHook(NotCopied):

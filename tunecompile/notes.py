@@ -1,4 +1,4 @@
-"""What the report says of a model beside its regions: layers that came later, weights that are in none, and weights that are parts."""
+"""What the report says of a model beside its regions: layers that came later, training in eval mode, weights that are in none, and weights that are parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from typing import Sequence
 from torch import nn
 
 from tunecompile.layers import Layers, find_layers
+from tunecompile.regions import Region
 
 
 def note_new_layers(model: nn.Module) -> list[str]:
     """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
     new = [layer for stack in find_layers(model) for layer in stack.members if all(module._compiled_call_impl is None for module in layer.modules())]
     return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
+
+
+def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -> list[str]:
+    """Whether a model may have been trained in eval mode, as far as what ran tells: with gradients, and never in training mode."""
+    if not in_eval or any(region.variants for region in regions) or not any(p.requires_grad for p in model.parameters()):
+        return []
+    return ["forwards with gradients ran in eval mode, which is taken for evaluation and runs as it is: model.train() before training steps has them compiled"]
 
 
 def note_outside(model: nn.Module, stacks: Sequence[Layers], head: nn.Module | None) -> list[str]:

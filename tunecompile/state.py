@@ -26,7 +26,7 @@ from tunecompile.memory.gauge import Spec
 from tunecompile.memory.kept import Kept
 from tunecompile.memory.recovery import Recovery
 from tunecompile.monitor.pulse import Pulse, describe
-from tunecompile.notes import note_new_layers, note_outside, note_sharded
+from tunecompile.notes import note_eval_mode, note_new_layers, note_outside, note_sharded
 from tunecompile.padding import OwnerSlot, Padding
 from tunecompile.pipeline import Tally
 from tunecompile.plugins import said
@@ -342,7 +342,7 @@ class State(NotCopied):
     def report(self) -> Report:
         return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
                          said(self.passes) + self.notes + self._note_other_ranks() + parametrised.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
-                         + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_checkpointing() + self._note_unused_heads() + self._note_replicas()
+                         + note_eval_mode(self.model, self.step.in_eval, self.regions) + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_checkpointing() + self._note_unused_heads() + self._note_replicas()
                          + (self.tables.said() if self.tables else []) + self.replays.notes() + self._budgets_said(), *self._memory())
 
     def _budgets_said(self) -> list[str]:

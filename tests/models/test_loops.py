@@ -118,6 +118,21 @@ def test_a_view_made_without_gradients_gives_none():
     equal(model, reference, run)
 
 
+def test_the_report_tells_of_training_in_eval_mode():
+    """Nothing is compiled for it."""
+    model, reference = pair()
+    for m in (model, reference):
+        m.eval()
+    with torch.no_grad():
+        model(**zoo.batch())
+    assert "eval mode" not in str(tunecompile.report(model))
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert "model.train() before training steps" in str(tunecompile.report(model))
+    model.train()(**zoo.batch()).loss.backward()
+    model.eval()(**zoo.batch())
+    assert "eval mode" not in str(tunecompile.report(model))
+
+
 def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
     model, ids = pair()[0], zoo.batch()["input_ids"]
     model.model(ids).last_hidden_state.mean().backward()  # a trainer that multiplies by the head's weight itself
