@@ -1,21 +1,27 @@
-"""Which modules are inside a layer, and where they keep their hooks: noticed anew where one came, went or took another's place."""
+"""What is inside a layer: hooks, parameters and buffers of its modules, which are walked anew only where one came, went or took another's place.
+
+Adapters come, are merged and go, and `torch.func.functional_call` has other weights in place for the length of a call. To walk a layer with adapters, 83 modules,
+takes 0.1 ms; what is asked here at every step or call a tenth of that.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from tunecompile._torch import HOOKS
 
 
 class Inside:
-    """A look at a module and those inside it. Whether it is still true is asked at every step, and compared in C therefore: 0.15 ms for 32 layers of 83 modules."""
+    """A look at a layer's modules. The dictionaries are the modules' own: what they hold is what is there now."""
 
-    def __init__(self, module: nn.Module):
-        modules = list(module.modules())
+    def __init__(self, layer: nn.Module):
+        modules = list(layer.modules())
         self.hooks: list[dict] = [getattr(part, name) for part in modules for name in HOOKS]
+        self.parameters: list[dict] = [part._parameters for part in modules]
+        self.buffered: list[dict] = [part._buffers for part in modules]
         self.children: list[dict] = [part._modules for part in modules]
         self.seen = [{name: self._known(child) for name, child in children.items()} for children in self.children]
 
@@ -26,4 +32,13 @@ class Inside:
 
     @property
     def changed(self) -> bool:
+        """Whether this look is no longer true. (Compared in C.)"""
         return self.children != self.seen
+
+    def owns(self, weights: Sequence[Tensor]) -> bool:
+        """Whether they are parameters that are in place now."""
+        return {id(weight) for weight in weights} <= {id(parameter) for held in self.parameters for parameter in held.values()}
+
+    def buffers(self) -> list[Tensor]:
+        """Those that are in place now."""
+        return [buffer for held in self.buffered if held for buffer in held.values() if buffer is not None]

@@ -27,7 +27,6 @@ from tunecompile.fsdp import gathers_inside
 from tunecompile.memory.agreement import Agreement
 from tunecompile.memory.budget import Budget, in_words
 from tunecompile.memory.gauge import shown
-from tunecompile.memory.inside import Inside
 from tunecompile.memory.repeat import Call, NotExact, full_gpu, requested
 from tunecompile.memory.surroundings import Surroundings
 from tunecompile.ranks import Board
@@ -54,7 +53,6 @@ class Recovery:
         self.step, self.slots = step, slots
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes what is cut part of a graph
-        self.insides: dict[int, Inside] = {}  #: by slot
         self.looked: set[int] = set()  #: slots of which it is known whether their layers can be repeated
         self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
@@ -76,12 +74,6 @@ class Recovery:
         """That layers are on now."""
         slots = [budget.layers[0] for budget in self.budgets] or self.slots
         return list(dict.fromkeys(device for slot in slots if (device := slot.device) is not None))
-
-    def inside(self, slot: Any) -> Inside:
-        """A layer, at the beginning of its call."""
-        if id(slot) not in self.insides:
-            self.insides[id(slot)] = Inside(slot.layer)
-        return self.insides[id(slot)].follow()
 
     def refuse(self, slot: Any, reason: str) -> None:
         """Its layer runs as it is from here on."""

@@ -82,7 +82,7 @@ class Call:
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
-        self.inside = recovery.inside(slot)
+        self.inside = slot.inside
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
         self.repeatable = True
         self.edges: list[GradientEdge] | None = None  #: of what the layer returned
