@@ -16,9 +16,8 @@ CHAIN = "the process trained on other shapes before, and its budget plans with w
 HOST = "a budget without room for CUDA graphs: 512 rows of kernels are shorter than their launches, which no plan knows"
 GRAPHS = "launch-bound: layers are replayed as CUDA graphs, whose pools hold more than the step needs"
 EDGE = "copies take as long as what hides them: at the edge of two plans, where a few per cent of either become time"
-COPY = "measured when a trained head's gradient was still scaled in a copy in fp32, 1 GB of this model"
-OUTSIDE = {("llama-3.2-1b-full-4x2048", "tunecompile", "4x2048"): COPY, ("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE, ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS, ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST,
-           ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN, ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
+OUTSIDE = {("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE, ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS,
+           ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST, ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN, ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
            ("batches-10gib", "tunecompile@10GiB", "8x512"): CHAIN}
 NOT_PLANNED = {"fp8": "a plan computes in bf16", "padded": "a plan's rows are equally long", "zero3": "DeepSpeed is not modelled"}
 QUICK = ("llama-3.1-8b-lora-2x512",)  #: the others take a minute, or say the same
@@ -62,7 +61,7 @@ def test_step_and_peak(stem, command, run):
         assert max(off.values()) <= 1, said
         return
     assert max(off.values()) > 1, f"within the bounds by now: {said}"
-    if reason in (GRAPHS, COPY):
+    if reason == GRAPHS:
         assert off["step"] <= 1 and told.peak / 2**30 < run["peak_gib"]
     elif reason == EDGE:
         assert off["peak"] <= 1 and off["step"] < 1.5 and run["memory"]["offload"]["exposed_ms"] > 100
