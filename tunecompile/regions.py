@@ -346,7 +346,7 @@ class Slot:
     @property
     def watched(self) -> bool:
         """Whether a hook sees what is inside, and may keep it: others than those of engines, which put the layer's weights in place."""
-        return any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values())
+        return self.inside.collected or any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values())
 
     def _trains(self) -> bool:
         if torch._C._current_graph_task_id() != -1:

@@ -109,7 +109,8 @@ def test_modules_that_are_taken_out_are_freed():
     layer.mlp = Around(layer.mlp)
     model(**zoo.batch()).loss.backward()
     torch._dynamo.reset()  # code that was compiled for it may hold it
-    gone = weakref.ref(layer.mlp.inner)
-    layer.mlp = nn.Identity()
+    inner = layer.mlp.inner
+    gone = [weakref.ref(inner), weakref.ref(inner.up_proj.weight)]
+    layer.mlp = inner = nn.Identity()
     gc.collect()
-    assert gone() is None
+    assert [ref() for ref in gone] == [None, None]
