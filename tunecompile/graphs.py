@@ -26,7 +26,7 @@ Run = Callable[[list], Sequence[Any]]
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
-SAMPLES = 4  #: timed calls, of layers that ran before under that shape, before it is decided whether a graph waits for the host
+SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 WAITING = 1.5  #: kernels that take less than this times the host's time to launch them. (Nearer, replaying closes gaps, but copies what goes in and out.)
 
@@ -52,6 +52,7 @@ class Clock:
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.host, self.device = recorder, [], []
+        self.first = True  #: whether what is timed may be the first step, in which the host has more to do: of that only a "no" counts
         self.waiting: bool | None = None
         self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
 
@@ -69,10 +70,16 @@ class Clock:
         if self.waiting is None and len(self.host) > SAMPLES:
             times = [elapsed() for elapsed in self.device[1:]]
             if None not in times:  # the first call also loads the kernels
-                self.waiting = min(times) < WAITING * min(self.host[1:])
-                self.launching = min(self.host[1:]) if self.waiting else 0.0
-                self.device.clear()
+                self._conclude(min(times) < WAITING * min(self.host[1:]))
         return bool(self.waiting)
+
+    def _conclude(self, waiting: bool) -> None:
+        if self.first and waiting:
+            self.first = False
+            self.host.clear()
+        else:
+            self.waiting, self.launching = waiting, min(self.host[1:]) if waiting else 0.0
+        self.device.clear()
 
 
 @dataclass
@@ -315,7 +322,7 @@ class Forward:
             return self.run(inputs)
         place = self._place(shape, inputs)
         if not clock.decide():
-            return clock.time(self.run, inputs) if place.seen > 1 else self.run(inputs)  # in the first step the host has more to do
+            return clock.time(self.run, inputs) if clock.first or place.seen > 1 else self.run(inputs)
         if place.seen > SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
             self._record(place, inputs)  # all layers in the same step, however many of them share this graph
         recording = place.recording
