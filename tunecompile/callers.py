@@ -18,14 +18,14 @@ _LOSSES = ("transformers.", "trl.trainer.utils", "liger_kernel.")  #: whose forw
 _BETWEEN = {"torch", "transformers", "accelerate", "peft", "deepspeed", "tunecompile", "contextlib", "functools"}  #: who hands on, unread, what layers return
 
 
-def causal_labels() -> tuple[Tensor | None, str]:
-    """The labels of the forward that is under way, if its loss is known to read labelled rows only; or why that is not known."""
+def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
+    """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or why that is not known."""
     for frame in _under_way():
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)
         if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
-            return None, f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)"
-    return None, UNLABELLED
+            return None, f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)", None
+    return None, UNLABELLED, None
 
 
 def labels_are_given() -> bool:
@@ -33,14 +33,16 @@ def labels_are_given() -> bool:
     return any(_takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in _under_way())
 
 
-def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str]:
+def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn.Module | None]:
     if not (home := _home(frame)).startswith(_LOSSES):
-        return None, f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding"
+        return None, f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding", None
     loss = getattr(model, "loss_function", None)
     if loss is not None and not (home := home_of(loss)).startswith(_LOSSES):
-        return None, f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding"
+        return None, f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding", None
+    if frame.f_locals.get("shift_labels") is not None:
+        return None, "shift_labels are given, which the loss may read in place of labels", None
     labels = frame.f_locals.get("labels")
-    return (labels, "") if isinstance(labels, Tensor) else (None, UNLABELLED)
+    return (labels, "", model) if isinstance(labels, Tensor) else (None, UNLABELLED, None)
 
 
 def _under_way() -> Iterator[FrameType]:

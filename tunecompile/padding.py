@@ -251,7 +251,7 @@ class Padding:
             return self._decide_packed(given, tokens, positions)
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
-        labels, unknown = callers.causal_labels()
+        labels, unknown, model = callers.causal_labels()
         reason = self.refused or self._changed() or unknown or padding_kept.call(given, mask, tokens, labels)
         if reason:
             self._look(mask, reason)
@@ -263,7 +263,7 @@ class Padding:
         count, read, runs = torch.stack([real.sum(), read, runs]).tolist()  # the one host read of the step
         if count == real.numel() or not count:
             return None
-        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else padding_kept.hooks(self.owner)
+        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else padding_kept.watched(self.owner, model)
         if kept:
             self._note(kept)
             return None
@@ -275,7 +275,7 @@ class Padding:
             return None
         starts, apart = packing.beginnings(positions, tokens.shape[:2]), self._keeps_apart(given, tokens)
         reason = TOGETHER if apart is False else "its masks are not understood" if apart is None else \
-            self.refused or self._changed() or padding_kept.arguments(given) or padding_kept.hooks(self.owner)
+            self.refused or self._changed() or padding_kept.arguments(given) or padding_kept.watched(self.owner)
         if reason:
             self._look(~starts[:, 1:], reason, PACKED)
             return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from typing import Any, Callable
 
 from torch import Tensor, nn
 
@@ -57,22 +58,35 @@ def _follows_length(settings: Any) -> bool:
 
 
 _HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
-_PLAIN = ("transformers.", "accelerate.", "torch.", "deepspeed.")  #: whose forwards are a model's own, or around it
+#: whose modules are known to `structure`, or treat each token by itself; others may look at the tokens beside one, or keep what they see
+_KNOWN_HOMES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "deepspeed.", "liger_kernel.", "trl.", "torchao.", "hqq.", "gptqmodel.", "tunecompile.")
 
 
-def hooks(owner: nn.Module) -> str:
-    """Hooks inside, and a forward of the user's own, see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row."""
-    for forward in (type(owner).forward, *filter(None, [vars(owner).get("forward")])):
-        if not (home := home_of(forward)).startswith(_PLAIN):
-            return f"the forward of {type(owner).__name__} is {home or 'another package'}'s, not transformers' own"
+def watched(owner: nn.Module, model: nn.Module | None = None) -> str:
+    """Hooks inside, and modules of the user's own, see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row, pooling.
+    model: whose loss is computed from labels; a head of it sees zeros at padding."""
     if any(global_hooks()[:2]):
         return "a hook stands on all modules"
-    for module in owner.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
-            if not known and not is_of(hook, _HARMLESS):
-                return f"a hook stands on {type(module).__name__}"
+    heads = [] if model is None or model is owner else [child for child in model.children() if not any(module is owner for module in child.modules())]
+    inside = (module for head in heads for module in head.modules())
+    return next(filter(None, map(_foreign, owner.modules())), "") or next(filter(None, ("its head mixes tokens" if isinstance(m, _MIXERS) else _foreign(m) for m in inside)), "")
+
+
+def _foreign(module: nn.Module) -> str:
+    own = vars(module).get("forward")
+    if not (_is_known(type(module).forward) and (own is None or home_of(own).startswith(_KNOWN_HOMES))):
+        return f"a {type(module).__name__} whose forward is {home_of(own or type(module).forward) or 'another package'}'s may see more than one token, or keep what it sees"
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
+        if not known and not is_of(hook, _HARMLESS):
+            return f"a hook stands on {type(module).__name__}"
     return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_known(forward: Callable) -> bool:
+    """Of a class: there are few, and thousands of modules are asked at every step."""
+    return home_of(forward).startswith(_KNOWN_HOMES)
 
 
 _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}

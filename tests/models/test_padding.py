@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.models import zoo
+from tunecompile import padding_kept
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -340,7 +341,9 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("wrap, said", [(Deaf, "do not hand keyword arguments on"), (lambda inner: Average(), "do not call attention by"),
                                         (Shifted, "mix tokens by more than attention")], ids=["deaf", "average", "convolution"])
-def test_layers_that_cannot_go_without_padding(wrap, said):
+def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
+    monkeypatch.setattr(padding_kept, "_foreign", lambda module: "")  # as if they were another package's
+
     def build():
         torch.manual_seed(0)
         model = zoo.make("llama")

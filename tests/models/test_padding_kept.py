@@ -149,7 +149,75 @@ def test_a_forward_of_the_users_own():
 
     model, reference = pair(build)
     equal(model, reference, padded())
-    assert "the forward of Centred is" in str(tunecompile.report(model).notes)
+    assert "a Centred whose forward is tests.models.test_padding_kept's" in str(tunecompile.report(model).notes)
+
+
+class Squeezed(nn.Module):
+    """A gate for all tokens from the mean of them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gate = inner, nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(x) * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
+
+
+class Keeping(nn.Linear):
+    """A head that leaves what it is given to a loss beside the model's."""
+
+    def forward(self, x):
+        self.kept = x
+        return super().forward(x)
+
+
+def squeezed(model):
+    for layer in model.model.layers:
+        layer.mlp = Squeezed(layer.mlp)
+
+
+def keeping(model):
+    model.lm_head.__class__ = Keeping
+
+
+def with_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: setattr(module, "kept", args[0]))
+
+
+@pytest.mark.parametrize("change, said", [(squeezed, "a Squeezed whose forward is"), (keeping, "a Keeping whose forward is"), (with_hook, "a hook stands on Linear")])
+def test_modules_of_the_users_own(change, said):
+    """In layers they would see one row of all tokens; in the head, zeros at padding."""
+    def build():
+        torch.manual_seed(0)
+        model = zoo.make("llama", num_hidden_layers=2)
+        change(model)
+        return model
+
+    model, reference = pair(build)
+    for seed in range(2):
+        batch, losses = padded(seed=seed), []
+        for m in (model, reference):
+            m.zero_grad()
+            found = m(**batch).loss
+            losses.append(found + m.lm_head.kept.square().mean() if hasattr(m.lm_head, "kept") else found)
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        assert max(zoo.errors(*({name: p.grad for name, p in m.named_parameters()} for m in (model, reference))).values()) < 1e-4
+    assert said in str(tunecompile.report(model).notes)
+
+
+def test_labels_of_which_the_loss_reads_others(monkeypatch):
+    """TRL's fused head reads shift_labels, where they are given."""
+    from tunecompile import callers
+
+    model = zoo.make("llama", num_hidden_layers=2)
+    monkeypatch.setattr(callers, "_LOSSES", (__name__, "transformers."))
+
+    def forward(self, labels, shift_labels):
+        return callers.causal_labels()
+
+    batch = padded()
+    assert forward(model, batch["labels"], None)[0] is batch["labels"] and forward(model, batch["labels"], batch["labels"])[0] is None
 
 
 def test_labels_of_a_call_that_was_interrupted():
