@@ -78,15 +78,23 @@ class Counting(Block):
         return super().forward(x) * self.seen.add_(1)
 
 
+def of(kind, memory):
+    torch.manual_seed(0)
+    model = Tiny()
+    model.backbone.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+    return tunecompile.optimize(model.train(), memory=memory, executor="eager")
+
+
+def pair_of(kind):
+    """Under a budget that is tight, and without one."""
+    whole = of(kind, "1TiB")
+    step(whole)
+    return of(kind, int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), of(kind, None)
+
+
 @pytest.mark.parametrize("kind", [Doubling, Counting])
 @pytest.mark.parametrize("retained", [False, True])
 def test_layers_that_write_are_not_repeated(kind, retained):
-    def make(memory):
-        torch.manual_seed(0)
-        model = Tiny()
-        model.backbone.layers = nn.ModuleList(kind() for _ in range(LAYERS))
-        return tunecompile.optimize(model.train(), memory=memory, executor="eager")
-
     def run(model):
         torch.manual_seed(3)
         x = model.backbone.embed(ids())
@@ -98,9 +106,7 @@ def test_layers_that_write_are_not_repeated(kind, retained):
         found.backward()
         return x.detach(), gradients(model)
 
-    whole = make("1TiB")
-    step(whole)
-    model, reference = make(int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), make(None)
+    model, reference = pair_of(kind)
     for m in (model, reference):
         loss(m)
     same(run(model), run(reference))
@@ -122,16 +128,7 @@ def test_layers_that_begin_to_write_are_not_repeated():
         found.backward()
         return found.detach(), gradients(model)
 
-    def make(memory):
-        model = Tiny().train()
-        model.backbone.layers = nn.ModuleList(Later() for _ in range(LAYERS))
-        return tunecompile.optimize(model.train(), memory=memory, executor="eager")
-
-    whole = make("1TiB")
-    step(whole)
-    torch.manual_seed(0)
-    model, reference = make(int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), make(None)
-    reference.load_state_dict(model.state_dict())
+    model, reference = pair_of(Later)
     same(step(model), step(reference))
     assert not recovery(model).refused
     for _ in range(2):
