@@ -67,12 +67,20 @@ def watched(owner: nn.Module, model: nn.Module | None = None) -> str:
     model: whose loss is computed from labels; a head of it sees zeros at padding."""
     if any(global_hooks()[:2]):
         return "a hook stands on all modules"
-    heads = [] if model is None or model is owner else [child for child in model.children() if not any(module is owner for module in child.modules())]
-    inside = (module for head in heads for module in head.modules())
-    return next(filter(None, map(_foreign, owner.modules())), "") or next(filter(None, ("its head mixes tokens" if isinstance(m, _MIXERS) else _foreign(m) for m in inside)), "")
+    for module in owner.modules():
+        if reason := _foreign(module):
+            return reason
+    for head in model.children() if model is not None and model is not owner else ():
+        if any(module is owner for module in head.modules()):  # it is what the head comes after; found soon
+            continue
+        for module in head.modules():
+            if reason := "its head mixes tokens" if isinstance(module, _MIXERS) else _foreign(module):
+                return reason
+    return ""
 
 
 def _foreign(module: nn.Module) -> str:
+    """Whether it may see more than one token, or keep what it sees, as far as it is told from whose it is and whose hooks stand on it."""
     own = vars(module).get("forward")
     if not (_is_known(type(module).forward) and (own is None or home_of(own).startswith(_KNOWN_HOMES))):
         return f"a {type(module).__name__} whose forward is {home_of(own or type(module).forward) or 'another package'}'s may see more than one token, or keep what it sees"
