@@ -11,7 +11,6 @@ backward is still to come, the layer runs unrecorded, so that nothing it needs i
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
@@ -19,6 +18,8 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile import launches
+from tunecompile.launches import Clock
 from tunecompile.recorder import CudaRecorder, Recorder
 
 Run = Callable[[list], Sequence[Any]]
@@ -26,9 +27,7 @@ Run = Callable[[list], Sequence[Any]]
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
-SAMPLES = 4  #: timed calls before it is decided whether a graph waits for the host
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
-WAITING = 1.5  #: kernels that take less than this times the host's time to launch them. (Nearer, replaying closes gaps, but copies what goes in and out.)
 
 
 @dataclass(frozen=True)
@@ -45,41 +44,6 @@ class Allowance:
         """Whether one more may be recorded, where so many layers are, and hold so many bytes."""
         rest = max(0, self.layers - recorded) if self.alone else self.layers
         return taken + self.step * rest // self.layers < self.room
-
-
-class Clock:
-    """Decides from the first calls whether kernels wait for the host. Never waits for the device itself."""
-
-    def __init__(self, recorder: Recorder):
-        self.recorder, self.host, self.device = recorder, [], []
-        self.first = True  #: whether what is timed may be the first step, in which the host has more to do: of that only a "no" counts
-        self.waiting: bool | None = None
-        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
-
-    def time(self, run: Run, inputs: list) -> Sequence[Any]:
-        if self.waiting is False or len(self.host) > SAMPLES:
-            return run(inputs)
-        begun = time.perf_counter()
-        result, elapsed = self.recorder.timed(lambda: run(inputs), _device(inputs))
-        self.host.append((time.perf_counter() - begun) * 1e3)
-        self.device.append(elapsed)
-        return result
-
-    def decide(self) -> bool:
-        """Whether recording pays; False as long as that is not known."""
-        if self.waiting is None and len(self.host) > SAMPLES:
-            times = [elapsed() for elapsed in self.device[1:]]
-            if None not in times:  # the first call also loads the kernels
-                self._conclude(min(times) < WAITING * min(self.host[1:]))
-        return bool(self.waiting)
-
-    def _conclude(self, waiting: bool) -> None:
-        if self.first and waiting:
-            self.first = False
-            self.host.clear()
-        else:
-            self.waiting, self.launching = waiting, min(self.host[1:]) if waiting else 0.0
-        self.device.clear()
 
 
 @dataclass
@@ -169,6 +133,7 @@ class Replays:
         self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
+        self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: what recordings made the process take from the device
 
@@ -322,8 +287,8 @@ class Forward:
             return self.run(inputs)
         place = self._place(shape, inputs)
         if not clock.decide():
-            return clock.time(self.run, inputs) if clock.first or place.seen > 1 else self.run(inputs)
-        if place.seen > SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
+            return clock.time(self.run, inputs, _device(inputs), self.shared.passes) if clock.first or place.seen > 1 else self.run(inputs)
+        if place.seen > launches.SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
             self._record(place, inputs)  # all layers in the same step, however many of them share this graph
         recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
@@ -374,6 +339,7 @@ class Backward:
             return self._call(inputs)
 
     def _call(self, inputs: list) -> Sequence[Any]:
+        self.shared.passes += 1
         owners = self.shared.owners
         forward = next((owners[at] for v in inputs if isinstance(v, Tensor) and (at := v.data_ptr()) in owners), None) if owners else None
         if forward is None or not self.enabled:

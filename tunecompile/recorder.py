@@ -15,8 +15,11 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
         """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
 
-    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
-        """(result, a function that gives the kernels' milliseconds as soon as they are known)."""
+    def mark(self, device: torch.device) -> Any:
+        """A point in the device's work: after all that was launched."""
+
+    def elapsed(self, begin: Any, end: Any) -> float | None:
+        """Milliseconds of the device's between two marks; None as long as they are not known."""
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Bytes that are taken from the device by this process, and that exist."""
@@ -52,13 +55,14 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(stream)
         return outputs, graph.replay
 
-    def timed(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], float | None]]:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def mark(self, device: torch.device) -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(device):
-            begin.record()
-            result = run()
-            end.record()
-        return result, lambda: begin.elapsed_time(end) if end.query() else None
+            made.record()
+        return made
+
+    def elapsed(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        return begin.elapsed_time(end) if begin.query() and end.query() else None
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory

@@ -210,12 +210,12 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
 def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
     from tests.models.test_graphs import Again
-    from tunecompile import graphs
+    from tunecompile import graphs, launches
     from tunecompile.memory import budget
     from tunecompile.memory.rates import Rates
 
     monkeypatch.setattr(graphs, "CudaRecorder", Again)
-    monkeypatch.setattr(graphs, "SAMPLES", 2)
+    monkeypatch.setattr(launches, "SAMPLES", 2)
     monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops, 1e12))
     reference, model = plain(), build(int(1.5 * needed()))
     state = model._tunecompile

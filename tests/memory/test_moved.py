@@ -12,7 +12,7 @@ import tunecompile
 from tests.memory.test_kept import accumulated, add, equal, gradients, interleaved, kept, step
 from tests.models import zoo
 from tests.models.test_graphs import Again
-from tunecompile import graphs
+from tunecompile import graphs, launches
 from tunecompile.ops import lora_linear
 
 pytest.importorskip("transformers")
@@ -183,7 +183,7 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
 def test_recorded(monkeypatch):
     """A matrix stays where it is from replay to replay; one that was made anew is met by an address."""
     monkeypatch.setattr(graphs, "CudaRecorder", Again)
-    monkeypatch.setattr(graphs, "SAMPLES", 2)
+    monkeypatch.setattr(launches, "SAMPLES", 2)
     model, reference = build(), build(False)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
     copied = []

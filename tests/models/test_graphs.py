@@ -10,7 +10,7 @@ import torch
 
 import tunecompile
 from tests.models import zoo
-from tunecompile import graphs
+from tunecompile import graphs, launches
 from tunecompile.state import state_of
 
 pytest.importorskip("transformers")
@@ -36,8 +36,11 @@ class Again:
 
         return first, play
 
-    def timed(self, run, device):
-        return run(), lambda: 0.0
+    def mark(self, device):
+        return None
+
+    def elapsed(self, begin, end):
+        return 0.0
 
     taken = 0
 
@@ -58,7 +61,7 @@ class Again:
 def pair(monkeypatch):
     """(optimized with a recorder for CPUs, as it was)"""
     monkeypatch.setattr(graphs, "CudaRecorder", Again)
-    monkeypatch.setattr(graphs, "SAMPLES", 2)
+    monkeypatch.setattr(launches, "SAMPLES", 2)
     reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3)).train()
     return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
 
@@ -104,7 +107,7 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
 def test_the_first_step_does_not_tell_that_the_host_is_waited_for(pair, monkeypatch, computing, known):
     """It compiles, loads and looks around while layers are launched: a step that computes three times as long was recorded on a busy host."""
     model, _ = pair
-    monkeypatch.setattr(Again, "timed", lambda self, run, device: (run(), lambda: computing))
+    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: computing)
     found = []
     for seed in range(2):
         once(model, seed=seed)
@@ -252,7 +255,7 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
 
 
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
-    monkeypatch.setattr(Again, "timed", lambda self, run, device: (run(), lambda: 1e9))
+    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: 1e9)
     assert warm(pair[0]) == 0
 
 
