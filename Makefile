@@ -65,7 +65,7 @@ docs: $(READY)
 	PYTHONPATH=. $(PY) docs/build.py reports/docs
 
 test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter-out tested,$(or $(ARGS),oldest newest)))
-	$(PY) -m tests.versions $(ARGS)
+	$(PY) -m tests._torch.versions $(ARGS)
 
 wheel: $(READY)
 	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w dist .

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tunecompile._torch import occupy_gpu
-from tunecompile.compare.machine import header
+from tunecompile._torch.cuda import occupy_gpu
+from tunecompile.cli.compare.machine import header
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L2_BYTES = 60e6

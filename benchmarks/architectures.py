@@ -28,8 +28,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tunecompile  # noqa: E402
-from tests.models import zoo  # noqa: E402
-from tunecompile.compare.machine import header  # noqa: E402
+from tests.support import zoo  # noqa: E402
+from tunecompile.cli.compare.machine import header  # noqa: E402
 
 ENOUGH = 1e-5  #: difference of any gradient over the norm of all, in fp32
 SECONDS = 120  #: for one architecture in one mode

@@ -21,12 +21,12 @@ from typing import Any, Callable
 import torch
 
 import tunecompile
-from tunecompile.compare import data, loops, models
-from tunecompile.compare.meters import WARMUP
-from tunecompile.compare.run import Check, Comparison, assemble, run_comparison
-from tunecompile.compare.shapes import SHAPES
-from tunecompile.compare.spec import Job, parse_shape, resolve_systems
-from tunecompile.compare.worker import compiler_report, guarded, measured, predicted
+from tunecompile.cli.compare import data, loops, models
+from tunecompile.cli.compare.meters import WARMUP
+from tunecompile.cli.compare.run import Check, Comparison, assemble, run_comparison
+from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
+from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tunecompile  # noqa: E402
-from tests.models import zoo  # noqa: E402
-from tunecompile.compare.machine import header  # noqa: E402
+from tests.support import zoo  # noqa: E402
+from tunecompile.cli.compare.machine import header  # noqa: E402
 
 SIZES = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048, max_position_embeddings=1024)
 FOLLOWING = {"head_dim": 64, "ffn_dim": 1024, "word_embed_proj_dim": 512, "moe_intermediate_size": 256}  #: of families that have these

@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 import tunecompile
-from tunecompile.compare.data import random_batches
-from tunecompile.compare.loops import to_device
-from tunecompile.compare.machine import header
-from tunecompile.compare.meters import GIB, memory_figures, reset_memory
-from tunecompile.compare.models import load_model, precision
-from tunecompile.compare.shapes import SHAPES
-from tunecompile.compare.spec import Job, parse_shape
-from tunecompile.memory.gauge import HostGauge, budget_bytes
+from tunecompile.cli.compare.data import random_batches
+from tunecompile.cli.compare.loops import to_device
+from tunecompile.cli.compare.machine import header
+from tunecompile.cli.compare.meters import GIB, memory_figures, reset_memory
+from tunecompile.cli.compare.models import load_model, precision
+from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.cli.compare.spec import Job, parse_shape
+from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
 GROWTH = 1.08  #: of a row that fitted, for the next one
 SURE = 0.97  #: of what is estimated to fit, for the first one

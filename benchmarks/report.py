@@ -220,7 +220,7 @@ def render_families(folder: Path = RESULTS) -> str:
 
 
 def _error_cells(run: dict | None) -> list[str]:
-    from tunecompile.compare.render import nearer
+    from tunecompile.cli.compare.render import nearer
 
     return ["", ""] if run is None else [f"{run['error']:.4f}", nearer(run["eager_error"], run["error"])]
 
@@ -342,7 +342,7 @@ def draw(results: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from tunecompile.compare.plots import STYLE, colour
+    from tunecompile.cli.compare.plots import STYLE, colour
 
     with pyplot.rc_context(STYLE):
         rows = -(-len(results) // COLUMNS)
@@ -369,7 +369,7 @@ def draw_budgets(result: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from tunecompile.compare.plots import STYLE, colour
+    from tunecompile.cli.compare.plots import STYLE, colour
 
     runs = [run for run in result["runs"] if run["status"] == "ok"]
     curve = sorted((run["peak_gib"], run["step_ms"]["median"]) for run in runs if run["system"].startswith("tunecompile"))

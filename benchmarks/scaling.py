@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from end_to_end import show
 
-from tunecompile.compare.meters import WARMUP
-from tunecompile.compare.run import Comparison, passed, run_comparison
-from tunecompile.compare.shapes import SHAPES
-from tunecompile.compare.spec import PARALLEL, Job, resolve_systems
+from tunecompile.cli.compare.meters import WARMUP
+from tunecompile.cli.compare.run import Comparison, passed, run_comparison
+from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.cli.compare.spec import PARALLEL, Job, resolve_systems
 
 
 def engines(text: str) -> list[str]:

@@ -27,9 +27,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tunecompile  # noqa: E402
-from tests.models import zoo  # noqa: E402
-from tunecompile.compare.machine import header  # noqa: E402
-from tunecompile.layers import find_layers  # noqa: E402
+from tests.support import zoo  # noqa: E402
+from tunecompile.cli.compare.machine import header  # noqa: E402
+from tunecompile.runtime.find_layers import find_layers  # noqa: E402
 
 #: hidden size, width of the MLP, heads, heads of keys and values, and the size of a head where the config names it; each of a model people train
 WIDTHS = {"llama": (4096, 14336, 32, 8), "qwen2": (3584, 18944, 28, 4), "qwen3": (4096, 12288, 32, 8, 128), "gemma2": (3584, 14336, 16, 8, 256),

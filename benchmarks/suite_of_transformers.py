@@ -2,7 +2,7 @@
 
 For suites.py, whose docstring has the commands: copied into the folder that transformers' sources were unpacked into, those of the version that is installed. Their tests
 need the package `parameterized`. Sources of a release have the mixins in tests/, but neither tests/models nor the tests of generation and export. Models are
-tests/models/zoo.py's with two layers; every one of a family's heads is tested.
+tests/support/zoo.py's with two layers; every one of a family's heads is tested.
 
 Three of the tests are left out, since they cannot pass with optimized models: `test_training_gradient_checkpointing` and its two variants put a mock in the place of the
 function that checkpoints a layer, and count how often that calls the layer. A layer that is compiled computes again inside of its compiled backward pass, and calls nothing.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models import zoo
+from tests.support import zoo
 
 THEIRS = "tests_of_transformers"  #: what their folder `tests` is imported as: that name is taken by the repository's own
 LEFT_OUT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}  #: mixins that their release lacks and that others inherit from

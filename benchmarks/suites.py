@@ -103,8 +103,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def stand_ins(given: argparse.Namespace) -> None:
     """A folder like the hub's cache, with a tiny random model for every one of whose architecture's name the tests' ids end."""
-    from tests.models import zoo
-    from tunecompile.compare.shapes import save_tiny_tokenizer
+    from tests.support import zoo
+    from tunecompile.cli.compare.shapes import save_tiny_tokenizer
 
     files = [path for name in given.tests for path in ([given.suite / name] if name.endswith(".py") else (given.suite / name).rglob("*.py"))]
     ids = {found for path in files for found in re.findall(r"""["']([\w-]+/[\w.-]*tiny-[\w.-]+)["']""", path.read_text())}
@@ -184,7 +184,7 @@ def kept(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def main() -> int:
     given = parse_arguments()
     sys.path.insert(0, str(ROOT))
-    from tunecompile.compare.machine import header
+    from tunecompile.cli.compare.machine import header
 
     with tempfile.TemporaryDirectory() as folder:
         given.cache = Path(folder)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.models.support import cells  # noqa: E402
-from tunecompile.compare.machine import header  # noqa: E402
+from tunecompile.cli.compare.machine import header  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:

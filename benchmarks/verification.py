@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 import tunecompile
-from tunecompile.compare.data import random_batches
-from tunecompile.compare.loops import to_device
-from tunecompile.compare.machine import header
-from tunecompile.compare.meters import memory_figures, reset_memory
-from tunecompile.compare.models import load_model, precision, set_initial_adapter
-from tunecompile.compare.shapes import SHAPES
-from tunecompile.compare.spec import Job, parse_shape
+from tunecompile.cli.compare.data import random_batches
+from tunecompile.cli.compare.loops import to_device
+from tunecompile.cli.compare.machine import header
+from tunecompile.cli.compare.meters import memory_figures, reset_memory
+from tunecompile.cli.compare.models import load_model, precision, set_initial_adapter
+from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.cli.compare.spec import Job, parse_shape
 
 STEPS = 3  #: of training, before
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pdoc
 
     from tunecompile import Pass
-    from tunecompile.op import Op, Provider
+    from tunecompile.ir.op import Op, Provider
 
 CORE = ("op", "rewrite", "match", "canonical", "pipeline", "plugins", "check", "dump", "report", "verify", "errors")
 FOLDERS = ("ops", "passes", "passes.recognize", "passes.plan", "passes.lower", "templates")  #: of which every file is public
@@ -45,7 +45,7 @@ def public() -> dict[str, ModuleType]:
 
 def unfold(module: ModuleType) -> None:
     """Ops are objects, for which pdoc has no page: in their places stand the functions that they were made of, with what the registry knows."""
-    from tunecompile.op import Op
+    from tunecompile.ir.op import Op
 
     for name in module.__all__:
         if isinstance(op := vars(module).get(name), Op):

@@ -117,7 +117,7 @@ def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
 def test_one_budget_after_another(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     import tunecompile
-    from tunecompile.compare.spec import Job
+    from tunecompile.cli.compare.spec import Job
 
     budgets, report = script("budgets"), script("report")
     monkeypatch.setattr(budgets.models, "apply_system", lambda model, job: tunecompile.optimize(model, memory=job.memory, executor="eager"))

@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any, Callable, Iterator
 
 import pytest
+
 from tunecompile import Pass, errors
-from tunecompile.op import OPS, Op
+from tunecompile.ir.op import OPS, Op
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "docs" / "build.py"

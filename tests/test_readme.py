@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models import zoo
+from tests.support import zoo
 from tunecompile import passes
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

@@ -57,8 +57,8 @@ def wheel(tmp_path_factory) -> Path:
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for needed in ("tunecompile/__init__.py", "tunecompile/passes/__init__.py", "tunecompile/passes/recognize/lora.py",
-                   "tunecompile/templates/nf4.py", "tunecompile/ops/lora.py", "tunecompile/compare/report.html.jinja",
-                   "tunecompile/memory/timeline.html.jinja", "tunecompile/drawing/explain.html.jinja", "tunecompile/monitor/pulse.py"):
+                   "tunecompile/templates/nf4.py", "tunecompile/ops/lora.py", "tunecompile/cli/compare/report.html.jinja",
+                   "tunecompile/report/memory_timeline.html.jinja", "tunecompile/report/explain.html.jinja", "tunecompile/runtime/telemetry.py"):
         assert needed in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"tunecompile"}

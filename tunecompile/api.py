@@ -8,15 +8,15 @@ from typing import get_args
 
 from torch import nn
 
-from tunecompile._torch import start_compile_workers
-from tunecompile.backend import Executor
-from tunecompile.cache import link_read_only
+from tunecompile._torch.inductor import start_compile_workers
+from tunecompile.compiler.backend import Executor
+from tunecompile.compiler.compile_cache import link_read_only
+from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
-from tunecompile.memory.embedding import HostTables
-from tunecompile.memory.gauge import HostGauge, Spec, budget_bytes
-from tunecompile.plugins import pipeline
-from tunecompile.report import Report
-from tunecompile.state import ATTRIBUTE, Precision, State, state_of
+from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes
+from tunecompile.report.report import Report
+from tunecompile.runtime.memory.host_embedding import HostTables
+from tunecompile.runtime.model_state import ATTRIBUTE, Precision, State, state_of
 
 
 def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None, offload_dir: str | os.PathLike | None = None,

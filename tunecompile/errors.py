@@ -120,7 +120,7 @@ class NoSuchPass(TunecompileError, ValueError):
 
 
 class InvalidPipeline(TunecompileError):
-    """By `tunecompile.pipeline.validate`, which `optimize` calls: the order or the contracts of tunecompile's own passes do not hold."""
+    """By `tunecompile.compiler.pass_manager.validate`, which `optimize` calls: the order or the contracts of tunecompile's own passes do not hold."""
 
     template = "The pipeline is not valid: {reason}."
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile._torch import size_hint
-from tunecompile.memory.attention import bound
-from tunecompile.memory.liveness import tensor_bytes, workspace
-from tunecompile.imagined import on_gpu
-from tunecompile.op import aten_name, has_triton
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import aten_name, has_triton
+from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.passes.lower.choose_provider import expand
-from tunecompile.pipeline import Context, Pass
+from tunecompile.planner.liveness import tensor_bytes, workspace
+from tunecompile.planner.recompute_attention import bound
 
 __all__ = ["PASS"]
 

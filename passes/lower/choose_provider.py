@@ -12,10 +12,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from tunecompile._torch import fake_mode_of, trace
-from tunecompile.op import OPS, Op, returns_view
-from tunecompile.pipeline import Context, Pass
-from tunecompile.signature import signature
+from tunecompile._torch.fake_tensors import fake_mode_of, trace
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import OPS, Op, returns_view
+from tunecompile.ir.shape_rule_cache import signature
 
 __all__ = ["PASS"]
 

@@ -5,9 +5,9 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.errors import LeftoverOp
-from tunecompile.op import OPS, returns_view
-from tunecompile.pipeline import Context, Pass
+from tunecompile.ir.op import OPS, returns_view
 
 __all__ = ["PASS"]
 

@@ -3,9 +3,9 @@
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.memory.menu import backward_nodes
-from tunecompile.op import OPS, Op, Provider
-from tunecompile.pipeline import Context, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import OPS, Op, Provider
+from tunecompile.planner.candidates import backward_nodes
 
 __all__ = ["PASS"]
 

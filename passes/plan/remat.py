@@ -9,12 +9,12 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile._torch import CheckpointPolicy
-from tunecompile.memory.liveness import tensor_bytes
-from tunecompile.memory.menu import backward_nodes, dear_nodes, random, sends
-from tunecompile.memory.work import cost
-from tunecompile.op import Cost, returns_view
-from tunecompile.pipeline import Context, Pass
+from tunecompile._torch.autograd import CheckpointPolicy
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import Cost, returns_view
+from tunecompile.planner.candidates import backward_nodes, dear_nodes, random, sends
+from tunecompile.planner.cost_model import cost
+from tunecompile.planner.liveness import tensor_bytes
 
 __all__ = ["PASS"]
 

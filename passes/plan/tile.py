@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from tunecompile.op import OPS, Op
-from tunecompile.pipeline import Context, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import OPS, Op
 
 __all__ = ["PASS"]
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from tunecompile.canonical import is_mutation, value
-from tunecompile.match import Match
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import is_mutation, value
+from tunecompile.ir.match import Match
+from tunecompile.ir.rewrite import apply, rewrite
 from tunecompile.ops import add_rms_norm, rms_norm
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import apply, rewrite
 
 __all__ = ["PASS"]
 

@@ -6,10 +6,10 @@ from typing import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import is_barrier, is_mutation, value
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import is_barrier, is_mutation, value
+from tunecompile.ir.rewrite import annotate
 from tunecompile.ops import gated_activation, lora_linear
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import annotate
 
 __all__ = ["PASS"]
 

@@ -1,6 +1,6 @@
 """Head and loss inside one graph: a linear, what happens to its rows and scale, and `F.cross_entropy`.
 
-(Where the loss is computed outside a region, `tunecompile.tail` joins the two at run time.)
+(Where the loss is computed outside a region, `tunecompile.runtime.loss_head` joins the two at run time.)
 """
 
 import operator
@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from tunecompile._torch import linear
-from tunecompile.canonical import dtype_of, value
+from tunecompile._torch.modules import linear
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.linear_cross_entropy import mean_of_labelled
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import erase_dead, replace, where_from
 
 __all__ = ["PASS"]
 

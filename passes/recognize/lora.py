@@ -2,12 +2,12 @@
 
 import torch
 
-from tunecompile._torch import linear
-from tunecompile.canonical import dtype_of, value
-from tunecompile.match import Match, cast
+from tunecompile._torch.modules import linear
+from tunecompile.compiler.pass_manager import recognize
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.match import Match, cast
+from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import lora_linear
-from tunecompile.pipeline import recognize
-from tunecompile.rewrite import rewrite
 
 __all__ = ["PASS"]
 

@@ -5,10 +5,10 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import is_barrier, value
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import is_barrier, value
+from tunecompile.ir.rewrite import annotate, erase_dead, where_from
 from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import annotate, erase_dead, where_from
 
 __all__ = ["PASS"]
 

@@ -2,12 +2,12 @@
 
 from torch.fx import Graph, Node
 
-from tunecompile.canonical import value
-from tunecompile.imagined import on_gpu
-from tunecompile.op import has_triton
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.op import has_triton
+from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.rewrite import annotate, erase_dead
 from tunecompile.ops import dequantize_4bit, lora_linear, lora_linear_nf4
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import annotate, erase_dead
 
 __all__ = ["PASS"]
 

@@ -5,12 +5,12 @@ import math
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile._torch import linear
-from tunecompile.canonical import dtype_of, is_barrier, value
+from tunecompile._torch.modules import linear
+from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.ir.canonicalize import dtype_of, is_barrier, value
+from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
-from tunecompile.pipeline import Context, Pass, Tally
-from tunecompile.rewrite import erase_dead, replace, where_from
 
 __all__ = ["PASS"]
 

@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from tunecompile.canonical import dtype_of, value
-from tunecompile.match import Match, cast
+from tunecompile.compiler.pass_manager import recognize
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.match import Match, cast
+from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import rms_norm as op
 from tunecompile.ops.rms_norm import compute_dtype
-from tunecompile.pipeline import recognize
-from tunecompile.rewrite import rewrite
 
 __all__ = ["PASS"]
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from tunecompile.canonical import value
-from tunecompile.match import Match, cast
+from tunecompile.compiler.pass_manager import recognize
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.match import Match, cast
+from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import rope as op
-from tunecompile.pipeline import recognize
-from tunecompile.rewrite import rewrite
 
 __all__ = ["PASS"]
 

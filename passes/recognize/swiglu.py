@@ -5,11 +5,11 @@ import operator
 import torch
 import torch.nn.functional as F
 
-from tunecompile.canonical import value
-from tunecompile.match import Match
+from tunecompile.compiler.pass_manager import recognize
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.match import Match
+from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import gated_activation as op
-from tunecompile.pipeline import recognize
-from tunecompile.rewrite import rewrite
 
 __all__ = ["PASS"]
 

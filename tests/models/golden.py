@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 import tunecompile
-from tests.models import zoo
-from tunecompile.report import Report
-from tunecompile.upstream import GROUPED_MM_IN_FP32, installed
+from tests.support import zoo
+from tunecompile._torch.known_bugs import GROUPED_MM_IN_FP32, installed
+from tunecompile.report.report import Report
 
 Row = dict[str, tuple[int, int]]  #: pass -> (found, rewritten)
 

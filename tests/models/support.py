@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import zoo
+from tests.support import zoo
 
 DEVICE = os.environ.get("SUPPORT_DEVICE", "cpu")  #: benchmarks/support.py runs them on a GPU, through Inductor
 Make = Callable[[], nn.Module]

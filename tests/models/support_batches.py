@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.models import zoo
 from tests.models.support import Cell, Make, lora, small
-from tests.models.test_packing import packed
-from tests.models.test_padding import padded
+from tests.runtime.unpad.test_packed_masks import packed
+from tests.runtime.unpad.test_unpad import padded
+from tests.support import zoo
 
 SEEDS, SHAPES = range(3), 200
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import test_images as images
-from tests.models import zoo
 from tests.models.support import Cell, lora, small
 from tests.models.test_custom_models import VOCABULARY, Modern, NanoGPT
+from tests.support import zoo
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

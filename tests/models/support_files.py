@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models import zoo
 from tests.models.support import DEVICE, Cell, Make, eight_bit, four_bit, lora, small
 from tests.models.support_trainers import WHOLE, Outcome, inputs_of, loop
+from tests.support import zoo
 
 # -- loading ---------------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ LOADING: dict[str, Make] = {
 def saved(read: Callable[[nn.Module, Path], nn.Module], limit: float = 1e-5) -> Callable[[Make, Path], Outcome]:
     """`read` saves what was trained, and returns it as it is loaded again: its logits are off by `limit` at most."""
     def run(make: Make, folder: Path) -> Outcome:
-        from tests.saving.test_folder import distance, logits
+        from tests.export.test_safetensors import distance, logits
 
         numbers, model = loop(steps=2)(make, folder)
         again = read(model, folder / "saved").to(DEVICE)
@@ -88,7 +88,7 @@ def adapter(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def adapter_for_vllm(model: nn.Module, folder: Path) -> nn.Module:
-    from tests.saving.test_adapter import read_as_by_vllm
+    from tests.export.test_adapter import read_as_by_vllm
 
     made = adapter(model, folder)
     read_as_by_vllm(folder, layers=2)
@@ -108,7 +108,7 @@ def by_gguf(model: nn.Module, folder: Path) -> nn.Module:
     pytest.importorskip("gguf")
     from transformers import AutoModelForCausalLM
 
-    from tests.saving.test_gguf import byte_level
+    from tests.export.test_gguf import byte_level
 
     tunecompile.save_merged(model, folder, "float32", byte_level())
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=tunecompile.save_gguf(folder).name)

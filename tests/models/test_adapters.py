@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models import zoo
-from tests.models.test_api import compiled_slots, equal_steps, optimized, small
+from tests.runtime.test_attach import compiled_slots, equal_steps, optimized, small
+from tests.support import zoo
 from tunecompile.errors import NotOptimized
 
 pytest.importorskip("transformers")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
 from tests.models.golden import expected
+from tests.support import zoo
 
 pytest.importorskip("transformers")
 

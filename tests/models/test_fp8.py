@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
+from tests.support import zoo
+from tunecompile.compiler.partitioner import Lowering
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import UnknownPrecision
-from tunecompile.partition import Lowering
 from tunecompile.passes import PIPELINE
-from tunecompile.pipeline import Context
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

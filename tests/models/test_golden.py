@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from tests.models import golden, zoo  # noqa: E402
+from tests.models import golden
+from tests.support import zoo  # noqa: E402
 
 QUICK = ("phi3", "granite", "olmo2", "cohere2", "hunyuan", "glm4", "qwen3_moe")  #: each is unlike the others; test_families.py has the commonest
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,7 +23,7 @@ def test_a_familys_row(family):
 
 
 def differences(row: golden.Row, found: golden.Row) -> str:
-    """In words, for the table of `tests/versions.py`."""
+    """In words, for the table of `tests/_torch/versions.py`."""
     return ", ".join(f"{name} {found.get(name, (0, 0))[1]}/{found.get(name, (0, 0))[0]}, not {row.get(name, (0, 0))[1]}/{row.get(name, (0, 0))[0]}"
                      for name in {**row, **found} if row.get(name) != found.get(name))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
+from tests.support import zoo
 
 pytestmark = pytest.mark.gpu
 
@@ -89,7 +89,7 @@ def test_checkpointing_changes_memory_and_nothing_else():
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_log_probabilities_of_tokens_make_no_logits(mode):
     """As DPO and GRPO take them: no further from fp32 than eager's, in less memory than the logits need."""
-    from tests.models.test_row_losses import SPELLINGS, tally, weighed
+    from tests.runtime.loss_head.test_log_probs import SPELLINGS, tally, weighed
 
     model = zoo.make("llama", **{**SHAPE, "vocab_size": 65_536}).to("cuda", torch.bfloat16)
     model = model if mode == "full" else zoo.adapt(model, r=16)
@@ -122,7 +122,7 @@ def test_templates_are_taken():
 
 def unrecorded(model):
     """Optimized, but never replayed."""
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     model = tunecompile.optimize(copy.deepcopy(model))
     state_of(model).replays.recorder.device = "none"
@@ -132,7 +132,7 @@ def unrecorded(model):
 @pytest.mark.parametrize("mode, autocast", [("lora", None), ("qlora", torch.bfloat16)])
 def test_launch_bound_layers_are_replayed(mode, autocast):
     """Step for step what unrecorded layers give; recording begins a few steps in."""
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     def make():
         model = zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}).to("cuda", autocast or torch.float32)
@@ -158,7 +158,7 @@ def test_launch_bound_layers_are_replayed(mode, autocast):
 @pytest.mark.parametrize("steps, rows", [(10, 2), (2, 8)])
 def test_a_graph_that_is_retained(steps, rows):
     """Nothing that the second backward reads was written by the first, be it recorded or not."""
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16), r=16))
     inputs = zoo.batch(4099, rows=rows, length=32, device="cuda")
@@ -171,7 +171,7 @@ def test_a_graph_that_is_retained(steps, rows):
 
 
 def test_every_replay_draws_its_own_dropout():
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=0.5).to("cuda"))
     losses = [zoo.step(model, zoo.batch(4099, device="cuda"))[0].item() for _ in range(14)]
@@ -180,7 +180,7 @@ def test_every_replay_draws_its_own_dropout():
 
 def test_rows_without_a_label_are_skipped():
     """From the second step on, when the share of labelled rows is known; loss and gradients stay those of eager."""
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     model = build("llama", "lora")
     reference = zoo.in_fp32(model)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
 from tests.models.test_gpu import SHAPE
-from tunecompile import sdpa
-from tunecompile.sdpa import Call
+from tests.support import zoo
+from tunecompile.compiler import attention_backend
+from tunecompile.compiler.attention_backend import Call
 
 pytestmark = pytest.mark.gpu
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    sdpa.decide.cache_clear()
+    attention_backend.decide.cache_clear()
     yield tmp_path / "tunecompile"
-    sdpa.decide.cache_clear()
+    attention_backend.decide.cache_clear()
 
 
 def never(*_):
@@ -41,8 +41,8 @@ def test_measured_stored_and_read_by_the_next_process(folder, monkeypatch):
         stored = json.loads(file.read_text())
         assert stored["key"]["gpu"] == torch.cuda.get_device_name() and all(0 < ms < 100 for ms in stored["value"].values()) and stored["value"]
         torch._dynamo.reset()  # as a new process begins: nothing in memory
-        sdpa.decide.cache_clear()
-        monkeypatch.setattr(sdpa, "time_on_gpu", never)
+        attention_backend.decide.cache_clear()
+        monkeypatch.setattr(attention_backend, "time_on_gpu", never)
 
 
 def test_what_is_measured_first_is_what_runs(monkeypatch):
@@ -50,9 +50,9 @@ def test_what_is_measured_first_is_what_runs(monkeypatch):
     kernels = {"cudnn": "_scaled_dot_product_cudnn_attention", "flash": "_scaled_dot_product_flash_attention"}
     inputs = zoo.batch(4099, 2, 256, "cuda")
     for first, name in kernels.items():
-        monkeypatch.setattr(sdpa, "time_on_gpu", lambda call, backend, device: 1.0 if backend == first else 2.0)
-        monkeypatch.setattr(sdpa.measured, "read", lambda *_: None)
-        sdpa.decide.cache_clear()
+        monkeypatch.setattr(attention_backend, "time_on_gpu", lambda call, backend, device: 1.0 if backend == first else 2.0)
+        monkeypatch.setattr(attention_backend.measured, "read", lambda *_: None)
+        attention_backend.decide.cache_clear()
         torch._dynamo.reset()
         model = tunecompile.optimize(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16))
         zoo.step(model, inputs)
@@ -67,14 +67,14 @@ def test_the_clock_leaves_random_state_and_memory_as_they_were():
     torch.cuda.synchronize()
     state, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     for backend in ("cudnn", "flash"):
-        assert 0 < sdpa.time_on_gpu(call, backend, torch.device("cuda", 0)) < 100
+        assert 0 < attention_backend.time_on_gpu(call, backend, torch.device("cuda", 0)) < 100
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() - held < 64 << 20  # workspaces that libraries keep
-    times = sdpa._measure(call, ["cudnn", "flash", "efficient"], torch.device("cuda", 0), sdpa.time_on_gpu)
+    times = attention_backend._measure(call, ["cudnn", "flash", "efficient"], torch.device("cuda", 0), attention_backend.time_on_gpu)
     assert "efficient" not in times  # fewer heads of k than of q
     assert torch.cuda.memory_allocated() - held < 64 << 20
     with pytest.raises(RuntimeError):
-        sdpa.time_on_gpu(Call(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
+        attention_backend.time_on_gpu(Call(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
 
 
 def test_memory_that_is_needed_is_bounded_by_what_is_asked_for():
@@ -84,9 +84,9 @@ def test_memory_that_is_needed_is_bounded_by_what_is_asked_for():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             try:
-                sdpa.time_on_gpu(call, backend, torch.device("cuda", 0))
+                attention_backend.time_on_gpu(call, backend, torch.device("cuda", 0))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 continue
-            assert torch.cuda.max_memory_allocated() - before < sdpa.HEADROOM * call.bytes + (64 << 20), (call, backend)
+            assert torch.cuda.max_memory_allocated() - before < attention_backend.HEADROOM * call.bytes + (64 << 20), (call, backend)

@@ -7,10 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tunecompile
-from tests.models import zoo
 from tests.models.test_gpu import build, median
-from tests.ops.checks import error
 from tests.ops.test_fp8 import case, provider
+from tests.support import zoo
+from tests.support.checks import error
 from tunecompile.ops import lora_linear, lora_linear_nf4
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_losses_fall_along_those_of_bf16(mode):
 
 
 def test_recorded_layers_give_what_unrecorded_ones_give():
-    from tunecompile.state import state_of
+    from tunecompile.runtime.model_state import state_of
 
     base = build("llama", "qlora")
     recorded = tunecompile.optimize(copy.deepcopy(base), precision="fp8")

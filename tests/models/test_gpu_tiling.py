@@ -8,13 +8,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 import tunecompile
-from tests.models import zoo
-from tests.ops.checks import error, wide
 from tests.ops.test_lora_mlp import dense, leaves, packed
-from tunecompile.backend import Backend
-from tunecompile.memory.planner import RECOMPUTE, Plan
+from tests.support import zoo
+from tests.support.checks import error, wide
+from tunecompile.compiler.backend import Backend
 from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
+from tunecompile.planner.solver import RECOMPUTE, Plan
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30

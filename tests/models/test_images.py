@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models import zoo
+from tests.support import zoo
 
 pytest.importorskip("peft")
 tf = pytest.importorskip("transformers")

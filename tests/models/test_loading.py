@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.distributed.common import DEVICE, of_readme
-from tests.models import zoo
+from tests.integrations.distributed.common import DEVICE, of_readme
+from tests.support import zoo
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -6,12 +6,13 @@ import importlib
 import pytest
 
 import tunecompile
-from tests.models import support_trainers, zoo
+from tests.models import support_trainers
 from tests.models.support_losses import dpo, grpo
 from tests.models.support_trainers import adapted
-from tests.models.test_loops import equal, fell_back, pair
-from tests.models.test_row_losses import made, tally  # noqa: F401: a fixture
 from tests.models.test_support import follow_run
+from tests.runtime.loss_head.test_log_probs import made, tally  # noqa: F401: a fixture
+from tests.runtime.test_loops import equal, fell_back, pair
+from tests.support import zoo
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
-from tunecompile.compare.meters import count_saved_bytes
+from tests.support import zoo
+from tunecompile.cli.compare.meters import count_saved_bytes
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
+from tests.support import zoo
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

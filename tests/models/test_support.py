@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models import zoo
 from tests.models.support import DEVICE, FOUND, Cell, cells
+from tests.support import zoo
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models import zoo
-from tests.models.test_loops import fell_back, pair, small
+from tests.runtime.test_loops import fell_back, pair, small
+from tests.support import zoo
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

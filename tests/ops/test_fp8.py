@@ -5,11 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tests.ops.checks import error
 from tests.ops.test_lora import arguments, leaves, with_leaves
-from tunecompile import upstream
-from tunecompile._torch import trace
-from tunecompile.op import OPS
+from tests.support.checks import error
+from tunecompile._torch import known_bugs
+from tunecompile._torch.fake_tensors import trace
+from tunecompile.ir.op import OPS
 from tunecompile.ops import fp8, lora_linear, lora_linear_nf4
 
 UNIT = 2.0**-4  # e4m3 rounds by at most this
@@ -170,7 +170,7 @@ def traced(run, args, mode) -> list[str]:
 def test_which_gpus_take_it(capability, version, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fp8, "has_triton", lambda: True)
-    monkeypatch.setattr(upstream, "installed", lambda package: upstream.TorchVersion(version))
+    monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion(version))
     with FakeTensorMode():
         refused = fp8.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
     assert refused is None if reason is None else reason in refused

@@ -1,5 +1,7 @@
 """Head and loss without logits: values and gradients of torch's own, chunked or not, and never the full logits in memory."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.ops.checks import QUICK, assert_fake_is_real, error, tensor
+from tests.support.checks import QUICK, assert_fake_is_real, error, tensor
 from tunecompile.ops import linear_cross_entropy
-import importlib
 
 module = importlib.import_module("tunecompile.ops.linear_cross_entropy")
 T, H, V = 13, 6, 9

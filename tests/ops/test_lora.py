@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, assert_provider_is_exact, error, tensor
+from tests.support.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, assert_provider_is_exact, error, tensor
 from tunecompile.ops import lora_linear
 
 FORWARD, BACKWARD = "k_extension", "grouped"

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from tests.ops.checks import assert_fake_is_real
+from tests.support.checks import assert_fake_is_real
 from tunecompile.ops import gated_activation, lora_linear, lora_mlp
 
 SCALES = [0.5, 2.0, 1.5]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.ops.checks import assert_fake_is_real, error, wide
 from tests.ops.test_lora_mlp import dense, leaves, packed
+from tests.support.checks import assert_fake_is_real, error, wide
 from tunecompile.ops import lora_mlp, lora_mlp_tiled
 from tunecompile.ops.lora_mlp_tiled import pieces
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.ops.checks import assert_fake_is_real
 from tests.ops.test_lora import arguments, leaves, with_leaves
+from tests.support.checks import assert_fake_is_real
 from tunecompile.ops import lora_linear, lora_linear_nf4
 
 pytest.importorskip("bitsandbytes")

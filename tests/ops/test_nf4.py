@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.checks import QUICK, assert_fake_is_real, error, outputs
+from tests.support.checks import QUICK, assert_fake_is_real, error, outputs
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
 

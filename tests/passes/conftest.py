@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph
 
-from tunecompile.backend import Backend
-from tunecompile.partition import copied
-from tunecompile.canonical import canonicalize
-from tunecompile.op import OPS
+from tunecompile.compiler.backend import Backend
+from tunecompile.compiler.partitioner import copied
+from tunecompile.compiler.pass_manager import Context, run_stage
+from tunecompile.ir.canonicalize import canonicalize
+from tunecompile.ir.op import OPS
 from tunecompile.passes import PIPELINE
-from tunecompile.pipeline import Context, run_stage
 
 
 def family(*names: str):

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunecompile
-from tests.models import zoo
-from tunecompile import _torch
-from tunecompile.memory.liveness import extent
+from tests.support import zoo
+from tunecompile._torch.cuda import attention_order
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.passes import lower
-from tunecompile.pipeline import Context
+from tunecompile.planner.liveness import extent
 
 by_heads = importlib.import_module("tunecompile.passes.lower.attention_by_heads")  # the package has the pass by that name
 SIZES = pytest.mark.parametrize("batch, heads, kv_heads, length, dim", [(1, 8, 8, 17, 16), (2, 6, 6, 1, 8), (3, 4, 4, 33, 32)])
@@ -113,7 +113,7 @@ GPU = [("cudnn", 1, 8, 2, 4096, 128), ("flash", 2, 8, 4, 512, 64), ("cudnn", 2, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel, batch, heads, kv_heads, length, dim", GPU)
 def test_vendors_kernels(kernel, batch, heads, kv_heads, length, dim, monkeypatch):
-    with _torch.attention_order([kernel]):
+    with attention_order([kernel]):
         gm, inputs = backward("cuda", batch, heads, kv_heads, length, dim, torch.bfloat16)
         whole = gm(*inputs)
         (call,) = calls(gm.graph)
@@ -126,7 +126,7 @@ def test_vendors_kernels(kernel, batch, heads, kv_heads, length, dim, monkeypatc
 
 @pytest.mark.gpu
 def test_a_kernel_that_takes_its_output_to_be_dense_is_left_alone(monkeypatch):
-    with _torch.attention_order(["efficient"]):
+    with attention_order(["efficient"]):
         gm, _ = backward("cuda", 2, 4, 4, 300, 64, torch.bfloat16)
     allow(monkeypatch, 1)
     assert len(calls(split(gm).graph)) == 1
@@ -138,7 +138,7 @@ def test_memory_of_long_rows(monkeypatch):
     needed = {}
     for room in (1 << 60, 256 << 20):
         allow(monkeypatch, room)
-        with _torch.attention_order(["cudnn"]):
+        with attention_order(["cudnn"]):
             gm, inputs = backward("cuda", 1, 32, 8, 32768, 128, torch.bfloat16)
             split(gm)
             before = torch.cuda.memory_allocated()

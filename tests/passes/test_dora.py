@@ -7,10 +7,10 @@ from torch import nn
 
 from tests.passes.conftest import check, family, random
 from tests.passes.test_lora import operands, peft_block, rows_of, trained
-from tunecompile._torch import make_fx
-from tunecompile.memory.menu import dear_nodes
+from tunecompile._torch.fake_tensors import make_fx
+from tunecompile.integrations.peft_trace import substitute
 from tunecompile.ops import adapted_norm
-from tunecompile.traceable import substitute
+from tunecompile.planner.candidates import dear_nodes
 
 PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped_linear")
 
@@ -130,7 +130,7 @@ def test_peft_with_dropout():
 @pytest.mark.parametrize("double, storage", [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16))], ids=str)
 def test_peft_over_4_bits(double, storage):
     peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
-    from tests.models import zoo
+    from tests.support import zoo
 
     block = zoo.quantize(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 128)), double=double, storage=storage)
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0", "2"], use_dora=True, init_lora_weights=False), block).train()

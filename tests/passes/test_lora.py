@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.conftest import PIPELINE, assert_same, check, family, random
-from tunecompile.backend import Backend
-from tunecompile.memory.planner import KEEP, RECOMPUTE
+from tunecompile.compiler.backend import Backend
+from tunecompile.planner.solver import KEEP, RECOMPUTE
 
 PASSES = family("lora")
 GROUPED = family("lora", "grouped_linear")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.passes.conftest import check, family, random
 from tests.passes.test_lora import lora, operands
-from tunecompile.op import Provider
+from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
 
 PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp")

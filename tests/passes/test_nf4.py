@@ -6,7 +6,7 @@ from torch import nn
 from torch.fx import Graph
 
 from tests.passes.conftest import check, family, random
-from tunecompile.pipeline import Context
+from tunecompile.compiler.pass_manager import Context
 
 bnb = pytest.importorskip("bitsandbytes")
 PASSES = family("nf4")

@@ -5,11 +5,11 @@ import torch
 
 from tests.passes.conftest import assert_same, random, results
 from tests.passes.test_lora_mlp import joined, mlp, weights  # noqa: F401
-from tunecompile.backend import Backend
-from tunecompile.memory.planner import KEEP, Plan
-from tunecompile.op import Provider
+from tunecompile.compiler.backend import Backend
+from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
+from tunecompile.planner.solver import KEEP, Plan
 
 PLANS = [Plan(tiles=2), Plan(None, 2), Plan(frozenset({0}), 4)]
 

@@ -81,7 +81,7 @@ def arguments(request, device):
 
 def provided(name, arguments, dying=()):
     """(what a provider gives, the reference's, fp64's) for each output and gradient."""
-    from tests.ops.checks import wide
+    from tests.support.checks import wide
     from tunecompile.ops import lora_mlp as op
 
     forward, backward = (next(p for p in o.providers if p.name == name).run for o in (op, op.backward_op))
@@ -122,7 +122,7 @@ def test_provider_in_fp8(gpu_only, error, arguments, activation):
 
 def through_pieces(op, arguments, tiles):
     """As `provided`, of the tiled op, against the whole one's reference."""
-    from tests.ops.checks import wide
+    from tests.support.checks import wide
 
     run, backward = (next(p for p in o.providers if p.name == "joined").run for o in (op.tiled, op.tiled.backward_op))
     (theirs, *saved), (best, *exact) = op.reference(*arguments), op.reference(*wide(arguments))

@@ -8,9 +8,9 @@ from tunecompile.ops.attention import varlen_attention
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
-from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
+from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope

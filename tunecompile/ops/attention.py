@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.ir.op import Cost, op
 
 __all__ = ["adapted_norm"]
 

@@ -10,8 +10,8 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import has_triton
-from tunecompile.upstream import ROW_SCALES_ON_ADA
+from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
+from tunecompile.ir.op import has_triton
 
 __all__ = ["FAST_BACKWARD", "FAST_FORWARD", "Operand", "dense_operand", "product", "project", "quantize", "refuse", "width_of"]
 

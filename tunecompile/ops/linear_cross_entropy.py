@@ -8,8 +8,8 @@ from typing import Iterator, Optional
 import torch
 from torch import Tensor
 
-from tunecompile._torch import linear
-from tunecompile.op import Cost, has_triton, op
+from tunecompile._torch.modules import linear
+from tunecompile.ir.op import Cost, has_triton, op
 
 __all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_rows",
            "linear_cross_entropy_rows_backward", "mean_of_labelled", "workspace"]

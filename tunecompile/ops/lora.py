@@ -5,9 +5,9 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tunecompile._torch import size_hint
-from tunecompile.imagined import on_gpu
-from tunecompile.op import Cost, has_triton, op, refuse_gpu
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.ir.op import Cost, has_triton, op, refuse_gpu
+from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ops import fp8
 
 __all__ = ["lora_linear", "lora_linear_backward"]

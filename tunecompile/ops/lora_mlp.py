@@ -10,7 +10,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.swiglu import gated_activation
 

@@ -10,7 +10,7 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op
+from tunecompile.ir.op import Cost, op
 from tunecompile.ops import lora
 from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp
 from tunecompile.ops.rms_norm import compute_dtype

@@ -8,10 +8,20 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ops import fp8
-from tunecompile.ops.lora import (adapter_gradients, base_gradient, base_gradient_in_fp8, below, extends, finish, forward_in_fp8, lora_linear,
-                                  padded, with_xa)
+from tunecompile.ops.lora import (
+    adapter_gradients,
+    base_gradient,
+    base_gradient_in_fp8,
+    below,
+    extends,
+    finish,
+    forward_in_fp8,
+    lora_linear,
+    padded,
+    with_xa,
+)
 from tunecompile.ops.nf4 import BITSANDBYTES, dequantize_4bit
 
 __all__ = ["lora_linear_nf4", "lora_linear_nf4_backward"]

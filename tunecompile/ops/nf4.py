@@ -5,9 +5,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tunecompile.imagined import on_gpu
-from tunecompile.op import Cost, op
-from tunecompile.upstream import BLOCKS_ACROSS_ROWS
+from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
+from tunecompile.ir.op import Cost, op
+from tunecompile.ir.pretend_gpu import on_gpu
 
 __all__ = ["CODES", "block_scales", "dequantize_4bit"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunecompile.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 
 __all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "rms_norm", "rms_norm_backward"]
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = ["gated_activation", "gated_activation_backward"]

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tunecompile import Cost, Example, Pass, op, rewrite
-from tunecompile.memory.liveness import tensor_bytes
-from tunecompile.op import refuse_gpu
-from tunecompile.pipeline import recognize
+from tunecompile.compiler.pass_manager import recognize
+from tunecompile.ir.op import refuse_gpu
+from tunecompile.planner.liveness import tensor_bytes
 
 
 @op(cost=Cost.POINTWISE)

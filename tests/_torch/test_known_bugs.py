@@ -1,0 +1,112 @@
+"""Each known fault of another package, shown on the version installed: as long as it is there its test must fail, and where it is not must pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tunecompile._torch import known_bugs
+
+ROOT = Path(__file__).parents[2]
+
+
+def shows(name: str, *raises: type[Exception]):
+    """The test says how it should be. It fails where the fault should show and does not, and where it should be gone and shows."""
+    fault = getattr(known_bugs, name)
+    passing = f"where this passes, it is fixed upstream in {fault.package} {known_bugs.installed(fault.package)}: narrow {name} in tunecompile/_torch/known_bugs.py"
+    return pytest.mark.xfail(fault.present, reason=passing, strict=True, raises=(AssertionError, *raises))
+
+
+@pytest.mark.gpu
+@shows("MIX_ORDER_REDUCTION")
+def test_mix_order_reduction():
+    """Two norms whose scales and shifts are slices of one parameter, on enough rows for Inductor to join their reductions."""
+    def norms(x, table):
+        first, shift, second, other = table.chunk(4, dim=1)
+        x = x + F.layer_norm(x, x.shape[-1:]) * (1 + first) + shift
+        x = x + F.layer_norm(x, x.shape[-1:]) * (1 + second) + other
+        return x.square().mean()
+
+    x, table = (torch.randn(1, n, 1024, device="cuda", requires_grad=True) for n in (32768, 4))
+    expected = torch.autograd.grad(norms(x, table), (x, table))
+    got = torch.autograd.grad(torch.compile(norms)(x, table), (x, table))
+    assert all((g - e).norm() < 1e-3 * e.norm() for g, e in zip(got, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (8, 9), reason="needs a GPU of the Ada generation")
+@shows("ROW_SCALES_ON_ADA")
+def test_row_scales_on_ada():
+    """What is queued on a stream has to wait for what stands before it there. (Few rows: many hang the GPU.)"""
+    scales = torch.ones(64, 1, device="cuda"), torch.ones(1, 128, device="cuda")
+    a, b = (torch.zeros(n, 256, device="cuda").to(torch.float8_e4m3fn) for n in (64, 128))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        a.copy_(torch.ones_like(a))
+        b.copy_(torch.ones_like(b))
+        product = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    assert (product == 256).all()
+
+
+@shows("GROUPED_MM_IN_FP32", torch._dynamo.exc.TorchRuntimeError)
+def test_grouped_mm_in_fp32():
+    rows, weights, ends = torch.randn(8, 16), torch.randn(2, 16, 8), torch.tensor([3, 8], dtype=torch.int32)
+    expected = torch._grouped_mm(rows, weights, offs=ends)
+    torch.testing.assert_close(torch.compile(lambda *args: torch._grouped_mm(*args), backend="eager")(rows, weights, ends), expected)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX512: bitsandbytes has code of its own for these")
+@shows("BLOCKS_ACROSS_ROWS")
+def test_blocks_across_rows():
+    packed, state, values = quantized(8, 160)
+    got = torch.ops.bitsandbytes.dequantize_4bit.default(packed, state.absmax, 64, "nf4", [8, 160], torch.float32)
+    torch.testing.assert_close(got, values)
+
+
+@shows("DEQUANTIZED_IN_FP64")
+def test_dequantized_in_fp64():
+    packed, state, values = quantized(8, 64)
+    got = torch.ops.bitsandbytes.dequantize_4bit.default(packed, state.absmax, 64, "nf4", [8, 64], torch.float64)
+    torch.testing.assert_close(got, values.double())
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@shows("PACKED_FOR_EVALUATION")
+def test_packed_for_evaluation():
+    bnb = pytest.importorskip("bitsandbytes")
+    if not bnb.functional.has_avx512bf16():
+        pytest.skip("needs a CPU with AVX512-BF16: only there does bitsandbytes pack weights")
+    linear = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32).to("cpu")
+    x = torch.randn(2, 64)
+    linear.eval()(x)
+    linear.train()(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+
+
+def quantized(rows: int, columns: int):
+    """(codes, what bitsandbytes knows of them, the values they stand for)."""
+    packed, state = pytest.importorskip("bitsandbytes").functional.quantize_4bit(torch.randn(rows, columns), blocksize=64, quant_type="nf4")
+    codes = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), -1).reshape(-1)
+    return packed, state, (state.code[codes.long()] * state.absmax.repeat_interleave(64)).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("name", known_bugs.FAULTS)
+def test_every_fault_is_shown_and_avoided(name):
+    assert f"test_{name.lower()}" in globals()
+    sources = [path for folder in ("tunecompile", "passes", "templates") for path in (ROOT / folder).rglob("*.py") if path.name != "known_bugs.py"]
+    assert any(name in path.read_text(encoding="utf-8") for path in sources), "nothing asks for it any more: leave it out"
+
+
+@pytest.mark.parametrize("version, present", [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.15.0a0+git1234567", True), ("2.15.0", False),
+                                              (None, False)])
+def test_a_fault_is_where_its_versions_say(version, present, monkeypatch):
+    monkeypatch.setattr(known_bugs, "installed", lambda package: version and known_bugs.TorchVersion(version))
+    assert known_bugs.Fault("torch", "It fails", "It is left out", since=(2, 10), fixed=(2, 15)).present == present
+    assert not present or known_bugs.Fault("torch", "It fails", "It is left out").present
+
+
+def test_a_fault_in_words():
+    fault = known_bugs.Fault("torch", "it fails", "It is left out", issue="pytorch#1")
+    assert str(fault) == f"torch {torch.__version__}: it fails (pytorch#1). It is left out"

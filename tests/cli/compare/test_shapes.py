@@ -1,0 +1,47 @@
+"""A shape's weights are the same in every process, whether they are built or loaded, and every check of them has eager beside it."""
+
+import pytest
+import torch
+
+from tunecompile.cli.compare import run
+from tunecompile.cli.compare.shapes import build_shape_model, save_shape_model
+from tunecompile.cli.compare.spec import Job, resolve_systems
+
+
+@pytest.mark.parametrize("quantise", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_saved_is_what_is_built(tmp_path, quantise):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    what = dict(seed=3, device="cpu", layers=2, quantise=quantise)
+    save_shape_model("llama-tiny", str(tmp_path), **what)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}).state_dict()
+    built = build_shape_model("llama-tiny", dtype=torch.bfloat16, **what).state_dict()
+    assert set(loaded) == set(built) and all(loaded[name].equal(built[name]) for name in built)
+    assert any("quant_map" in name for name in built) == quantise
+
+
+@pytest.mark.parametrize("given", ["unsloth,tunecompile", "tunecompile@9.4GiB,unsloth", "tunecompile@auto,tunecompile"])
+def test_eager_is_checked_beside_systems_that_are_timed_without_it(monkeypatch, tmp_path, given):
+    """And without a budget what is timed under one."""
+    seen = []
+    monkeypatch.setattr(run, "run_jobs", lambda jobs, *rest, **options: seen.extend(job.system for job in jobs) or [{}] * len(jobs))
+    monkeypatch.setattr(run, "judge", lambda *rest: None)
+    systems = resolve_systems(given, False)
+    job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3)
+    run.check_apart(run.Comparison(systems, job, tmp_path), systems, str(tmp_path), tmp_path)
+    assert seen == ["hf", "tunecompile", run.REFERENCE]
+
+
+def test_what_does_not_fit_beside_the_others_is_checked_alone(monkeypatch, tmp_path):
+    calls = []
+
+    def full_once(jobs, *_, at_once=False):
+        calls.append((at_once, [job.system for job in jobs]))
+        return [{"runs": [{"status": "oom" if at_once and job.system == "hf" else "ok"}]} for job in jobs]
+
+    monkeypatch.setattr(run, "run_jobs", full_once)
+    job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3, device="cuda")
+    jobs = [job.replace(system=name) for name in ("hf", "tunecompile", run.REFERENCE)]
+    outcome = run.run_untimed(jobs, run.Comparison([], job, tmp_path), tmp_path)
+    assert calls == [(True, ["hf", "tunecompile", run.REFERENCE]), (False, ["hf"])]
+    assert [outcome[name]["runs"][0]["status"] for name in ("hf", "tunecompile", run.REFERENCE)] == ["ok"] * 3

@@ -1,0 +1,124 @@
+"""A few real steps of a tiny model: through a worker process, and through a whole comparison without a compiler."""
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+
+import tunecompile
+from tunecompile.cli.compare import meters, models, worker
+from tunecompile.cli.compare.processes import Worker, run_workers
+from tunecompile.cli.compare.run import Comparison, run_comparison
+from tunecompile.cli.compare.spec import SYSTEMS, Job, System
+
+TINY = Job(system="hf", model="llama-tiny", trainer="loop", shapes=("2x32",), steps=4, layers=2)
+
+
+def test_a_worker_measures_and_talks(tmp_path):
+    heard = []
+    job = TINY.replace(gradients=str(tmp_path / "g.pt"))
+    result = run_workers([Worker(job, tmp_path, lambda *event: heard.append(event), turns=True)])[0]
+    run = result["runs"][0]
+    assert run["status"] == "ok" and run["shape"] == "2x32" and run["repeats"] == 1
+    assert len(run["losses"]) == 4 and run["saved_bytes"] > 0 and run["peak_gib"] > 0
+    assert [fields["step"] for _, event, fields in heard if event == "step"] == [1, 2, 3, 4]
+    gradients = torch.load(tmp_path / "g.pt")["gradients"]
+    assert len(gradients) == 28 and all(g.norm() > 0 for g in gradients.values())
+
+
+def test_figures_of_steps_outlive_what_does_not_fit_beside_them(monkeypatch):
+    """A step that fits under a budget may not, where what it saves is counted and so stays on the GPU."""
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 896.00 MiB")
+
+    monkeypatch.setattr(meters, "count_saved_bytes", full)
+    (run,) = worker.random_runs(TINY)["runs"]
+    assert run["status"] == "ok" and len(run["losses"]) == 4 and "saved_bytes" not in run
+
+
+@pytest.mark.slow
+def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, monkeypatch):
+    """TUNECOMPILE=0 makes the optimized system eager: the comparison's own noise is nil."""
+    monkeypatch.setenv("TUNECOMPILE", "0")
+    job = TINY.replace(layers=None, saved_bytes=False)
+    absent = System("liger", "liger", package="a_package_that_nobody_has")
+    result = run_comparison(Comparison([SYSTEMS["hf"], absent, SYSTEMS["tunecompile"], SYSTEMS["tunecompile-fp8"]], job, tmp_path, turns=True))
+    assert [r["status"] for r in result["runs"]] == ["ok", "not installed", "ok", "ok"]
+    assert [r["version"] for r in result["runs"]] == [metadata.version("transformers"), None, tunecompile.__version__, tunecompile.__version__]
+    assert result["runs"][1]["install"] == "pip install a-package-that-nobody-has"
+    assert result["runs"][0]["losses"] == result["runs"][2]["losses"] and [row["largest"] for row in result["curves"]] == [0, 0]
+    assert len(result["reduced_gradients"]) == 28
+    assert len(result["gradients"]) == 28
+    assert all(r["error"] == r["eager_error"] < 1e-5 for r in result["gradients"])
+    assert all(v["passed"] for v in result["verdicts"] if "time" not in v["name"]), result["verdicts"]
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNECOMPILE", "0")  # what is cached does not matter here
+    seen = []
+    start = Worker.start
+    monkeypatch.setattr(Worker, "start", lambda self: (seen.append((self.job.system, self.job.steps, self.caches)), start(self))[1])
+    job = TINY.replace(saved_bytes=False)
+    result = run_comparison(Comparison([SYSTEMS["hf"], SYSTEMS["tunecompile"]], job, tmp_path, check=False, warm=True))
+    (_, _, none), (_, _, first), (name, steps, second) = seen
+    assert none is None and name == "tunecompile" and steps == 1 and first == second is not None
+    plain, ours = result["runs"]
+    assert ours["first_step_warm_s"] > 0 and "first_step_warm_s" not in plain and ours["repeats"] == 1
+
+
+def test_what_a_system_raises_is_its_row(tmp_path):
+    spec, out = tmp_path / "job.json", tmp_path / "out.json"
+    spec.write_text(json.dumps(TINY.replace(device="nowhere").to_dict()))
+    worker.main(spec, out)
+    assert json.loads(out.read_text())["status"].startswith("error: RuntimeError")
+
+
+@pytest.fixture
+def quantised():
+    return models.load_model(TINY)
+
+
+def test_the_reference_holds_the_dequantised_values(quantised):
+    reference = models.load_model(TINY.replace(system="reference"))
+    path = "base_model.model.model.layers.1.mlp.up_proj.base_layer"
+    held = reference.get_submodule(path).weight
+    import bitsandbytes as bnb
+
+    weight = quantised.get_submodule(path).weight
+    assert held.dtype == torch.float64
+    assert torch.equal(held.float(), bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
+
+
+def test_the_reference_computes_in_fp64_where_model_code_asks_for_fp32():
+    reference = models.load_model(TINY.replace(system="reference"))
+    seen = []
+    layer = reference.get_submodule("base_model.model.model.layers.0.input_layernorm")
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with models.precision(TINY.replace(system="reference")):
+        loss = reference(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss
+    assert seen == [torch.float64] and loss.dtype == torch.float64
+
+
+def test_evaluation_leaves_training_as_it_was(quantised):
+    """bitsandbytes repacks weights at the first evaluation on some CPUs, and what is packed passes no gradient."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    def gradient():
+        quantised.train().zero_grad(set_to_none=True)
+        models.set_initial_adapter(quantised, 0, b_scale=0.01)
+        quantised(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in quantised.named_parameters() if p.requires_grad}
+
+    before = gradient()
+    with models.evaluating(quantised):
+        quantised(input_ids=ids)
+    after = gradient()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_saved_bytes_count_storages_once_and_parameters_never():
+    linear = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    # x is saved by the product and twice by the square (as a view of one storage); the weight is a parameter
+    assert meters.count_saved_bytes(linear, lambda: (linear(x) + x.view(8, 4).square().view(4, 8)).sum()) == x.nbytes

@@ -1,0 +1,75 @@
+"""A pass that fails costs speed, never the training."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tunecompile import passes
+
+
+def fail(graph, context):
+    raise KeyError("planted")
+
+
+@pytest.mark.parametrize("stage", ["recognize", "plan", "lower"])
+def test_a_failing_pass_leaves_the_region_plain(monkeypatch, stage):
+    broken = [dataclasses.replace(p, run=fail) if p.stage == stage else p for p in passes.PIPELINE]
+    monkeypatch.setattr(passes, "PIPELINE", broken)
+    model = zoo.make("llama")
+    inputs = zoo.batch()
+    loss, gradients = zoo.step(model, inputs)
+    tunecompile.optimize(model, executor="eager")
+    again, same = zoo.step(model, inputs)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert max(zoo.errors(same, gradients).values()) < 1e-4
+    assert any("planted" in note for note in tunecompile.report(model).notes)
+
+
+def test_checkpointing_still_saves_memory_when_a_pass_fails(monkeypatch):
+    broken = [dataclasses.replace(p, run=fail) if p.stage == "recognize" else p for p in passes.PIPELINE]
+    monkeypatch.setattr(passes, "PIPELINE", broken)
+    saved = []
+    for checkpoint in (False, True):
+        model = zoo.make("llama")
+        if checkpoint:
+            model.gradient_checkpointing_enable()
+        tunecompile.optimize(model, executor="eager")
+        saved.append(saved_bytes(model))
+    assert saved[1] < 0.5 * saved[0]
+
+
+def saved_bytes(model) -> int:
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        zoo.step(model, zoo.batch())
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(monkeypatch):
+    """Where the layer can run as it is. In the first backward pass it would be too late."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx
+
+    def fails(gm, inputs, **told):
+        if told.get("is_backward"):
+            raise RuntimeError("planted")
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fails)
+    model = zoo.make("llama")
+    inputs = zoo.batch()
+    loss, gradients = zoo.step(model, inputs)
+    tunecompile.optimize(model)
+    again, found = zoo.step(model, inputs)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(found, gradients).values()) < 1e-4
+    notes = tunecompile.report(model).notes
+    assert any("is compiled without rewrites" in note and "planted" in note for note in notes) and any("runs eagerly" in note for note in notes)

@@ -1,0 +1,52 @@
+"""A cache folder that several users share."""
+
+import os
+
+import pytest
+
+from tunecompile.compiler import compile_cache
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """One that is shared, and torch's default one."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    (shared / "fxgraph" / "ab").mkdir(parents=True)
+    (shared / "locks").mkdir()
+    (shared / "locks" / "x.lock").touch()
+    (shared / "fxgraph" / "ab" / "code").write_text("theirs")
+    monkeypatch.setenv(compile_cache.FOLDER, str(shared))
+    monkeypatch.setattr(compile_cache, "default_cache_folder", lambda: own)
+    return shared, own
+
+
+def read_only(monkeypatch, *closed):
+    """To root nothing is."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in closed and access(path, mode))
+
+
+def test_what_is_read_only_is_linked(folders, monkeypatch):
+    shared, own = folders
+    read_only(monkeypatch, shared)
+    (own / "fxgraph").mkdir(parents=True)
+    (own / "fxgraph" / "mine").write_text("mine")
+    (said,) = compile_cache.link_read_only()
+    assert os.environ[compile_cache.FOLDER] == str(own) and str(own) in said
+    assert (own / "fxgraph" / "ab" / "code").read_text() == "theirs" and (own / "fxgraph" / "mine").read_text() == "mine"
+    assert not (own / "locks").exists()
+    monkeypatch.setenv(compile_cache.FOLDER, str(shared))
+    assert compile_cache.link_read_only() == [said]  # another rank, or the next run
+    assert compile_cache.link_read_only() == []
+
+
+def test_what_can_be_written_is_used(folders, monkeypatch):
+    assert compile_cache.link_read_only() == [] and os.environ[compile_cache.FOLDER] == str(folders[0])
+    monkeypatch.delenv(compile_cache.FOLDER)
+    assert compile_cache.link_read_only() == []
+
+
+def test_where_nothing_can_be_written(folders, monkeypatch):
+    read_only(monkeypatch, *folders)
+    (said,) = compile_cache.link_read_only()
+    assert said.startswith("neither ") and os.environ[compile_cache.FOLDER] == str(folders[0])

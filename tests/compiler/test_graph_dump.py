@@ -1,0 +1,171 @@
+"""What the compiler did can be read: files and artifacts of each graph, and what each pass made of its operations."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.compiler import graph_dump
+from tunecompile.compiler.partitioner import Lowering
+from tunecompile.compiler.pass_manager import Context
+from tunecompile.passes import PIPELINE
+
+
+class Layer(nn.Module):
+    """A norm and a gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.gate, self.up = nn.Parameter(torch.ones(16)), nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model.train()(torch.linspace(-1, 1, 3 * 16).reshape(3, 16)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def trained(**options) -> nn.Module:
+    """Optimized, and trained for one step as it would have been."""
+    torch._dynamo.reset()
+    model = zoo.Stack(Layer)
+    expected = gradients(model)
+    tunecompile.optimize(model, executor="eager", **options)
+    for ours, eager in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, eager)
+    return model
+
+
+def rewritten(model: nn.Module) -> bool:
+    """Whether its layers run as recognised."""
+    return {m.family: m.rewritten for m in tunecompile.report(model).matches}.get("rms_norm") == 1
+
+
+STEPS = ["recognize.before", "recognize.canonicalize", "recognize.swiglu", "recognize.rms_norm", "plan.before", "plan.remat", "lower.forward.before",
+         "lower.forward.choose_provider", "lower.backward.before", "lower.backward.choose_provider"]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_every_pass_that_changed_a_graph_leaves_a_file(monkeypatch, tmp_path):
+    folder = tmp_path / "not" / "there"
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(folder))
+    trained()
+    names = files(folder)
+    assert names[:len(STEPS)] == [f"{i:04d}.layers_Layer.{step}.py" for i, step in enumerate(STEPS)]
+    assert {name.partition(".")[2] for name in names[len(STEPS):]} <= {"layers_Layer.lower.backward.cleanup.py"}
+    for name in names:
+        compile((folder / name).read_text(encoding="utf-8"), name, "exec")
+    before, after = ((folder / names[i]).read_text(encoding="utf-8") for i in (2, 3))
+    assert after.startswith(f"# region layers_Layer, stage recognize, dynamo graph, process {os.getpid()}\n"
+                            "# after pass rms_norm: +1 tunecompile.rms_norm  -1 add  -1 mean  -2 mul  -1 pow  -1 rsqrt\n")
+    assert "rsqrt" in before.split("\n\n", 1)[1] and "tunecompile.rms_norm" not in before
+    assert "torch.ops.tunecompile.rms_norm" in after and "test_dump.py" in after, "with the user's lines"
+    assert "MUST_SAVE" in (folder / names[5]).read_text(encoding="utf-8"), "tags are shown"
+
+
+def test_variants_models_and_earlier_runs_keep_their_files(monkeypatch, tmp_path):
+    (tmp_path / "0041.other.py").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
+    model = trained()
+    once = files(tmp_path)
+    first = {name: (tmp_path / name).read_bytes() for name in once}
+    assert once[1].startswith("0042.layers_Layer.recognize.before")
+    for layer in model.layers:
+        layer.gradient_checkpointing = True
+    gradients(model)
+    trained()
+    names = files(tmp_path)
+    assert all((tmp_path / name).read_bytes() == content for name, content in first.items())
+    assert Counter(name.split(".")[1] for name in names)["layers_Layer_checkpointed"] >= len(STEPS)
+    numbers = [int(name[:4]) for name in names if name[0].isdigit()]
+    assert numbers == list(range(41, 41 + len(numbers)))
+
+
+def test_a_number_that_another_process_took_is_left_to_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))  # as if all had looked at the same time
+    for text in "abc":
+        graph_dump._write(tmp_path, "layer.plan.remat", text)
+    assert [(tmp_path / f"{i:04d}.layer.plan.remat.py").read_text() for i in range(3)] == ["a", "b", "c"]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING, "tunecompile"):
+        model, _ = trained(), trained()
+    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
+    assert rewritten(model)
+
+
+def test_a_graph_that_cannot_be_printed_is_compiled_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
+    monkeypatch.setattr(graph_dump, "_readable", lambda graph: 1 / 0)
+    assert rewritten(trained()) and not files(tmp_path)
+
+
+def test_nobody_asked(monkeypatch):
+    monkeypatch.delenv("TUNECOMPILE_DUMP", raising=False)
+    monkeypatch.setattr(graph_dump.Dump, "show", lambda *_: pytest.fail("shown"))
+    trained()
+
+
+def test_trials_of_a_planner_are_not_shown(monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
+    trained(memory="1GiB")
+    assert Counter(name.partition(".")[2] for name in files(tmp_path) if ".before." in name) == Counter(
+        f"layers_Layer.{step}.py" for step in STEPS if step.endswith("before"))
+
+
+def test_what_is_shown_comes_from_no_cache(tmp_path):
+    shown, traced, plain = Context("layer", dump=graph_dump.Dump("layer", tmp_path, False)), Context("layer", dump=graph_dump.Dump("layer", None, True)), Context("layer")
+    assert Lowering(PIPELINE, shown).uuid() is None
+    assert Lowering(PIPELINE, traced).uuid() == Lowering(PIPELINE, plain).uuid() is not None
+
+
+def test_the_report_tells_what_each_pass_did():
+    model = trained()
+    (region,) = tunecompile.report(model).to_dict()["regions"]
+    changes = {(c["stage"], c["graph"], c["name"]): c["operations"] for c in json.loads(json.dumps(region["changes"]))}
+    assert changes["recognize", "dynamo", "rms_norm"] == {"tunecompile.rms_norm": 1, "add": -1, "mean": -1, "mul": -2, "pow": -1, "rsqrt": -1}
+    assert changes["recognize", "dynamo", "swiglu"] == {"tunecompile.gated_activation": 1, "silu": -1, "mul": -1}
+    assert changes["lower", "forward", "choose_provider"]["tunecompile.gated_activation"] == -1
+    assert changes["lower", "backward", "choose_provider"]["tunecompile.rms_norm_backward"] == -1
+    assert all(count for difference in changes.values() for count in difference.values())
+    assert "aten.mul" not in str(tunecompile.report(model)), "the printed report stays short"
+
+
+TRACED = """
+from tests.test_dump import trained
+trained()
+"""
+
+
+@pytest.mark.slow
+def test_the_structured_trace_has_the_same(tmp_path):
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TUNECOMPILE_DUMP", None)
+    subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, timeout=120)
+    (log,) = tmp_path.iterdir()
+    text = log.read_text(encoding="utf-8")
+    assert re.findall(r'"name": "tunecompile\.layers_Layer\.([\w.]+)", "encoding": "string"', text)[:len(STEPS)] == STEPS
+    assert "# after pass rms_norm: +1 tunecompile.rms_norm" in text

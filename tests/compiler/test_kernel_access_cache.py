@@ -1,0 +1,131 @@
+"""What torch asks of Triton's IR is asked once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tunecompile
+from tests.models.test_gpu import build
+from tests.support import zoo
+from tunecompile.compiler.kernel_access_cache import Answers, asked_once, told_apart
+
+ANALYSIS = next(name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions that reach torch."""
+    questions = []
+
+    def analyse(kernel, kwargs, descriptors):
+        questions.append((kernel, dict(kwargs)))
+        return [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+
+    analyse.__name__ = ANALYSIS
+    monkeypatch.setattr(triton_kernel_wrap, ANALYSIS, analyse)
+    return questions
+
+
+def ask(kernel, kwargs, descriptors=None):
+    return getattr(triton_kernel_wrap, ANALYSIS)(kernel, kwargs, descriptors or {})
+
+
+def fake(*sizes, dtype=torch.bfloat16):
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=dtype)
+
+
+def test_one_answer_for_arguments_alike(asked):
+    kernel = object()
+    with asked_once(Answers()):
+        first = ask(kernel, {"x": fake(4, 8), "n": 8, "BLOCK": 64})
+        assert ask(kernel, {"BLOCK": 64, "n": 8, "x": fake(2)}) == first == ["x"]
+    assert len(asked) == 1
+
+
+def test_what_a_caller_changes_is_its_own(asked):
+    kernel = object()
+    with asked_once(Answers()):
+        ask(kernel, {"x": fake(4)}).append("y")
+        assert ask(kernel, {"x": fake(4)}) == ["x"]
+
+
+@pytest.mark.parametrize("other", [
+    {"x": fake(4, dtype=torch.float32), "n": 8, "on": True}, {"x": fake(4), "n": 16, "on": True}, {"x": fake(4), "n": 8, "on": 1},
+    {"x": fake(4), "n": 8.0, "on": True}, {"x": None, "n": 8, "on": True}, {"y": fake(4), "n": 8, "on": True}])
+def test_no_answer_for_what_differs(asked, other):
+    kernel = object()
+    with asked_once(Answers()):
+        ask(kernel, {"x": fake(4), "n": 8, "on": True})
+        ask(kernel, other)
+    assert len(asked) == 2
+
+
+def test_each_kernel_is_asked_for_itself(asked):
+    with asked_once(Answers()):
+        ask(object(), {"x": fake(4)})
+        ask(object(), {"x": fake(4)})
+    assert len(asked) == 2
+
+
+class Kernel:
+    """As triton.jit makes one of `def kernel(x, n, BLOCK: tl.constexpr)`."""
+
+    params = [SimpleNamespace(name="x", is_constexpr=False), SimpleNamespace(name="n", is_constexpr=False), SimpleNamespace(name="BLOCK", is_constexpr=True)]
+
+
+@pytest.mark.parametrize("kernel", [Kernel(), SimpleNamespace(fn=Kernel())], ids=["kernel", "tuned"])
+def test_numbers_are_alike(kernel):
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv()
+    first, second = environment.create_unbacked_symint(), environment.create_unbacked_symint()
+    one, *others = ({"n": n, "BLOCK": 64} for n in (first, second, first.node.expr, 2, 4096))
+    assert all(told_apart(kernel, one, {}) == told_apart(kernel, other, {}) for other in others)
+
+
+@pytest.mark.parametrize("other", [{"n": 1, "BLOCK": 64}, {"n": 0, "BLOCK": 64}, {"n": True, "BLOCK": 64}, {"n": 2.0, "BLOCK": 64}, {"n": 2**31, "BLOCK": 64},
+                                   {"n": None, "BLOCK": 64}, {"n": 4096, "BLOCK": 32}])
+def test_numbers_that_triton_looks_at_are_not(other):
+    assert told_apart(Kernel(), {"n": 4096, "BLOCK": 64}, {}) != told_apart(Kernel(), other, {})
+
+
+@pytest.mark.parametrize("kwargs, descriptors", [({"x": [1]}, {}), ({"x": 1}, {"x": "a TMA descriptor"})])
+def test_what_is_not_known_is_asked_each_time(asked, kwargs, descriptors):
+    kernel = object()
+    with asked_once(Answers()):
+        ask(kernel, kwargs, descriptors)
+        ask(kernel, kwargs, descriptors)
+    assert len(asked) == 2
+
+
+def test_torch_is_as_it_was(asked):
+    before = getattr(triton_kernel_wrap, ANALYSIS)
+    with pytest.raises(RuntimeError), asked_once(Answers()):
+        raise RuntimeError
+    assert getattr(triton_kernel_wrap, ANALYSIS) is before
+
+
+@pytest.mark.gpu
+def test_answers_are_torchs_own(monkeypatch):
+    """Of every kernel in a layer's forward and backward."""
+    counted = {"asked": 0, "analysed": 0}
+    answered = Answers.ask
+
+    def ask_both(self, analyse, kernel, kwargs, descriptors):
+        before = len(self._known)
+        answer = answered(self, analyse, kernel, kwargs, descriptors)
+        counted["asked"] += 1
+        counted["analysed"] += len(self._known) - before
+        assert told_apart(kernel, kwargs, descriptors) is None or str(answer) == str(analyse(kernel, kwargs, descriptors))
+        return answer
+
+    monkeypatch.setattr(Answers, "ask", ask_both)
+    model = tunecompile.optimize(build("llama", "qlora"))
+    zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
+    notes = tunecompile.report(model).notes
+    assert not [note for note in notes if "without rewrites" in note or "eagerly" in note], notes
+    assert 0 < counted["analysed"] <= 0.7 * counted["asked"], counted

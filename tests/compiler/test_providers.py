@@ -1,0 +1,58 @@
+"""The report says why each provider was taken, and why the others were not."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.ir.op import OPS
+from tunecompile.ops import gated_activation, lora_linear, rms_norm, varlen_attention
+
+
+def test_every_provider_says_what_it_gains():
+    silent = [f"{op.name}: {provider.name}" for op in OPS.values() if op.name != "soft_cap" for provider in op.providers if not provider.because]
+    assert not [name for name in silent if "test" not in name], silent
+
+
+def test_on_a_cpu_the_report_names_who_refused():
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=2)), executor="eager")
+    zoo.step(model, zoo.batch())
+    report = tunecompile.report(model)
+    (region,) = [r for r in report.regions if "lora_linear: reference" in r.providers]
+    assert region.reasons["lora_linear: reference"] == ["k_extension: not on a GPU"]
+    assert region.reasons["rope: reference"] == []  # nobody else could
+    assert "lora_linear: reference\n          k_extension: not on a GPU\n" in str(report)
+    assert report.to_dict()["regions"][0]["reasons"]["rms_norm_backward: reference"] == ["triton: not on a GPU"]
+
+
+def test_what_is_taken_shows_its_gain():
+    pytest.importorskip("bitsandbytes")
+    model = tunecompile.optimize(zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2))), executor="eager")
+    zoo.step(model, zoo.batch())
+    (region,) = [r for r in tunecompile.report(model).regions if "dequantize_4bit: bitsandbytes" in r.providers]
+    assert "generated code" in region.reasons["dequantize_4bit: bitsandbytes"][0]
+
+
+def fake(*shape, dtype=torch.bfloat16, device="cuda"):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def test_refusals_on_a_gpu():
+    """Asked of fake GPU tensors, which needs none."""
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        wide, narrow, single = fake(4, 2048), fake(4, 576), fake(4, 2048, dtype=torch.float32)
+        weight = fake(2048)
+        norm, gated = rms_norm.backward_op, gated_activation.backward_op
+        assert norm.choose((wide, wide, weight, 1e-5, 0.0, True)).name == "triton"
+        assert norm.refusals((narrow, narrow, weight, 1e-5, 0.0, True), None) == {"triton": "rows of 576: it is for 1024 and more"}
+        assert norm.refusals((single, single, weight, 1e-5, 0.0, True), None) == {"triton": "in float32, not in half precision"}
+        assert "side by side" in norm.refusals((wide, fake(2048, 4).t(), weight, 1e-5, 0.0, True), None)["triton"]
+        assert gated.refusals((wide, wide, wide, "silu"), None) == {}
+        assert gated.refusals((wide, wide, wide, "gelu"), None) == {"triton": "it has no exact GELU"}
+        assert lora_linear.choose((wide, [], [weight], [], [weight], [weight], [1.0], torch.float32)).name == "k_extension"
+        q, odd = fake(6, 4, 64), fake(6, 4, 20)
+        offsets = fake(3, dtype=torch.int32)
+        assert "multiple of 8" in varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0), None)["flash"]
+        assert "differ in dtype" in varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0), None)["flash"]

@@ -1,0 +1,145 @@
+"""Models that accelerate placed (`device_map`): found and compiled as others are, with accelerate's hooks where they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.integrations.distributed.common import of_readme
+from tests.support import zoo
+
+hooks = pytest.importorskip("accelerate.hooks")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PARTS = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+
+
+def placed(model: nn.Module, *offloaded: str, devices: tuple[str, ...] = ("cpu",)) -> nn.Module:
+    """As `dispatch_model` leaves it. (That does nothing where all is on a CPU.)"""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    where = {part: devices[i * len(devices) // len(PARTS)] for i, part in enumerate(PARTS)}
+    weights = {name: p.detach() for name, p in base.named_parameters()}
+    hooks.attach_align_device_hook_on_blocks(base, execution_device={"": devices[0], **where}, offload={part: part in offloaded for part in PARTS},
+                                             weights_map=weights if offloaded else None)
+    return model
+
+
+def make() -> nn.Module:
+    return zoo.adapt(zoo.make("llama", num_hidden_layers=2), r=8).train()
+
+
+def same_gradients(model: nn.Module, reference: nn.Module, steps: int = 2) -> None:
+    for seed in range(steps):
+        inputs = zoo.batch(seed=seed, rows=2 + seed)
+        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and set(ours) == set(theirs)
+        assert max(zoo.errors(ours, theirs).values()) < 1e-4
+
+
+@pytest.mark.parametrize("first", ["placed", pytest.param("optimized", marks=pytest.mark.slow)])
+def test_layers_are_whole_and_compiled_once(first):
+    reference, model = make(), make()
+    if first == "placed":
+        tunecompile.optimize(placed(model), executor="eager")
+    else:
+        placed(tunecompile.optimize(model, executor="eager"))
+    forwards = {module: module.forward for module in model.modules() if "_hf_hook" in vars(module)}
+    same_gradients(model, reference, steps=1)
+    report = tunecompile.report(model)
+    assert report.compiles == 1 and not report.notes, report
+    assert {m.family: m.rewritten for m in report.matches if m.found} == {
+        "linear_cross_entropy": 1, "lora": 7, "grouped_linear": 5, "rope": 2, "rms_norm": 2, "add_rms_norm": 1, "swiglu": 1}
+    assert all(module.forward is forward for module, forward in forwards.items()) and len(forwards) > 20
+    model.eval(), reference.eval()
+    with torch.no_grad():
+        inputs = zoo.batch(seed=7)
+        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("part, said", [("lm_head", "the head runs as it is"), pytest.param("model.layers.0", "ran eagerly 1 times", marks=pytest.mark.slow),
+                                        pytest.param("model.norm", None, marks=pytest.mark.slow)])
+def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
+    """Its weights are gone when the call is over."""
+    reference, model = placed(make(), part), placed(make(), part)
+    same_gradients(tunecompile.optimize(model, executor="eager"), reference, steps=1)
+    report = tunecompile.report(model)
+    reasons = [*report.notes, *(reason for m in report.matches for reason in m.refused)]
+    assert said is None or any(said in reason and "brings its weights" in reason for reason in reasons), report
+
+
+@pytest.mark.parametrize("memory", [pytest.param("auto", marks=pytest.mark.slow), "1GiB"])
+def test_layers_that_accelerate_brings_have_no_plan(memory):
+    """Those whose weights stay do; "auto" is for GPUs."""
+    reference, model = placed(make(), "model.layers.0"), placed(make(), "model.layers.0")
+    same_gradients(tunecompile.optimize(model, executor="eager", memory=memory), reference, steps=2)
+    report = tunecompile.report(model)
+    assert "no memory plan for 1 layers: between calls their weights are not on cpu" in report.notes
+    assert report.memory is None if memory == "auto" else [plan["layers"] for plan in report.memory["plans"]] == [1], report
+
+
+@pytest.mark.slow
+def test_a_forward_of_a_modules_own_is_called():
+    """Somebody set it before accelerate wrapped it, on a module inside and on the head."""
+    def double(module):
+        forward = module.forward
+        module.forward = lambda hidden: 2 * forward(hidden)
+
+    reference, model = make(), make()
+    for each in (reference, model):
+        double(each.get_base_model().model.layers[1].mlp)
+        double(each.get_base_model().lm_head)
+    same_gradients(tunecompile.optimize(placed(model), executor="eager"), reference)
+
+
+@pytest.mark.slow
+def test_a_copy_is_placed_as_well():
+    model = tunecompile.optimize(placed(make()), executor="eager")
+    zoo.step(model, zoo.batch())
+    same_gradients(copy.deepcopy(model), make())
+
+
+def test_offloaded_modules_in_a_layer_on_another_device_are_refused():
+    from tunecompile.integrations.accelerate import place
+
+    layer = make().get_base_model().model.layers[0]
+    assert place(layer) is None
+    hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu"))
+    assert not place(layer).refused
+    hooks.add_hook_to_module(layer.mlp, hooks.AlignDevicesHook("meta"))
+    assert "several devices" in place(layer).refused
+    hooks.add_hook_to_module(layer.mlp, hooks.ModelHook())
+    assert "not known" in place(layer).refused
+
+
+@pytest.mark.slow
+def test_the_readmes_lines(tmp_path):
+    import peft
+    import transformers
+
+    make().get_base_model().save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = of_readme("device_map=", {"path": tmp_path, **{name: getattr(peft, name) for name in ("get_peft_model", "LoraConfig")},
+                                      "AutoModelForCausalLM": transformers.AutoModelForCausalLM})
+    zoo.step(model, zoo.batch())
+    assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["lora"] == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [None, "auto", "0.6 MB"])
+def test_layers_on_two_gpus(memory):
+    """Compiled once for each GPU; gradients as on one. Under a budget each GPU has its plan."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    reference = make().cuda()
+    model = tunecompile.optimize(placed(make(), devices=("cuda:0", "cuda:1")), memory=memory)
+    for seed in range(3):
+        inputs = zoo.batch(seed=seed, device="cuda")
+        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        assert max(zoo.errors({name: grad.to("cuda:0") for name, grad in ours.items()}, theirs).values()) < 1e-3
+    report = tunecompile.report(model)
+    assert {p.device.index for p in model.parameters()} == {0, 1} and not [note for note in report.notes if "eager" in note or "pieces" in note], report
+    assert [plan["device"] for plan in ([report.memory, *report.elsewhere] if memory else [])] == (["cuda:0", "cuda:1"] if memory else []), report

@@ -1,0 +1,82 @@
+"""What Dynamo follows in the place of other packages' functions gives what they give, and leaves to them what it does not know."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tunecompile.integrations import peft_trace
+
+peft = pytest.importorskip("peft")
+
+
+def itself(module):
+    return "PEFT's way"
+
+
+weight_of = peft_trace._weight_of(itself)
+
+
+def test_a_plain_weight():
+    linear = nn.Linear(4, 4)
+    assert weight_of(linear) is linear.weight
+    linear.W_q = 1  # of HQQ
+    assert weight_of(linear) == "PEFT's way"
+    assert weight_of(types.SimpleNamespace(weight=torch.ones(2, 2))) == "PEFT's way"
+    assert weight_of(types.SimpleNamespace(weight=nn.Buffer(torch.ones(2, 2)))) == "PEFT's way"
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [False, True])
+def test_4_bits(kind, double, storage):
+    bnb = pytest.importorskip("bitsandbytes")
+    from tests.support import zoo
+
+    linear = zoo.quantize(nn.Sequential(nn.Linear(64, 24)), double=double, kind=kind, storage=storage)[0]
+    assert torch.equal(weight_of(linear), bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state))
+    linear.weight.quant_state.shape = torch.Size((3, 8, 64))  # experts, say
+    assert weight_of(linear) == "PEFT's way"
+    linear.weight.quant_state.shape, linear.weight.quant_state.quant_type = torch.Size((24, 64)), "int4"
+    assert weight_of(linear) == "PEFT's way"
+
+
+def test_8_bits():
+    bnb = pytest.importorskip("bitsandbytes")
+    weight, scales = torch.randint(-127, 128, (4, 8), dtype=torch.int8), torch.rand(4)
+    module = types.SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), state=types.SimpleNamespace(SCB=scales))
+    module.weight.__class__ = type("Packed", (nn.Parameter,), {})
+    assert torch.equal(weight_of(module), bnb.functional.int8_vectorwise_dequant(weight, scales))
+    module.state.SCB = None  # its linear has not run
+    assert weight_of(module) == "PEFT's way"
+
+
+def test_a_turned_weight():
+    turned = peft_trace._transposed(lambda weight, fan_in_fan_out: "PEFT's way")
+    weight = nn.Parameter(torch.randn(2, 3))
+    assert torch.equal(turned(weight, True), weight.T) and not turned(weight, True).requires_grad
+    assert turned(weight, False) == turned(weight.data, True) == "PEFT's way"
+
+
+def test_another_signature_and_another_substitute_are_left_alone(monkeypatch):
+    def changed(module, device, dtype):
+        return module.weight
+
+    def ours(module):
+        return module.weight
+
+    monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=changed))
+    peft_trace.substitute()
+    torch.compiler.substitute_in_graph(ours)(lambda module: 2 * module.weight)
+    monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=ours))
+    peft_trace.substitute()
+    linear = nn.Linear(2, 2)
+    assert torch.equal(torch.compile(lambda m: changed(m, None, None) + ours(m), backend="eager", fullgraph=True)(linear), 3 * linear.weight)
+
+
+def test_nothing_where_peft_is_not_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "peft.utils.integrations")
+    monkeypatch.delitem(sys.modules, "peft.utils.other")
+    peft_trace.substitute()

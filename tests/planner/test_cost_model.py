@@ -1,0 +1,68 @@
+"""What small graphs multiply, read and write, counted by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, work
+from tunecompile.planner.hardware import Rates
+
+N = 64
+SQUARE = N * N * 4
+PRODUCT = 2 * N**3
+WAITED = 3 * SQUARE - PRODUCT // RIDGE  #: of a product as small as these
+
+
+def of(fn, *values):
+    return work(make_fx(fn, tracing_mode="fake")(*(values or [torch.randn(N, N) for _ in range(2)])).graph)
+
+
+def test_a_product_of_few_operations_a_byte_waits_for_memory():
+    assert of(lambda a, b: a @ b) == Work(PRODUCT, traffic=WAITED, kernels=1)
+    large = of(lambda a, b: a @ b, *torch.empty(2, 1024, 1024, dtype=torch.bfloat16, device="meta"))
+    assert large == Work(2 * 1024**3, traffic=0, kernels=1)
+
+
+def test_fused_code_reads_and_writes_once():
+    assert of(lambda a, b: ((a + b).relu() * a).sigmoid()) == Work(traffic=3 * SQUARE, kernels=1)
+    assert of(lambda a, b: (a + b, a * b)) == Work(traffic=4 * SQUARE, kernels=1)
+
+
+def test_between_two_calls_it_is_read_again():
+    found = of(lambda a, b: (a + b) @ b * a)
+    assert found == Work(PRODUCT, traffic=3 * SQUARE + WAITED + 3 * SQUARE, kernels=3)
+
+
+def test_views_move_nothing():
+    assert of(lambda a, b: (a.t() @ b.view(N, N)).unsqueeze(0)) == of(lambda a, b: a @ b)
+
+
+def test_memory_that_is_only_reserved_costs_nothing():
+    assert of(lambda a, b: (torch.empty_like(a), a @ b)) == of(lambda a, b: a @ b)
+
+
+def test_attention_counts_by_itself():
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+
+    def step(q, k, v):
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v))
+
+    found = of(step, q, k, v)
+    assert found.attention == 7 * 2 * (2 * 16 * 16 * 8) and found.products == 0
+
+
+def test_milliseconds():
+    done = Work(products=870, attention=87, traffic=50, kernels=2)
+    plain = Rates(flops=100.0, copy=1.0, bandwidth=10.0, attention=10.0)
+    assert done.dear_ms(plain) == pytest.approx((8.7 + 8.7) / SUSTAINED)
+    assert done.ms(plain, scale=2.0) == pytest.approx(2 * (done.dear_ms(plain) + 5.0))
+    gapped = Rates(100.0, 1.0, 10.0, 10.0, launches=True)
+    assert done.ms(gapped) == pytest.approx(done.ms(plain) + 2 * GAP)
+    assert done + Work(1, 1, 1, 1) == Work(871, 88, 51, 3) and done.flops == 957
+
+
+def test_head_loss_and_optimizer():
+    head, trained = torch.empty(1000, 8), torch.empty(100, requires_grad=True)
+    assert beside_layers([head], [trained], tokens=10) == Work(products=4 * 10 * 8000, traffic=2 * 4 * 10 * 1000 + 7 * 400)
+    assert beside_layers([head.requires_grad_()], [], tokens=10).products == 6 * 10 * 8000

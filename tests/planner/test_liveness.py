@@ -1,0 +1,79 @@
+"""Bytes at the peak of small graphs, counted by hand."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tunecompile.planner.liveness import extent
+
+N = 64
+SQUARE = N * N * 4
+
+
+def peak(fn, count=2):
+    values = [torch.randn(N, N) for _ in range(count)]
+    return extent(make_fx(fn)(*values).graph)
+
+
+def test_inputs_do_not_count_and_what_is_returned_does():
+    assert peak(lambda a, b: a @ b).peak == peak(lambda a, b: a @ b).returned == SQUARE
+
+
+def test_fused_code_needs_no_memory():
+    assert peak(lambda a, b: ((a + b).relu() * 2).sigmoid()).peak == SQUARE
+
+
+def test_a_product_waits_for_its_reader():
+    assert peak(lambda a, b: ((a @ b) @ b) @ a).peak == 2 * SQUARE  # one read, one written
+
+
+def test_the_operand_of_a_product_is_in_memory():
+    assert peak(lambda a, b: (a + b) @ b).peak == 2 * SQUARE
+
+
+def test_a_value_lives_until_its_last_reader_through_what_is_fused():
+    def fn(a, b):
+        first = a @ b
+        late = first * 2  # fused into the sum at the end, which reads `first`
+        second = (a @ a) @ b
+        return second + late
+
+    assert peak(fn).peak == 3 * SQUARE  # first, and a product with its operand; the result takes the place of what was freed
+
+
+def test_views_are_no_memory_of_their_own_and_keep_the_whole_alive():
+    def fn(a, b):
+        whole = a @ b
+        part = whole.t()[:1]
+        other = (a @ a) @ b
+        return other, part @ b
+
+    assert peak(fn).peak == 3 * SQUARE  # whole, a product and its operand
+
+
+def test_what_nobody_reads_is_given_back_at_once():
+    assert peak(lambda a, b: (a @ b, (a @ a).sum())[1]).peak < 2.1 * SQUARE
+
+
+def test_a_product_is_written_where_a_concatenation_stands():
+    def fn(a, b):
+        wide = torch.cat([a @ b, torch.full((N, N), 0.0)], 1)
+        return wide @ wide.t()
+
+    assert peak(fn).peak == 3 * SQUARE  # two for what is concatenated, one for the product
+
+
+def test_a_product_of_another_shape_is_copied_into_a_concatenation():
+    def fn(a, b):
+        wide = torch.cat([(a @ b).view(1, N, N), torch.full((1, N, N), 0.0)], 2)
+        return wide[0] @ wide[0].t()
+
+    assert peak(fn).peak == 3 * SQUARE  # the product, and two for what is concatenated; the last product takes the place of the first
+
+
+def test_a_product_that_others_read_is_copied_into_a_concatenation():
+    def fn(a, b):
+        first = a @ b
+        wide = torch.cat([first, torch.full((N, N), 0.0)], 1)
+        return wide @ wide.t(), first @ b
+
+    assert peak(fn).peak == 4 * SQUARE

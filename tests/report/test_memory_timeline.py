@@ -1,0 +1,152 @@
+"""The page of a plan: what it predicts adds up, what was sampled stands in it, and what cannot be shown is said."""
+
+import importlib.util
+
+import pytest
+import torch
+
+import tunecompile
+from tests.runtime.memory.test_budget import LAYERS, Meter, build, needed, same, step, to_the_host  # noqa: F401
+from tests.support import chromium, zoo
+from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
+from tunecompile.report import memory_timeline
+from tunecompile.runtime.memory.timeline_trace import STEPS
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+
+def budget_of(model):
+    return model._tunecompile.step.budget
+
+
+def page(model, folder):
+    return tunecompile.memory_timeline(model, folder / "memory.html").read_text()
+
+
+class Climbing(Meter):
+    """Counts a MiB more each time it is asked."""
+
+    def allocated(self):
+        self.now += 1 << 20
+        return self.now
+
+
+@pytest.fixture
+def metered(monkeypatch):
+    from tunecompile.runtime.memory import per_device
+
+    monkeypatch.setattr(per_device, "gauge", lambda device: Climbing())
+
+
+def test_what_cannot_be_shown_is_said(tmp_path):
+    with pytest.raises(NotOptimized):
+        page(torch.nn.Linear(2, 2), tmp_path)
+    for model, says in ((build(None), "memory=\"20GiB\""), (build("1GiB"), "run a training step")):
+        with pytest.raises(NoPlan, match=says):
+            page(model, tmp_path)
+    model = build("auto")
+    step(model)
+    with pytest.raises(NoPlan, match="auto"):
+        page(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_that_could_not_be_made_says_why(monkeypatch, tmp_path):
+    from tunecompile.planner import candidates
+
+    monkeypatch.setattr(candidates, "survey", lambda *_: 1 / 0)
+    model = build("1MiB")
+    step(model)
+    with pytest.raises(NoPlan, match="ZeroDivisionError"):
+        page(model, tmp_path)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    with pytest.raises(MissingExtra, match=r"needs matplotlib.*tunecompile\[cli\]"):
+        page(build("1GiB"), tmp_path)
+
+
+@pytest.mark.parametrize("share", [pytest.param(1.2, marks=pytest.mark.slow), 0.6])
+def test_the_picture_is_the_planners_own_sum(share, tmp_path):
+    model = build(int(share * needed()))
+    step(model)
+    budget = budget_of(model)
+    parts = memory_timeline.phases(budget)
+    places = range(LAYERS)
+    assert [(p.kind, p.place) for p in parts] == [*(("forward", i) for i in places), ("tail", None), *(("backward", i) for i in reversed(places))]
+    assert max(p.most for p in parts) + budget.admitted.resident == budget.admitted.peak
+    assert all(after.before == before.after for before, after in zip(parts, parts[1:])) and parts[0].before == parts[-1].after == 0
+    assert sum(row["number"] for row in memory_timeline.rows(budget)) == LAYERS
+    assert any("lora_linear" in row["again"] for row in memory_timeline.rows(budget)) is (share < 1)
+
+
+@pytest.mark.slow
+def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
+    model = build(int(0.6 * needed()))
+    for _ in range(3):
+        step(model)
+    text = page(model, tmp_path)
+    assert "LlamaForCausalLM" in text and "data:image/svg+xml;base64," in text and "a CPU keeps no count" in text
+    assert not any(far in text for far in ("http:", "https:", "<script", "<link", "url("))
+    assert budget_of(model).step_ms() is None  # the rates of one kernel say little of another's on a CPU
+    assert model._tunecompile.pulse.step_ms and f"{model._tunecompile.pulse.step_ms:,.1f}" in text
+
+
+@chromium.needed
+def test_in_a_browser(tmp_path):
+    model = build("1GiB")
+    step(model)
+    path = tunecompile.memory_timeline(model, tmp_path / "memory.html")
+    seen = chromium.look(path)
+    assert seen.addresses == [] and seen.logged == []
+    (picture,) = seen.pictures
+    assert picture["width"] > 600 and picture["height"] > 250 and picture["drawn"] > 600
+    assert 1 <= chromium.pages_printed(path) <= 3
+
+
+@pytest.mark.slow
+def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered, tmp_path):
+    reference, model = step(build(None)), build("1TiB")
+    for _ in range(STEPS + 1):
+        same(step(model), reference)
+    budget = budget_of(model)
+    seen = [(sample.kind, sample.place) for sample in budget.trace.samples]
+    assert seen == [(part.kind, part.place) for part in memory_timeline.phases(budget)] and budget.trace.step == STEPS + 1
+    asked = budget.gauge.now
+    step(model)
+    assert budget.trace.step == STEPS + 1 and budget.gauge.now == asked + (1 << 20)  # the plan itself looks once a step
+    assert [row["grown"] for row in memory_timeline.rows(budget)] == ["1.00 MiB"]
+    assert f"step {STEPS + 1}" in page(model, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_bigger_batch_is_sampled_again():
+    model = build("1TiB")
+    for rows in (2, 2, 2, 2, 2, 3, 2):
+        step(model, rows=rows)
+    assert (budget_of(model).trace.step, budget_of(model).trace.tokens) == (6, 48)
+
+
+def test_copies_stand_in_the_page(to_the_host, tmp_path):  # noqa: F811
+    model = build(int(0.7 * needed()))
+    for _ in range(2):
+        step(model)
+    text, (host, *_) = page(model, tmp_path), [row["host"] for row in memory_timeline.rows(budget_of(model))]
+    assert host and host in text and "Waited for copies, ms" in text
+
+
+@pytest.mark.gpu
+def test_measured_bytes_follow_the_plan(tmp_path):
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, hidden_size=512, intermediate_size=1024)).train().cuda()
+    model = tunecompile.optimize(model, memory="20GiB", executor="eager")
+    for _ in range(STEPS + 2):
+        model(**zoo.batch(rows=8, length=128, device="cuda")).loss.backward()
+        model.zero_grad()
+    parts = memory_timeline.phases(budget_of(model))
+    assert all(part.measured for part in parts)
+    predicted, measured = (parts[LAYERS].before - parts[0].before, parts[LAYERS].measured - parts[0].measured)
+    assert 0.7 < measured / predicted < 1.3
+    assert "GiB" in page(model, tmp_path)

@@ -1,0 +1,69 @@
+"""Whether kernels wait for the host, on a host and a device that only count time."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tunecompile.runtime.cuda_graphs import launch_bound
+from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+
+SHARES = (1 / 12,) * 6 + (1 / 4,) * 2  #: of what a layer computes; the largest products come last
+
+
+class Machine:
+    """A layer launches its kernels one after the other; the device runs each as soon as it is launched and the one before is done. Milliseconds."""
+
+    def __init__(self, launching: float, between: float, computing: float):
+        self.launching, self.between, self.computing = launching, between, computing
+        self.now = self.done = 0.0
+
+    def layer(self, inputs):
+        for share in SHARES:
+            self.now += self.launching / len(SHARES)
+            self.done = max(self.done, self.now) + self.computing * share
+
+    def mark(self, device):
+        return max(self.done, self.now)
+
+    def elapsed(self, begin, end):
+        return end - begin
+
+    def step(self, clock, layers, number):
+        self.now = self.done = max(self.now, self.done)  # the loop has read the last loss
+        for _ in range(layers):
+            clock.decide()
+            clock.time(self.layer, [], None, number)
+            self.now += self.between
+
+
+def told(monkeypatch, machine, layers=16):
+    monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: machine.now / 1e3))
+    clock = Clock(machine)
+    for number in range(12):
+        machine.step(clock, layers, number)
+    return clock
+
+
+@pytest.mark.parametrize("layers", [16, 3])
+@pytest.mark.parametrize("launching, between, computing, waiting", [
+    (0.67, 0.46, 0.90, True),  # 8B QLoRA on 2x512 tokens, H200: a call is computed in 1.6 times the time to launch it, and the device rests all the same
+    (1.10, 0.70, 0.90, True),  # on a slower host
+    (0.67, 0.46, 1.60, False),
+    (0.67, 0.46, 5.60, False),  # on 4x2048
+])
+def test_layers_that_wait_between_calls_are_found(monkeypatch, launching, between, computing, waiting, layers):
+    clock = told(monkeypatch, Machine(launching, between, computing), layers)
+    assert clock.waiting is waiting
+    assert clock.launching == pytest.approx(launching if waiting else 0.0)
+
+
+@pytest.mark.parametrize("computing, waiting", [(0.5, True), (2.0, False)])
+def test_a_layer_alone_is_judged_by_its_calls(monkeypatch, computing, waiting):
+    """From one beginning to the next it would be the step, whose loop waits for the device."""
+    assert told(monkeypatch, Machine(1.0, 30.0, computing), layers=1).waiting is waiting
+
+
+def test_nothing_is_told_until_the_device_has_answered(monkeypatch):
+    machine = Machine(1.0, 0.5, 0.5)
+    monkeypatch.setattr(machine, "elapsed", lambda begin, end: None)
+    assert told(monkeypatch, machine).waiting is None

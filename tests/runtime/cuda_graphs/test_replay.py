@@ -1,0 +1,298 @@
+"""Replayed layers give what unrecorded ones give, whatever the loop keeps, repeats or leaves out.
+
+On a CPU a recorder stands in that does again, in place, what it was given: all but the device's own part is the real thing.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.model_state import state_of
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Again:
+    """Runs the function again and writes into the first outputs' memory."""
+
+    device = "cpu"
+
+    def record(self, run, pool, device):
+        first, second = list(run()), list(run())
+        own = [old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()]
+        for value in own:  # recording computes nothing
+            value.fill_(float("nan") if value.is_floating_point() else 1)
+
+        def play():
+            for old, new in zip(first, run()):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        return first, play
+
+    def mark(self, device):
+        return None
+
+    def elapsed(self, begin, end):
+        return 0.0
+
+    taken = 0
+
+    def memory(self, device):
+        self.taken += 100
+        return self.taken, 10_000
+
+    releases = 0
+
+    def release(self):
+        self.releases += 1
+
+    def forget(self):
+        pass
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """(optimized with a recorder for CPUs, as it was)"""
+    monkeypatch.setattr(replay, "CudaRecorder", Again)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3)).train()
+    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+
+
+def recorded(model) -> int:
+    return state_of(model).replays.recorded
+
+
+def gradients(model) -> dict:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(model, reference, run) -> None:
+    found = []
+    for m in (model, reference):
+        m.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        run(m)
+        found.append(gradients(m))
+    assert max(zoo.errors(*found).values()) < 1e-4
+
+
+def once(m, **batch):
+    m(**zoo.batch(**batch)).loss.backward()
+
+
+def warm(model, steps: int = 5, **batch) -> int:
+    for step in range(steps):
+        once(model, **{"seed": step, **batch})
+    model.zero_grad(set_to_none=True)
+    return recorded(model)
+
+
+def test_every_step_is_right_before_while_and_after_recording(pair):
+    model, reference = pair
+    for seed in range(8):
+        same(model, reference, lambda m: once(m, seed=seed))
+    assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
+    assert any("CUDA graphs" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])
+def test_the_first_step_does_not_tell_that_the_host_is_waited_for(pair, monkeypatch, computing, known):
+    """It compiles, loads and looks around while layers are launched: a step that computes three times as long was recorded on a busy host."""
+    model, _ = pair
+    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: computing)
+    found = []
+    for seed in range(2):
+        once(model, seed=seed)
+        (clock,) = [clock for graph in state_of(model).replays.graphs for clock in graph.clocks.values()]
+        clock.decide()
+        found.append(clock.waiting)
+    assert found == known
+
+
+def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
+    """Saved values may lie in earlier recordings' scratch: whatever runs between a layer's forward and its backward must have been
+    recorded after it. Here the first layer, which has a graph of its own, is ready later than the others."""
+    model, _ = pair
+    replayed, asked, room = [], [], replay.Forward._room
+
+    def late(self, shape, inputs):
+        asked.append(self)
+        return room(self, shape, inputs) and (self is not asked[0] or asked.count(self) > 3)
+
+    monkeypatch.setattr(replay.Forward, "_room", late)
+    inner = replay.Recording.replay
+
+    def watch(self, inputs):
+        replayed.append(self)
+        return inner(self, inputs)
+
+    monkeypatch.setattr(replay.Recording, "replay", watch)
+    warm(model, steps=12)
+    once(model)
+    step = [r for r in replayed if r.saved][-3:]  # the last step's forwards
+    assert [r.number for r in step] == sorted(r.number for r in step) and len({r.number for r in step}) == 3
+
+
+@pytest.mark.slow
+def test_a_batch_of_another_shape_between_forward_and_backward(pair):
+    model, reference = pair
+    for seed in range(8):
+        once(model, seed=seed)
+        once(model, seed=seed, length=12)
+
+    def both(m, first=16, second=12):
+        a, b = m(**zoo.batch(seed=1, length=first)).loss, m(**zoo.batch(seed=2, length=second)).loss
+        (a + 2 * b).backward()
+
+    same(model, reference, both)
+    same(model, reference, lambda m: both(m, 12, 16))
+    flying = state_of(model).replays.flying
+    assert [r.number for r in flying] == sorted(r.number for r in flying)
+
+
+def test_gradients_accumulate_and_are_not_overwritten(pair):
+    model, reference = pair
+    warm(model)
+    same(model, reference, lambda m: [once(m, seed=seed) for seed in range(3)])
+    kept = gradients(model)
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    once(model, seed=9)
+    assert all(torch.equal(held[name], value) for name, value in kept.items())
+
+
+def test_two_forwards_before_one_backward(pair):
+    model, reference = pair
+    warm(model)
+
+    def both(m):
+        first = m(**zoo.batch(seed=1)).loss
+        second = m(**zoo.batch(seed=2)).loss
+        (first + 2 * second).backward()
+
+    same(model, reference, both)
+    same(model, reference, lambda m: once(m, seed=3))
+
+
+def test_a_forward_without_a_backward(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        m(**zoo.batch(seed=1))
+    same(model, reference, lambda m: once(m, seed=2))
+    kept = model(**zoo.batch(seed=3)).loss  # its graph stays
+    same(model, reference, lambda m: once(m, seed=4))
+    before = gradients(model)
+    model.zero_grad(set_to_none=True)
+    kept.backward()
+    same_as = gradients(model)
+    reference.zero_grad(set_to_none=True)
+    once(reference, seed=3)
+    assert max(zoo.errors(same_as, gradients(reference)).values()) < 1e-4 and before
+
+
+@pytest.mark.slow
+def test_hidden_states_that_are_kept(pair):
+    model, reference = pair
+    warm(model)
+    states = [m(**zoo.batch(seed=1), output_hidden_states=True).hidden_states for m in pair]
+    model(**zoo.batch(seed=2))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+
+
+@pytest.mark.slow
+def test_shapes_come_and_go(pair):
+    model, reference = pair
+    lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2
+    for seed, length in enumerate(lengths):
+        same(model, reference, lambda m: once(m, seed=seed, length=length))
+    assert 6 <= recorded(model) <= 2 * 6 * replay.MAX_SHAPES
+
+
+def test_parameters_that_move(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        for p in m.parameters():
+            p.data = p.data.clone() * 1.25
+    for seed in range(5):
+        same(model, reference, lambda m: once(m, seed=seed))
+
+
+def test_adapters_switched_and_disabled(pair):
+    model, reference = pair
+    warm(model)
+    for m in pair:
+        m.add_adapter("second", copy.deepcopy(m.peft_config["default"]))
+        for name, p in m.named_parameters():
+            if "second" in name:
+                torch.nn.init.constant_(p, 0.01)
+    for name in ("second", "default", "second"):
+        for m in pair:
+            m.set_adapter(name)
+        for seed in range(4):
+            same(model, reference, lambda m: once(m, seed=seed))
+
+
+def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
+    model, reference = pair
+
+    def fail(self, run, pool, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Again, "record", fail)
+    for seed in range(5):
+        same(model, reference, lambda m: once(m, seed=seed))
+    assert any("not permitted" in note for note in tunecompile.report(model).notes) and not recorded(model)
+
+
+def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
+    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: 1e9)
+    assert warm(pair[0]) == 0
+
+
+def test_weights_that_an_optimizer_changes_in_place(pair):
+    model, reference = pair
+    curves = []
+    for m in pair:
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        curve = []
+        for seed in range(8):
+            loss = m(**zoo.batch(seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4) and recorded(model) == 6
+
+
+def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
+    """The stand-in takes 100 bytes for each of them."""
+    model, reference = pair
+    monkeypatch.setattr(replay, "MAX_SHARE", 0.025)
+    for seed in range(8):
+        inputs = zoo.batch(seed=seed)
+        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
+    assert 0 < recorded(model) < 6
+    (full,) = [note for note in tunecompile.report(model).notes if "further layers" in note]
+
+
+@pytest.mark.parametrize("room, recorded", [(10**9, 6), (0, 0)])
+def test_caches_are_given_back_once_before_the_first_recording(pair, room, recorded):
+    """Of a plan of memory; where it leaves no room, they are needed every step."""
+    model, _ = pair
+    replays = state_of(model).replays
+    replays.allowance = replay.Allowance(room, step=1, layers=3, alone=True)
+    for _ in range(7):
+        zoo.step(model, zoo.batch())
+    assert replays.recorded == recorded and replays.recorder.releases == (recorded > 0)

@@ -1,0 +1,397 @@
+"""Losses that need one number for each token: whatever their spelling, no logits of all rows; and where they are not understood, the real ones."""
+
+import copy
+import ctypes
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tunecompile
+from tests.runtime.test_loops import equal, pair, small
+from tests.support import zoo
+from tests.support.checks import error
+from tunecompile.runtime.loss_head import Head
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+op = importlib.import_module("tunecompile.ops.linear_cross_entropy")
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """As TRL spells it since 0.16."""
+    if logits.dtype in (torch.float32, torch.float64):
+        selected = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
+        sums = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+        return selected - sums
+    rows = []
+    for row, labels in zip(logits, index):
+        rows.append(F.log_softmax(row, dim=-1).gather(dim=-1, index=labels.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+def selective_of_newer(logits: Tensor, index: Tensor) -> Tensor:
+    """As TRL 1.0 spells it."""
+    index = index.unsqueeze(-1)
+    if logits.dtype in (torch.float32, torch.float64):
+        sums = torch.stack([torch.logsumexp(lg, dim=-1) for lg in logits])
+        return (torch.gather(logits, dim=-1, index=index) - sums.unsqueeze(-1)).squeeze(-1)
+    return torch.stack([F.log_softmax(row, dim=-1).gather(dim=-1, index=labels) for row, labels in zip(logits, index, strict=True)]).squeeze(-1)
+
+
+def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+
+
+#: name -> (logits, labels) -> one number for each token, -log p or log p
+SPELLINGS = {
+    "cross entropy": lambda logits, labels: F.cross_entropy(*flat(logits.float(), labels), reduction="none").view(labels.shape),
+    "cross entropy of logits as they are": lambda logits, labels: nn.CrossEntropyLoss(reduction="none")(*flat(logits, labels)).view(labels.shape),
+    "smoothed": lambda logits, labels: F.cross_entropy(*flat(logits, labels), reduction="none", label_smoothing=0.1, ignore_index=7).view(labels.shape),
+    "nll": lambda logits, labels: F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape),
+    "nll of modules": lambda logits, labels: nn.NLLLoss(reduction="none")(nn.LogSoftmax(-1)(flat(logits, labels)[0]), labels.flatten()).view(labels.shape),
+    "gathered": lambda logits, labels: torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1),
+    "gathered in fp32": lambda logits, labels: logits.log_softmax(dim=-1, dtype=torch.float32).gather(2, labels[..., None])[..., 0],
+    "gathered, flat": lambda logits, labels: torch.gather(F.log_softmax(flat(logits, labels)[0], dim=1), 1, labels.reshape(-1, 1)).view(labels.shape),
+    "taken along": lambda logits, labels: torch.take_along_dim(logits.float().log_softmax(-1), labels.unsqueeze(-1), dim=2).squeeze(-1),
+    "selective": selective_log_softmax,
+    "selective, newer": selective_of_newer,
+    "at a temperature": lambda logits, labels: selective_of_newer(logits / 0.7, labels),
+    "at a temperature, in place": lambda logits, labels: selective_of_newer(logits.div_(0.7), labels),
+    "logsumexp": lambda logits, labels: logits.float().gather(-1, labels[..., None]).squeeze(-1) - logits.float().logsumexp(-1),
+    "logsumexp, kept": lambda logits, labels: (logits.gather(-1, labels[..., None]) - torch.logsumexp(logits, -1, keepdim=True))[..., 0],
+    "by row": lambda logits, labels: torch.stack([F.cross_entropy(row, label, reduction="none") for row, label in zip(logits, labels)]),
+    "row by row": lambda logits, labels: torch.stack([row.log_softmax(-1).gather(-1, label[:, None])[:, 0] for row, label in zip(logits, labels)]),
+}
+
+
+def weighed(write, slices: bool = False):
+    """A loss of the user's own, by tokens' log-probabilities under weights of both signs."""
+    def loss(model: nn.Module, inputs: dict) -> Tensor:
+        logits, labels = model(inputs["input_ids"]).logits, inputs["labels"].clamp(min=0)
+        logits, labels = (logits[:, :-1], labels[:, 1:]) if slices else (logits[..., :-1, :].contiguous(), labels[:, 1:].contiguous())
+        each = write(logits, labels).float()
+        return (each * torch.linspace(-0.3, 2, each.numel(), device=each.device).view(each.shape)).sum() - F.logsigmoid(each.mean(1)).mean()
+
+    return loss
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How often a head computed logits as a whole."""
+    calls, whole = [], Head.logits
+    monkeypatch.setattr(Head, "logits", lambda self, *args: calls.append(self) or whole(self, *args))
+    return calls
+
+
+def tally(model):
+    return next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
+
+
+def each_of(cases: dict, model: nn.Module):
+    """One after the other on the same model; what was found before is forgotten."""
+    head = model.get_output_embeddings()._compiled_call_impl.head
+    for name, case in cases.items():
+        head.tally.rewritten = 0
+        head.tally.refused.clear()
+        print(name, file=sys.stderr)
+        yield case
+
+
+@pytest.mark.parametrize("kind", ["full", "adapted"])
+def test_every_spelling_is_found(kind, made):
+    model, reference = pair(small if kind == "full" else lambda: zoo.adapt(small()))
+    for spelling in each_of(SPELLINGS, model):
+        equal(model, reference, lambda m: weighed(spelling, kind == "full")(m, zoo.batch()))
+        assert not made and tally(model).rewritten == 1 and not tally(model).refused, tally(model)
+
+
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
+def test_in_half_precision(how, made):
+    """Values and gradients are no further from those of fp64 than eager's."""
+    model, reference = pair(small if how == "autocast" else lambda: small().bfloat16())
+    exact, inputs = copy.deepcopy(reference).double(), zoo.batch()
+    for spelling in each_of(SPELLINGS, model):
+        found = []
+        for m in (model, reference, exact):
+            m.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast" and m is not exact):
+                each = spelling(m(inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:].clamp(min=0))
+            (each.float() * torch.linspace(-0.3, 2, each.numel()).view(each.shape)).sum().backward()
+            found.append((each.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}))
+        (ours, mine), (theirs, eager), (truth, wanted) = found
+        assert ours.dtype == theirs.dtype and not made and tally(model).rewritten == 1, tally(model)
+        assert error(ours, truth) <= 1.1 * error(theirs, truth)
+        errors = [zoo.errors(each, wanted) for each in (mine, eager)]
+        assert sorted(errors[0].values())[len(wanted) // 2] <= 1.1 * sorted(errors[1].values())[len(wanted) // 2]
+        assert errors[0]["lm_head.weight"] <= 1.1 * errors[1]["lm_head.weight"]
+
+
+READS = {
+    "top": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[..., None].repeat(1, 1, 2)).sum(-1),
+    "fewer rows": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, :-1, None]).squeeze(-1),
+    "other dim": lambda logits, labels: logits.log_softmax(1).gather(-1, labels[..., None]).squeeze(-1),
+    "of tokens": lambda logits, labels: logits.log_softmax(-1).gather(1, labels[..., None].clamp(max=3)).squeeze(-1),
+    "scaled after": lambda logits, labels: (logits.log_softmax(-1) * 2).gather(-1, labels[..., None]).squeeze(-1),
+    "twice": lambda logits, labels: logits.log_softmax(-1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
+    "nll of logits": lambda logits, labels: F.nll_loss(flat(logits, labels)[0], labels.flatten(), reduction="none").view(labels.shape),
+    "normalised again": lambda logits, labels: F.cross_entropy(*flat(logits.log_softmax(-1), labels), reduction="none").view(labels.shape),
+    "other logits": lambda logits, labels: logits.gather(-1, labels[..., None]).squeeze(-1) - (logits * 2).logsumexp(-1),
+    "the other way": lambda logits, labels: logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1),
+    "broadcast": lambda logits, labels: (logits.gather(-1, labels[..., None]) - logits.logsumexp(-1).unsqueeze(1)).mean(-1),
+    "out of order": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in logits.flip(0)]),
+    "rows swapped": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)]),
+    "row twice": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[1].logsumexp(-1)]),
+    "of tokens' rows": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(0)[:row.shape[0]] for row in logits]),
+    "columns": lambda logits, labels: torch.stack([logits[:, i].logsumexp(-1) for i in range(labels.shape[1])]).t() - logits.gather(-1, labels[..., None])[..., 0],
+    "sum of squares": lambda logits, labels: logits.logsumexp(-1).square() + logits.gather(-1, labels[..., None])[..., 0] * 2,
+    "entropy": lambda logits, labels: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1),
+    "weights": lambda logits, labels: F.cross_entropy(*flat(logits, labels), weight=torch.linspace(0.5, 1, 256), reduction="none").view(labels.shape),
+    "written before": lambda logits, labels: logits.clamp_(max=0.1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
+    "in fp64": lambda logits, labels: logits.double().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
+}
+
+
+def test_what_is_something_else_reads_the_logits(made):
+    model, reference = pair()
+    for reads in each_of(READS, model):
+        made.clear()
+        equal(model, reference, lambda m: weighed(reads, True)(m, zoo.batch()))
+        assert made and not tally(model).rewritten and tally(model).refused
+
+
+# -- the order of things ------------------------------------------------------------------------------------------------
+
+
+def index_changes(logits, labels):
+    index = labels.unsqueeze(-1).clone()
+    picked = logits.gather(-1, index)
+    index.zero_()
+    return (picked - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+
+def written_between(logits, labels):
+    picked = logits.gather(-1, labels[..., None])
+    logits.mul_(0.5)
+    return (picked - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+
+def written_behind(logits, labels):
+    picked, total = logits.gather(-1, labels[..., None]), logits.logsumexp(-1, keepdim=True)
+    logits[..., 3:].mul_(0.5)
+    return (picked - total).squeeze(-1) + logits.logsumexp(-1)
+
+
+def whole_numbers(logits, labels):
+    return (logits * 20).int().float().log_softmax(-1).gather(-1, labels[..., None])
+
+
+def other_bits(logits, labels):
+    bits = logits.bfloat16().view(torch.float16).clamp(-9, 9)
+    return F.cross_entropy(*flat(bits.float(), labels), reduction="none") + F.cross_entropy(*flat(logits.bfloat16().view(torch.int16).float() / 1e4, labels))
+
+
+def test_values_are_those_of_the_moment():
+    """(Eager gives values here, and refuses the backward pass.)"""
+    models = pair()
+    for write in (index_changes, written_between, written_behind, whole_numbers, other_bits):
+        found = [write(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"].clamp(min=0)).detach() for m in models]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def behind_log_probabilities(logits, labels):
+    logp, twice = logits.log_softmax(-1), logits * 2
+    logits[..., 3:].mul_(0.5)
+    return logp.gather(-1, labels[..., None])[..., 0] + logits.logsumexp(-1) + F.cross_entropy(*flat(twice, labels), reduction="none").view(labels.shape)
+
+
+def written_twice(logits, labels):
+    first, copy = logits[:1], logits * 3
+    logits.div_(0.7)
+    second = logits[:, 1:]
+    second.mul_(2)
+    each = logits.log_softmax(-1) + second.logsumexp(-1).mean() + first[:, 2:].logsumexp(-1).sum() + copy.square().mean()
+    return each.gather(-1, labels[..., None])[..., 0]
+
+
+def written_then_read(logits, labels):
+    logits /= 0.7
+    each = selective_of_newer(logits, labels)
+    with torch.no_grad():
+        entropy = -(logits.softmax(-1) * F.log_softmax(logits, -1)).sum(-1)
+    return each * (1 + entropy) + logits.square().mean(-1)
+
+
+def with_metrics(logits, labels):
+    each = selective_of_newer(logits, labels)
+    with torch.no_grad():
+        entropy = -(logits.softmax(-1) * F.log_softmax(logits, -1)).sum(-1)
+    return each * (1 + entropy)
+
+
+def metrics_first(logits, labels):
+    with torch.no_grad():
+        hits = (logits.argmax(-1) == labels).float()
+    return selective_of_newer(logits, labels) * (1 + hits)
+
+
+def several(logits, labels):
+    return selective_of_newer(logits, labels) + F.cross_entropy(*flat(logits, labels), reduction="none").view(labels.shape) + F.cross_entropy(*flat(logits, labels))
+
+
+def without_history(logits, labels):
+    with torch.no_grad():
+        old = selective_of_newer(logits, labels)
+        picked = logits.gather(-1, labels[..., None])
+    new = selective_of_newer(logits, labels)
+    return torch.exp(new - old) + (picked - logits.logsumexp(-1, keepdim=True))[..., 0] + (new - new.detach()) + old
+
+
+def test_uses_beside_each_other():
+    model, reference = pair()
+    for write in (behind_log_probabilities, written_twice, written_then_read, with_metrics, metrics_first, several, without_history):
+        equal(model, reference, lambda m: weighed(write, True)(m, zoo.batch()))
+
+
+def test_two_uses_are_no_logits(made):
+    model, reference = pair()
+    equal(model, reference, lambda m: weighed(several, True)(m, zoo.batch()))
+    assert not made
+
+
+def test_entropy_beside_log_probabilities_makes_the_logits_once(made):
+    model, reference = pair()
+    equal(model, reference, lambda m: weighed(with_metrics, True)(m, zoo.batch()))
+    assert len(made) == 1 and tally(model).rewritten == 1
+
+
+def test_a_graph_that_is_retained():
+    def run(m):
+        loss = weighed(SPELLINGS[spelling])(m, zoo.batch())
+        if steps:
+            loss.backward(retain_graph=True)
+        return loss
+
+    model, reference = pair()
+    for steps, spelling in enumerate(("cross entropy", "nll", "gathered", "selective")):
+        equal(model, reference, run)
+
+
+def test_all_labels_masked_and_no_rows():
+    model, reference = pair()
+
+    def run(m):
+        logits = m(zoo.batch()["input_ids"]).logits[:rows]
+        labels = torch.full(logits.shape[:2], -100)
+        lost = F.cross_entropy(*flat(logits, labels), reduction=reduction)
+        lost = lost + F.nll_loss(flat(logits.log_softmax(-1), labels)[0], labels.flatten(), reduction=reduction)
+        return lost.sum() + logits[:0].log_softmax(-1).gather(-1, labels[:0, :, None]).sum()
+
+    for rows, reduction in ((2, "none"), (2, "sum"), (0, "none"), (0, "sum")):
+        equal(model, reference, run)
+
+
+def test_an_index_out_of_range_is_an_error():
+    model, _ = pair()
+    for write in (SPELLINGS["gathered"], SPELLINGS["selective"]):
+        with pytest.raises((RuntimeError, IndexError)):
+            write(model(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]).sum()
+
+
+def test_softcaps_and_heads_with_adapters(made):
+    for build in (lambda: small("gemma2"), lambda: small("granite"), lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"])):
+        model, reference = pair(build)
+        equal(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
+        assert not made and tally(model).rewritten == 1, tally(model)
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+
+class Sizes(TorchDispatchMode):
+    """The most elements of what any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta" and type(t) is Tensor)])
+        return result
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_nothing_of_rows_times_vocabulary_is_made_or_saved(frozen, monkeypatch):
+    monkeypatch.setattr(op, "chunk_rows", lambda vocabulary: 8)
+    build = lambda: small(vocab_size=4096)  # noqa: E731
+    model = tunecompile.optimize(zoo.adapt(build()) if frozen else build(), executor="eager").train()
+    inputs, saved, size = zoo.batch(rows=4, length=40), [], 4 * 39 * 4096
+    for spelling in each_of(SPELLINGS, model):
+        logits = model(inputs["input_ids"]).logits
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t), Sizes() as sizes:
+            loss = spelling(logits[:, :-1], inputs["labels"][:, 1:].clamp(min=0)).sum()
+        assert max(saved) <= 4096 * 64 < size and sizes.numel < size
+        with Sizes() as sizes:
+            loss.backward()
+        assert 0 < sizes.numel < size
+
+
+class OfMemory(torch.autograd.Function):
+    """As kernels see tensors: an address and strides (TRL's for log-probabilities, since 1.15)."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        strides, size = logits.stride(), logits.shape
+        reach = 1 + sum(stride * (length - 1) for stride, length in zip(strides, size))
+        memory = torch.frombuffer((ctypes.c_float * reach).from_address(logits.data_ptr()), dtype=torch.float32)
+        ctx.save_for_backward(logits)
+        return memory.as_strided(size, strides).logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].softmax(-1) * grad[..., None]
+
+
+CUTS = {"some tokens": lambda logits: logits[:, :-1, :][:, -8:], "a row": lambda logits: logits[1:2, 2:], "every other": lambda logits: logits[:, ::2] / 0.7,
+        "flat": lambda logits: logits[:, :-1].reshape(-1, logits.shape[-1]), "as they are": lambda logits: logits, "casts": lambda logits: logits.float()[..., 3:]}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_kernels_take_address_and_strides(cut):
+    equal(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
+
+
+class Own(nn.Module):
+    """A model whose loss is in its graph, compiled as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.head(self.inner(self.table(tokens)).tanh()).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("kind", ["deferred", "in the graph"])
+def test_a_mean_over_no_label_trains_nothing(kind, labelled):
+    """torch's is no number, with gradients that are zero: an optimizer's step leaves the weights as they are."""
+    torch.manual_seed(0)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=2), r=8).train() if kind == "deferred" else Own()
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    tokens = torch.randint(0, 64, (2, 8))
+    labels = tokens if labelled else torch.full_like(tokens, -100)
+    losses = []
+    for each in (reference, model):
+        losses.append(each(tokens, labels=labels).loss if kind == "deferred" else each(tokens, labels))
+        losses[-1].backward()
+    assert losses[0].isnan() == (not labelled)
+    torch.testing.assert_close(losses[1], losses[0], equal_nan=True)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+        if theirs.grad is not None:
+            assert labelled or not theirs.grad.any()
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda said: f"{name}: {said}", atol=1e-6, rtol=1e-4)

@@ -1,0 +1,72 @@
+"""A stack of small layers under a runtime, and tiny models whose compiled layers are wrapped as the runtime's caller would."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from tunecompile.runtime.memory.offload import Offload
+
+
+class Layer(nn.Module):
+    """Saves its input, two views of one storage, and its weights."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 6, width: int = 32, keep_last: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.offload: Offload | None = None
+        self.keep_last = keep_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.offload is not None:
+            self.offload.begin_step()
+        for index, layer in enumerate(self.layers):
+            kept = self.keep_last and index == len(self.layers) - 1
+            with self.offload.layer(index, layer, (lambda tensor: False) if kept else None) if self.offload else contextlib.nullcontext():
+                x = layer(x)
+        return x.square().mean()
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = [parameter.grad.clone() for parameter in self.parameters()]
+        self.zero_grad(set_to_none=True)
+        return found
+
+
+class Wrapped:
+    """Stands for a slot: its call inside the runtime's context."""
+
+    def __init__(self, slot, index: int, offload: Offload):
+        self.slot, self.index, self.offload = slot, index, offload
+
+    def __call__(self, *args, **kwargs):
+        with self.offload.layer(self.index, self.slot.layer):
+            return self.slot(*args, **kwargs)
+
+    def note_eager(self) -> None:
+        self.slot.note_eager()
+
+
+def wrap(model: nn.Module, offload: Offload) -> None:
+    """Every compiled layer of an optimized model."""
+    for index, slot in enumerate(model._tunecompile.slots):
+        slot.layer._compiled_call_impl = Wrapped(slot, index, offload)
+
+
+def same(mine, theirs) -> bool:
+    """Bit for bit."""
+    (loss, gradients), (other, others) = mine, theirs
+    names = gradients if isinstance(gradients, dict) else range(len(gradients))
+    return torch.equal(loss, other) and len(gradients) == len(others) and all(torch.equal(gradients[name], others[name]) for name in names)

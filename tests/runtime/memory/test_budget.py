@@ -1,0 +1,383 @@
+"""Budgets on real layers: fewer bytes for a smaller budget, bit-equal losses and gradients, plans that follow the batch."""
+
+import functools
+from operator import getitem
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.cli.compare.meters import count_saved_bytes
+from tunecompile.compiler import partitioner
+from tunecompile.ops import lora_linear
+from tunecompile.planner import candidates
+from tunecompile.planner.solver import KEEP, RECOMPUTE
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+LAYERS = 4
+
+
+def build(memory, dropout=0.0, **config):
+    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config), lora_dropout=dropout).train()
+    return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
+
+
+def step(model, seed=3, **shape):
+    torch.manual_seed(seed)
+    loss = model(**zoo.batch(**shape)).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def same(one, other):
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@functools.cache
+def needed(dropout=0.0):
+    """What a step without a budget would need, by a budget it cannot exceed."""
+    model = build("1TiB", dropout)
+    step(model)
+    memory = tunecompile.report(model).memory
+    return memory["predicted_peak"] - memory["kept_weights"]
+
+
+@functools.cache
+def plain(dropout=0.0):
+    """A step without a budget."""
+    return step(build(None, dropout))
+
+
+@pytest.mark.parametrize("dropout, shares", [(0.0, (1.1, 0.05)), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, (1.1, 0.5, 0.05)), (0.2, (1.1, 0.5, 0.05))))])
+def test_any_budget_gives_the_same_bits(dropout, shares):
+    reference, whole = plain(dropout), needed(dropout)
+    recomputing = set()
+    for share in shares:
+        model = build(int(share * whole), dropout)
+        same(step(model), reference)
+        recomputing.add(sum(p["layers"] for p in tunecompile.report(model).memory["plans"] if p["recompute"]))
+    assert min(recomputing) == 0 and max(recomputing) >= LAYERS - 1
+
+
+@pytest.mark.slow
+def test_fewer_bytes_are_saved_for_a_smaller_budget():
+    whole, saved = needed(), []
+    for share in (1.1, 0.6, 0.05):
+        model = build(int(share * whole))
+        step(model)  # compiles
+        saved.append(count_saved_bytes(model, lambda: model(**zoo.batch()).loss))
+    assert saved == sorted(saved, reverse=True) and saved[-1] < 0.5 * saved[0]
+
+
+@pytest.mark.slow
+def test_a_bigger_batch_is_planned_anew_and_a_smaller_one_again():
+    model, reference = build(int(1.2 * needed())), build(None)
+    plans = []
+    for rows in (2, 8, 2):
+        same(step(model, rows=rows), step(reference, rows=rows))
+        plans.append([(tuple(p["recompute"]), p["layers"]) for p in tunecompile.report(model).memory["plans"]])
+    assert plans[0] == plans[2] == [((), LAYERS)] and plans[1] != plans[0]
+
+
+def test_a_budget_takes_the_place_of_checkpointing():
+    model = build("1TiB")
+    model.gradient_checkpointing_enable()
+    same(step(model), plain())
+    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+
+
+def test_what_does_not_fit_is_run_and_told():
+    model = build("1KiB")
+    same(step(model), plain())
+    assert any("more than memory='1KiB' allows" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_are_kept():
+    model, reference = build(int(0.4 * needed())), build("eager")
+    for m in (model, reference):
+        for rows in (2, 3):
+            m(**zoo.batch(rows=rows)).loss.backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters()):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_auto_does_nothing_on_a_cpu():
+    model = build("auto")
+    step(model)
+    report = tunecompile.report(model)
+    assert report.memory is None and not any("memory" in note for note in report.notes)
+
+
+@pytest.mark.slow
+def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
+    from tunecompile.planner import candidates
+
+    def fail(*_):
+        raise RuntimeError("no survey today")
+
+    monkeypatch.setattr(candidates, "survey", fail)
+    model = build("1MiB")
+    same(step(model), plain())
+    assert any("no survey today" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.fixture
+def to_the_host(monkeypatch):
+    """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
+    from tunecompile.planner.hardware import Rates
+    from tunecompile.runtime.memory import budget, per_device
+    from tunecompile.runtime.memory.offload import Offload
+    from tunecompile.runtime.memory.pinned_pool import HostCopier
+
+    made = []
+
+    def offload(_state, device, _devices):
+        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopier()))
+        return made[-1]
+
+    monkeypatch.setattr(per_device, "_offload", offload)
+    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    return made
+
+
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
+    reference = plain(dropout)
+    model = build(int(0.85 * needed(dropout)), dropout)  # room for the copies under way
+    for _ in range(3):
+        same(step(model), reference)
+    memory, offload = tunecompile.report(model).memory, to_the_host[-1]
+    assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(p["layers"] for p in memory["plans"] if p["offload"]) < LAYERS
+    assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
+
+
+def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypatch):
+    """All of the first plan's, in a thread of its own, before the first layer has anything to send."""
+    from tunecompile.runtime.memory import pinned_pool
+
+    asked = []
+    expect = pinned_pool.Pool.expect
+
+    def small(pool, nbytes):
+        pool.slab = pool.granule = 1 << 12
+        asked.append((nbytes, pool.reserved))
+        expect(pool, nbytes)
+
+    monkeypatch.setattr(pinned_pool.Pool, "expect", small)
+    model = build(int(0.85 * needed()))
+    step(model)
+    pool = to_the_host[-1].pool
+    assert asked[0] == (model._tunecompile.step.budget.admitted.choice.waiting, 0) and pool.ahead is not None
+    assert pool.ahead.left == 0 and pool.peak >= 0.9 * asked[0][0]
+
+
+def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
+    """Between all that a layer saves and none of it."""
+    roomy = build("1TiB", intermediate_size=384)
+    reference = step(roomy)
+    kept = tunecompile.report(roomy).memory
+    model = build(int(0.95 * (kept["predicted_peak"] - kept["kept_weights"])), intermediate_size=384)
+    for _ in range(3):
+        same(step(model), reference)
+    memory = tunecompile.report(model).memory
+    assert [p for p in memory["plans"] if p["offload"] and p["largest_stays"]] and "all but the largest tensor waits on the host" in str(tunecompile.report(model))
+    option = next(o for o in model._tunecompile.step.budget.options.values() if o.offloaded and o.held)
+    assert option.leaves(option.held // 2) and not option.leaves(option.held) and not option.leaves(int(0.75 * option.held))
+    assert 0 < memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flops, pays", [(1e12, True), (1.0, False)])
+def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
+    """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
+    from tests.runtime.cuda_graphs.test_replay import Again
+    from tunecompile.planner.hardware import Rates
+    from tunecompile.runtime.cuda_graphs import launch_bound, replay
+    from tunecompile.runtime.memory import budget
+
+    monkeypatch.setattr(replay, "CudaRecorder", Again)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops, 1e12))
+    reference, model = plain(), build(int(1.5 * needed()))
+    state = model._tunecompile
+    for number in range(7):
+        same(step(model), reference)
+        if not number:
+            assert not state.replays.recorded and all(option.plan == KEEP for option in state.step.budget.options.values())
+    again = [bool(plan["recompute"]) for plan in tunecompile.report(model).memory["plans"]]
+    assert any(again) == pays and state.replays.recorded >= 2 * LAYERS, tunecompile.report(model)
+    assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
+
+
+@pytest.mark.slow
+def test_nothing_is_copied_where_all_fits(to_the_host):
+    model = build("1TiB")
+    step(model)
+    assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None
+
+
+class Meter:
+    """A gauge that says what a test tells it."""
+
+    def __init__(self):
+        self.now, self.most, self.held = 0, 0, 0
+
+    def allocated(self):
+        return self.now
+
+    def peak(self):
+        return self.most, self.held
+
+    def release(self):
+        pass
+
+    def outside(self):
+        return 0
+
+    def failures(self):
+        return 0
+
+    def available(self):
+        return 1 << 40
+
+    total = available
+
+
+def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
+    from tunecompile.runtime.memory import per_device
+
+    meter = Meter()
+    monkeypatch.setattr(per_device, "gauge", lambda device: meter)
+    whole = needed()
+    meter.most = meter.held = 100 * whole  # of loading the model: no step's
+    model = build(int(1.3 * whole))
+    for _ in range(2):
+        step(model)
+    budget = model._tunecompile.step.budget
+    assert budget.plans == 1 and not budget.surplus and tunecompile.report(model).memory["measured_peak"] is None
+    meter.most = meter.held = int(1.6 * whole)  # the user has reset the count since
+    step(model)
+    memory = tunecompile.report(model).memory
+    made = budget.plans
+    assert made > 1 and memory["measured_peak"] == meter.most and any(p["recompute"] for p in memory["plans"])
+    same(step(model), plain())
+    assert budget.plans == made  # until there is a new peak
+
+
+@pytest.mark.slow
+def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
+    from tunecompile.runtime.memory import per_device
+
+    meter = Meter()
+    monkeypatch.setattr(per_device, "gauge", lambda device: meter)
+    whole = needed()
+    model = build(int(1.3 * whole))
+    step(model)
+    meter.now = whole // 2  # a second model, say
+    step(model)
+    assert any(p["recompute"] for p in tunecompile.report(model).memory["plans"])
+
+
+@pytest.mark.slow
+def test_batches_of_many_sizes_are_not_planned_each():
+    model = build(int(1.5 * needed()))
+    for length in (16, 15, 14, 17, 20, 9, 18):
+        step(model, length=length)
+    budget = model._tunecompile.step.budget
+    assert budget.plans == 1
+    step(model, rows=8)
+    made = budget.plans
+    assert made > 1
+    for length in (16, 15, 14, 13):
+        step(model, rows=8, length=length)
+    assert budget.plans == made
+
+
+@pytest.mark.slow
+def test_layers_without_anything_trained_survive_a_new_plan(monkeypatch):
+    """Their graphs have no backward to plan with; a bigger batch has all graphs seen again."""
+    monkeypatch.setattr(candidates, "plans", lambda graph: [KEEP, RECOMPUTE])  # enough to plan with, and sooner surveyed
+
+    def make(memory):
+        model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS)).train()
+        for layer in model.get_base_model().model.layers[:2]:
+            layer.requires_grad_(False)
+        model.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: None)  # a kind of call that no trained layer has
+        return tunecompile.optimize(model, memory=memory, executor="eager")
+
+    whole = make("1TiB")
+    step(whole)
+    memory = tunecompile.report(whole).memory
+    model, reference = make(int(1.2 * (memory["predicted_peak"] - memory["kept_weights"]))), make(None)
+    for rows in (2, 8, 2):
+        same(step(model, rows=rows), step(reference, rows=rows))
+
+
+@pytest.mark.slow
+def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
+    """The inner products of adapters are a few bytes beside the products they were made with."""
+    read, trial, inner = {}, partitioner.Partitioner._try, partitioner._cut
+
+    def follow(self, gm, inputs, kwargs, traced, plan):
+        def cut(*args):
+            graphs = inner(*args)
+            read[plan] = [{user.args[1] for user in node.users if user.target is getitem}
+                              for node in graphs[1].graph.nodes if node.target is lora_linear.overload]
+            return graphs
+
+        monkeypatch.setattr(partitioner, "_cut", cut)
+        return trial(self, gm, inputs, kwargs, traced, plan)
+
+    monkeypatch.setattr(partitioner.Partitioner, "_try", follow)
+    narrow = [tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS), r=2).train(), memory=memory, executor="eager")
+              for memory in (None, int(0.3 * needed()))]
+    same(*map(step, narrow))
+    assert sum(map(len, read.values())) > 4
+    assert not any(1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls)  # xa
+
+
+@pytest.mark.slow
+def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
+    inner, broken = candidates.survey, []
+
+    def survey(cut, plans):
+        if broken:
+            raise RuntimeError("cannot be cut like that")
+        return inner(cut, plans)
+
+    monkeypatch.setattr(candidates, "survey", survey)
+    model, reference = build(int(0.8 * needed())), build(None)
+    same(step(model), plain())
+    budget = model._tunecompile.step.budget
+    (before,) = budget.menus.values()
+    broken.append(True)
+    for _ in range(3):
+        same(step(model, rows=8), step(reference, rows=8))
+    (after,) = budget.menus.values()
+    assert not before.whole and after.whole and after.rows == before.rows and len(after.rows) > 1
+    assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
+    assert sum("cannot be cut like that" in note for note in tunecompile.report(model).notes) == 1
+
+
+def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
+    inner, courses = candidates.survey, []
+
+    def survey(cut, plans):
+        courses.append(plans)
+        if len(courses) == 3:
+            raise RuntimeError("cannot be cut like that")
+        return inner(cut, plans)
+
+    monkeypatch.setattr(candidates, "survey", survey)
+    model = build("1KiB")
+    same(step(model), plain())
+    report = tunecompile.report(model)
+    assert any(plan["recompute"] for plan in report.memory["plans"])
+    assert any("not all memory plans" in note and "cannot be cut like that" in note for note in report.notes)

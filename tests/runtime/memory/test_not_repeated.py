@@ -1,0 +1,194 @@
+"""Layers that a budget may not compute again: which they are, that they run as they did, and what is said where one has to be all the same."""
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.runtime.memory.full import (
+    Block,
+    Full,
+    Tiny,
+    build,
+    gradients,
+    graphs,
+    guarded,
+    ids,
+    loss,
+    peak,
+    plain,
+    recovery,
+    step,
+)
+from tests.runtime.memory.test_budget import LAYERS, same
+from tests.support import zoo
+from tunecompile.errors import LayerChanged, NoSecondDerivative, StepLost
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("what", ["hook", *(pytest.param(what, marks=pytest.mark.slow) for what in ("tensor", "object"))])
+def test_what_cannot_be_repeated_runs_as_it_did(what):
+    model, reference = guarded(), build(None)
+    outside = [torch.ones(16, requires_grad=True) for _ in range(2)]
+    for m, tensor in zip((model, reference), outside):
+        layer = m.backbone.layers[1]
+        if what == "hook":
+            layer.up.weight.register_hook(lambda grad: 2 * grad)
+        elif what == "tensor":
+            layer.register_forward_hook(lambda module, args, output, t=tensor: output * t)
+        else:
+            inner = layer.forward
+            layer.forward = lambda x, inner=inner: inner(x, scale=None)
+            m.backbone.layers[0].register_forward_hook(lambda *_: None)
+    for seed in range(2):
+        same(step(model, seed), step(reference, seed))
+    notes = tunecompile.report(model).notes
+    assert what == "object" or any("are not repeated" in note for note in notes), notes
+    assert what != "tensor" or torch.equal(outside[0].grad, outside[1].grad)
+
+
+def test_sharded_layers_are_not_repeated(monkeypatch):
+    model = guarded()
+    monkeypatch.setattr(recovery(model), "_bound", lambda: "are shared")
+    full, before = Full(model, 1, "forward"), peak(model)
+    with pytest.raises(StepLost, match="its layers are shared. Leave this step out"):
+        step(model)
+    same(step(model), plain())
+    assert full.raised == 1 and peak(model) < before
+
+
+def test_second_derivatives_are_refused():
+    model = guarded()
+    with pytest.raises(NoSecondDerivative):
+        loss(model).backward(create_graph=True)
+
+
+def test_weights_that_changed_in_between_are_refused():
+    model = guarded()
+    found = loss(model)
+    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
+    with torch.no_grad():
+        model.backbone.layers[2].up.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+class Doubling(Block):
+    """Writes to what it is given."""
+
+    def forward(self, x, scale=None):
+        return super().forward(x.mul_(2))
+
+
+class Counting(Block):
+    """Writes to a buffer, which its result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x, scale=None):
+        return super().forward(x) * self.seen.add_(1)
+
+
+def of(kind, memory):
+    torch.manual_seed(0)
+    model = Tiny()
+    model.backbone.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+    return tunecompile.optimize(model.train(), memory=memory, executor="eager")
+
+
+def pair_of(kind):
+    """Under a budget that is tight, and without one."""
+    whole = of(kind, "1TiB")
+    step(whole)
+    return of(kind, int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), of(kind, None)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Counting])
+@pytest.mark.parametrize("retained", [False, True])
+def test_layers_that_write_are_not_repeated(kind, retained):
+    def run(model):
+        torch.manual_seed(3)
+        x = model.backbone.embed(ids())
+        for layer in model.backbone.layers:
+            x = layer(x)
+        found = x.square().mean()
+        if retained:
+            found.backward(retain_graph=True)
+        found.backward()
+        return x.detach(), gradients(model)
+
+    model, reference = pair_of(kind)
+    for m in (model, reference):
+        loss(m)
+    same(run(model), run(reference))
+    assert not graphs(model) and any("write to their arguments or buffers" in note for note in tunecompile.report(model).notes)
+    assert all(map(torch.equal, model.buffers(), reference.buffers()))
+
+
+def test_layers_that_begin_to_write_are_not_repeated():
+    """That was not to be seen in their first call. Another backward pass goes through the graph of the first."""
+
+    class Later(Counting):
+        def forward(self, x, scale=None):
+            return super().forward(x) if self.training and x.size(0) == 5 else Block.forward(self, x) * self.seen
+
+    def run(model):
+        torch.manual_seed(5)
+        found = loss(model, rows=5)
+        found.backward(retain_graph=True)
+        found.backward()
+        return found.detach(), gradients(model)
+
+    model, reference = pair_of(Later)
+    same(step(model), step(reference))
+    assert not recovery(model).refused
+    for _ in range(2):
+        same(run(model), run(reference))
+    assert all(map(torch.equal, model.buffers(), reference.buffers())) and len(recovery(model).refused) == LAYERS
+
+
+# -- weights that are others in the meantime --------------------------------------------------------------------------------------
+
+
+def called_with(model, weights):
+    """Two losses of one model with other weights."""
+    torch.manual_seed(5)
+    return sum(torch.func.functional_call(model, weights, (ids(seed=seed), ids(seed=seed))) for seed in (1, 2))
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_weights_of_a_functional_call(made):
+    """Those that are made of others have a graph of their own, which both losses go through."""
+
+    def run(model):
+        if made:
+            weights = {name: 1.5 * p for name, p in model.named_parameters()}
+            called_with(model, weights).backward()
+            return gradients(model)
+        weights = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        found = called_with(model, weights)
+        found.backward(retain_graph=True)
+        found.backward()
+        assert all(p.grad is None for p in model.parameters())
+        return {name: weight.grad for name, weight in weights.items()}
+
+    model, reference = guarded(), build(None)
+    assert not recovery(model).refused
+    for _ in range(2):
+        ours, theirs = run(model), run(reference)
+        assert set(ours) == set(theirs) and max(zoo.errors(ours, theirs).values()) < 1e-6
+    same(step(model), plain())
+
+
+@pytest.mark.parametrize("what", ["functional_call", "eval"])
+def test_layers_that_changed_in_between_are_refused(what):
+    model = guarded()
+    found = called_with(model, {name: p.detach().requires_grad_() for name, p in model.named_parameters()}) if what == "functional_call" else loss(model)
+    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
+    if what == "eval":
+        model.eval()
+    with pytest.raises(LayerChanged, match="other weights of it are trained" if what == "functional_call" else "between training and evaluation"):
+        found.backward()

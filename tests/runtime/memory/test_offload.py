@@ -1,0 +1,415 @@
+"""What layers save comes back as it was, under any loop; host memory is bounded and empty in the end. On a CPU, with real copies."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tunecompile
+from tests.runtime.memory.copiers import LateCopier, Recorder
+from tests.runtime.memory.stack import Stack, same, wrap
+from tests.support import zoo
+from tunecompile.errors import ModifiedInPlace
+from tunecompile.runtime.memory.offload import Offload
+from tunecompile.runtime.memory.pinned_pool import GRANULE, HostCopier
+
+CPU = torch.device("cpu")
+
+
+def make(host_bytes=1 << 26, **options) -> Offload:
+    return Offload(CPU, host_bytes, smallest=256, **{"copier": HostCopier(), **options})
+
+
+def inputs(seed=0) -> torch.Tensor:
+    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(x: torch.Tensor, **options) -> tuple:
+    stack = Stack(**options)
+    loss = stack(x)
+    loss.backward()
+    return loss.detach(), stack.gradients()
+
+
+def run(stack: Stack, x: torch.Tensor) -> tuple:
+    loss = stack(x)
+    loss.backward()
+    return loss.detach(), stack.gradients()
+
+
+def offloaded(offload: Offload, **options) -> Stack:
+    stack = Stack(**options)
+    stack.offload = offload
+    return stack
+
+
+def empty(offload: Offload) -> bool:
+    gc.collect()
+    return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks
+
+
+@pytest.mark.parametrize("ahead", [1, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (0, 2, 9))])
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_gradients_are_the_same(ahead, keep_last):
+    offload = make(ahead=ahead)
+    stack = offloaded(offload, keep_last=keep_last)
+    for seed in range(3):
+        assert same(run(stack, inputs(seed)), plain(inputs(seed)))
+        report = offload.report()
+        stayed = report["bytes_out"] - report["bytes_back"]  # of the last call, unless even that is waited for
+        assert (stayed > 0 if ahead else stayed >= 0) and report["bytes_back"] > 0 and not report["refusals"]
+        assert empty(offload)
+
+
+@pytest.mark.parametrize("granules, on_disk", [(64, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9, False), (9, True), (13, True)))])
+def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
+    """Small pieces of host memory change hands all the time, and copies come as late as they may."""
+    offload = make(granules * GRANULE, copier=LateCopier(), folder=tmp_path if on_disk else None)
+    stack, reference = offloaded(offload, layers=8), Stack(layers=8)
+    for seed in range(6):
+        left = stack(inputs(99)) if seed % 2 else None  # no backward comes
+        del left
+        losses = [[model(inputs(seed)), model(inputs(seed + 1))] for model in (stack, reference)]
+        for a, b in zip(*(pair if seed % 3 else reversed(pair) for pair in losses)):
+            for loss in (a, b):
+                loss.backward(retain_graph=seed % 3 == 2)
+            if seed % 3 == 2:
+                a.backward(), b.backward()
+        assert all(map(torch.equal, stack.gradients(), reference.gradients())), seed
+        del losses, loss, a, b
+        assert empty(offload) and not files(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "checkpointed"])
+def test_compiled_layers(mode):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+
+    def make_model():
+        model = zoo.make("llama", num_hidden_layers=4)
+        model = zoo.adapt(model)
+        if mode == "checkpointed":
+            model.gradient_checkpointing_enable()
+        return tunecompile.optimize(model, executor="eager")
+
+    def graphs(model):
+        return [variant.graphs for region in model._tunecompile.regions for variant in region.variants.values()]
+
+    expected, later, compiled = zoo.step(model := make_model(), zoo.batch()), zoo.step(model, zoo.batch(length=24)), graphs(model)
+    torch._dynamo.reset()
+    model, offload = make_model(), make()
+    wrap(model, offload)
+    for batch, reference in ((zoo.batch(), expected), (zoo.batch(), expected), (zoo.batch(length=24), later)):  # compiled under the hooks
+        offload.begin_step()
+        assert same(zoo.step(model, batch), reference)
+        assert offload.report()["bytes_out"] > 0 and empty(offload)
+    assert graphs(model) == compiled
+    assert not tunecompile.report(model).notes
+
+
+def test_weights_and_shared_arguments_are_not_copied_by_each_layer():
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
+    offload = make()
+    wrap(model, offload)
+    zoo.step(model, zoo.batch())
+    first, *others = offload.report()["bytes_out_by_layer"].values()
+    assert len(set(others)) == 1 and first > others[0]  # the rotary tables, saved by all of them, went with the first
+    largest = max(parameter.nbytes for layer in model._tunecompile.slots for parameter in layer.layer.parameters())
+    assert largest > 256 and sum(p.nbytes for p in model._tunecompile.slots[1].layer.parameters()) > others[0]
+
+
+def test_views_of_one_storage_are_copied_once():
+    recorder = Recorder()
+    run(offloaded(make(copier=recorder), layers=3), inputs())
+    assert [entry for entry in recorder.log if entry[0] == "out"] == [("out", 4)] * 3  # input, up's output, silu's output, product
+    offload = make()
+    base = torch.randn(8, 64, requires_grad=True)
+    with offload.layer(0, torch.nn.Identity()):
+        doubled = base * 2
+        left, right = doubled[:, 3:40:2], doubled.t()
+        result = (left.exp().sum() + (left * left).sum() + right.sin().sum())
+    offload.settle()
+    result.backward()
+    other = base.detach().requires_grad_()
+    doubled = other * 2
+    (doubled[:, 3:40:2].exp().sum() + doubled[:, 3:40:2].square().sum() + doubled.t().sin().sum()).backward()
+    torch.testing.assert_close(base.grad, other.grad)
+
+
+def test_backward_twice():
+    offload = make()
+    stack = offloaded(offload)
+    loss = stack(inputs())
+    loss.backward(retain_graph=True)
+    first = stack.gradients()
+    offload.begin_step()  # drops what lies on the device, and nothing else
+    loss.backward(retain_graph=True)
+    second = stack.gradients()
+    loss.backward()
+    for mine in (second, stack.gradients()):
+        assert all(map(torch.equal, first, mine))
+    assert all(map(torch.equal, first, plain(inputs())[1]))
+    del loss
+    assert empty(offload)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
+def test_two_forwards_then_two_backwards(order):
+    offload = make()
+    stack, reference = offloaded(offload), Stack()
+    for model in (stack, reference):
+        losses = [model(inputs(0)), model(inputs(1))]
+        if order is None:
+            sum(losses).backward()
+        else:
+            for i in order:
+                losses[i].backward()
+    del losses
+    assert all(map(torch.equal, stack.gradients(), reference.gradients()))
+    assert empty(offload)
+
+
+def test_forward_without_backward_frees_everything():
+    offload = make()
+    stack = offloaded(offload)
+    loss = stack(inputs())
+    assert offload.report()["host_bytes"] > 0
+    del loss
+    assert empty(offload)
+    with torch.no_grad():
+        stack(inputs())
+    assert offload.report()["bytes_out"] == 0
+    assert same(run(stack, inputs()), plain(inputs()))
+
+
+def test_part_of_the_backward():
+    offload = make()
+    stack, reference = offloaded(offload), Stack()
+    loss, expected = stack(inputs()), reference(inputs())
+    mine = torch.autograd.grad(loss, list(stack.layers[4].parameters()), retain_graph=True)  # fetches layers ahead that nobody asks for
+    assert all(map(torch.equal, mine, torch.autograd.grad(expected, list(reference.layers[4].parameters()), retain_graph=True)))
+    offload.begin_step()
+    loss.backward()
+    expected.backward()
+    assert all(map(torch.equal, stack.gradients(), reference.gradients()))
+    del loss
+    assert empty(offload)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_layer_keeps_its_own(reentrant):
+    offload, reference = make(), plain(inputs().requires_grad_())
+    stack = offloaded(offload)
+    x = inputs().requires_grad_()
+    offload.begin_step()
+
+    def layer(x, index):
+        with offload.layer(index, stack.layers[index]):
+            return stack.layers[index](x)
+
+    for index in range(len(stack.layers)):
+        x = checkpoint(layer, x, index, use_reentrant=reentrant)
+    loss = x.square().mean()
+    loss.backward()
+    assert same((loss.detach(), stack.gradients()), reference)
+    assert offload.report()["bytes_out"] == 0 and len(offload.report()["refusals"]) >= 1
+
+
+def test_the_users_own_hooks_come_first():
+    offload = make()
+    stack = offloaded(offload)
+    with torch.autograd.graph.save_on_cpu():
+        result = run(stack, inputs())
+    assert same(result, plain(inputs()))
+    assert offload.report()["refusals"] == {"other hooks take the saved tensors": 0}
+
+
+@pytest.mark.parametrize("when", ["inside", "after", "kept"])
+def test_changes_in_place_are_refused(when):
+    offload = make()
+    x = torch.randn(16, 16, requires_grad=True)
+    with offload.layer(0, torch.nn.Identity(), (lambda tensor: False) if when == "kept" else None):
+        y = x.exp()
+        z = y * 2
+        if when == "inside":
+            y.add_(1)
+    if when != "inside":
+        y.detach().add_(1)
+    offload.settle()
+    with pytest.raises(ModifiedInPlace, match=r"\[16, 16\] is at version 1; expected version 0, saved by layer 0"):
+        z.sum().backward()
+    assert issubclass(ModifiedInPlace, RuntimeError)
+
+
+def test_changes_in_place_behind_the_copy_do_no_harm():
+    offload = make()
+    x = torch.randn(16, 16, requires_grad=True)
+    with offload.layer(0, torch.nn.Identity()):
+        y = x.exp()
+        z = y * 2
+    offload.settle()
+    expected = 2 * y.detach().clone()
+    with offload.layer(1, torch.nn.Identity()):
+        y.detach().add_(1)
+        more = y.detach().requires_grad_() * y.detach()  # saved anew: it is another value
+    z.sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert offload.report()["bytes_out"] == 2 * x.nbytes
+    more.sum().backward()
+
+
+def test_device_memory_is_freed():
+    offload = make()
+    x = torch.randn(64, 64, requires_grad=True)
+    with offload.layer(0, torch.nn.Identity()):
+        y = x.exp()
+        z = y.sum() * 2
+    storage = weakref.ref(y)
+    del y
+    before = offload.blocks.values()
+    block, = before
+    offload.settle()
+    assert storage() is None and block.device is None and block.identity.expired()
+    del before, block
+    z.backward()
+    assert torch.equal(x.grad, 2 * x.exp()) and empty_after(z, offload)
+
+
+def empty_after(result, offload) -> bool:
+    del result
+    return offload.report()["host_bytes"] == 0
+
+
+def test_only_the_last_two_layers_wait_on_the_device():
+    offload = make()
+    kept, x = [], torch.randn(8, 32)
+    for index in range(5):
+        layer = torch.nn.Linear(32, 32)
+        with offload.layer(index, layer, (lambda _: False) if index == 3 else None):
+            x = layer(x).sin()
+        kept.append(sum(block.device is not None for block in offload.blocks.values()))
+    assert kept == [2, 4, 4, 2, 2]  # each saves two storages; layer 3 keeps everything
+    offload.settle()
+    assert not any(block.device is not None for block in offload.blocks.values())
+
+
+def test_prefetch_comes_two_layers_ahead():
+    recorder = Recorder()
+    offload = make(copier=recorder)
+    stack = offloaded(offload, layers=5, keep_last=True)
+    loss = stack(inputs())
+    offload.settle()
+    fetched = []
+    for index, layer in enumerate(stack.layers):
+        layer.register_full_backward_hook(lambda *_, index=index: None)
+    recorder.log.clear()
+    inner = offload._reach
+    offload._reach = lambda call: (inner(call), fetched.append((call.layer, len(recorder.log))))
+    loss.backward()
+    # In the backward of layer 4, which is kept, 3 and 2 are fetched; from then on, one more each.
+    assert fetched == [(4, 2), (3, 3), (2, 4), (1, 4), (0, 4)]
+
+
+def test_host_memory_is_bounded():
+    offload = make(host_bytes=5 * GRANULE)
+    stack = offloaded(offload)
+    assert same(run(stack, inputs()), plain(inputs()))
+    report = offload.report()
+    assert report["peak_host_bytes"] == report["pinned_bytes"] == 5 * GRANULE
+    assert list(report["refusals"]) == ["host memory is full"] and report["bytes_out"] > 0
+    assert same(run(stack, inputs()), plain(inputs())) and empty(offload)
+
+
+def test_without_pinned_memory_tensors_stay():
+    class Poor(HostCopier):
+        def allocate(self, nbytes):
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    offload = make(copier=Poor())
+    assert same(run(offloaded(offload), inputs()), plain(inputs()))
+    reason, = offload.report()["refusals"]
+    assert reason == "no more pinned memory than 0 MiB: CUDA error: out of memory" and offload.report()["bytes_out"] == 0
+
+
+def test_what_outlives_the_step_is_not_copied_again():
+    offload = make()
+    constant = torch.randn(32, 32)  # neither parameter nor buffer: a 4-bit weight's scales, say
+    for step in range(3):
+        offload.begin_step()
+        x = torch.randn(32, 32, requires_grad=True)
+        with offload.layer(0, torch.nn.Identity()):
+            y = (x * constant).sum()
+        assert offload.report()["bytes_out"] == (constant.nbytes if step == 0 else 0)
+        y.backward()
+        assert torch.equal(x.grad, constant)
+
+
+def test_a_failing_forward_leaves_nothing():
+    offload = make()
+    x = torch.randn(32, 32, requires_grad=True)
+    with pytest.raises(ValueError), offload.layer(0, torch.nn.Identity()):
+        y = x.exp() * 2
+        raise ValueError
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x.exp())
+    del y
+    assert empty(offload)
+
+
+def test_a_cpu_counts_and_copies_nothing():
+    counting, copying = Offload(CPU, 1 << 26, smallest=256), make()
+    results = [run(offloaded(offload), inputs()) for offload in (counting, copying)]
+    assert same(*results)
+    a, b = counting.report(), copying.report()
+    assert {key: a[key] for key in b} == b
+    assert empty(counting)
+
+
+class TestDisk:
+    def test_takes_what_host_memory_cannot(self, tmp_path):
+        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
+        stack = offloaded(offload, layers=8)
+        for seed in range(3):
+            assert same(run(stack, inputs(seed)), plain(inputs(seed), layers=8))
+            report = offload.report()
+            assert report["disk_bytes"] > 0 and not report["refusals"] and report["peak_host_bytes"] <= 8 * GRANULE
+            assert empty(offload) and not files(tmp_path)
+
+    def test_backward_twice_and_forwards_left_alone(self, tmp_path):
+        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
+        stack = offloaded(offload, layers=8)
+        stack(inputs())
+        loss = stack(inputs())
+        assert files(tmp_path)
+        expected = plain(inputs(), layers=8)[1]
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+            assert all(map(torch.equal, expected, stack.gradients()))
+        del loss
+        assert empty(offload) and not files(tmp_path)
+
+    def test_a_full_disk_leaves_tensors_where_they_are(self, tmp_path, monkeypatch):
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("tunecompile.runtime.memory.disk_store._write", fail)
+        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
+        assert same(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
+        reason, = offload.report()["refusals"]
+        assert reason == "no more room on disk: [Errno 28] No space left on device"
+        assert empty(offload) and not files(tmp_path)
+
+    def test_the_folder_goes_with_the_runtime(self, tmp_path):
+        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
+        loss = offloaded(offload, layers=8)(inputs())
+        assert list(tmp_path.iterdir())
+        del loss, offload
+        gc.collect()
+        assert not list(tmp_path.iterdir())
+
+
+def files(folder) -> list:
+    return [path for path in folder.rglob("*") if path.is_file()]

@@ -1,0 +1,235 @@
+"""Layers on several devices: a plan for each, and one device's want of memory is its own. (A CPU stands for two: by its number, or by none.)"""
+
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.runtime.memory.full import Block, Full, Tiny, build, graphs, needed, plain, step
+from tests.runtime.memory.test_budget import LAYERS, same
+from tunecompile.errors import NothingFits
+from tunecompile.planner import candidates
+from tunecompile.planner.device_memory import HostGauge
+from tunecompile.runtime.memory import per_device
+from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.rng_autocast import Surroundings
+from tunecompile.runtime.region import Slot
+
+pytest.importorskip("transformers")
+FIRST, LAST = torch.device("cpu", 1), torch.device("cpu")  #: the head is on the last
+HALF = LAYERS // 2
+
+
+@pytest.fixture(autouse=True)
+def spread(monkeypatch):
+    """The first half of the layers is on another device. (What all need on one is asked before.)"""
+    needed()
+    monkeypatch.setattr(Slot, "device", property(lambda slot: FIRST if slot.place < HALF else LAST))
+
+
+def computing_again(model):
+    """By device, how many layers do."""
+    report = tunecompile.report(model)
+    return {plan["device"]: sum(each["layers"] for each in plan["plans"] if each["recompute"]) for plan in (report.memory, *report.elsewhere)}
+
+
+def on_each(model):
+    first, last = model._tunecompile.step.budgets
+    assert (first.device, last.device) == (FIRST, LAST)
+    return first, last
+
+
+def test_each_device_has_a_plan_of_its_own(monkeypatch):
+    """What is too little for all layers on one device does for half of them on each; and the last one needs room for head and loss."""
+    surveyed, survey = [], candidates.survey
+    monkeypatch.setattr(candidates, "survey", lambda *args: surveyed.append(1) or survey(*args))
+    memory = int(0.7 * needed())
+    model = build(memory)
+    for _ in range(3):
+        same(step(model), plain())
+    surveyed_on_two = len(surveyed)
+    first, last = on_each(model)
+    assert computing_again(model) == {"cpu:1": 0, "cpu": 0} and first.tail(32) == 0 < last.tail(32)
+    assert max(budget.admitted.choice.peak for budget in (first, last)) <= memory
+
+    monkeypatch.undo()
+    monkeypatch.setattr(candidates, "survey", lambda *args: surveyed.append(1) or survey(*args))
+    together = build(memory)
+    step(together)
+    assert len(together._tunecompile.step.budgets) == 1 and computing_again(together)["cpu"] > 0
+    assert surveyed_on_two <= len(surveyed) - surveyed_on_two, "layers of one kind are surveyed once"
+
+
+def test_the_fuller_device_computes_again(monkeypatch):
+    monkeypatch.setattr(Slot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
+    model = build(int(0.7 * needed()))
+    for _ in range(2):
+        same(step(model), plain())
+    assert computing_again(model)["cpu:1"] == 0 < computing_again(model)["cpu"]
+
+
+@pytest.mark.parametrize("where", ["forward", "behind the backward"])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_the_device_that_is_full_plans_for_less(layer, where):
+    model = build(int(1.2 * needed()))
+    step(model)
+    budgets = on_each(model)
+    before, steps = [budget.admitted.choice.peak for budget in budgets], [budget.steps for budget in budgets]
+    full = Full(model, layer, where)
+    same(step(model), plain())
+    same(step(model), plain())
+    smaller = [budget.admitted.choice.peak < peak for budget, peak in zip(budgets, before)]
+    assert full.raised == 1 and smaller == [layer < HALF, layer >= HALF], "the other device keeps its plan"
+    assert [budget.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
+    assert any("cpu:1" in note and "ran out of memory" in note for note in tunecompile.report(model).notes)
+
+
+def test_the_error_says_which_device_is_full(monkeypatch):
+    """Not the count of allocations that failed: some are dealt with by whoever made them (a prefetch). Behind the layers, the last one to run says nothing."""
+    from tunecompile.runtime.loss_head import losses
+
+    whole, left = losses.linear_cross_entropy, [1]
+
+    @dataclass
+    class Counting(HostGauge):
+        device: torch.device
+
+        def failures(self):
+            return int(self.device == LAST and not left)
+
+    def full(*args):
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 1 has a total capacity of 1.00 MiB")
+        return whole(*args)
+
+    monkeypatch.setattr(per_device, "gauge", Counting)
+    model = build(int(1.2 * needed()))
+    step(model)
+    first, last = on_each(model)
+    before = first.admitted.choice.peak, last.admitted.choice.peak
+    monkeypatch.setattr(losses, "linear_cross_entropy", full)
+    left[:] = [1]
+    for _ in range(2):
+        same(step(model), plain())
+    assert first.admitted.choice.peak < before[0] and last.admitted.choice.peak == before[1]
+
+
+def test_each_device_has_its_own_tries():
+    """What fills one fills the others as well: none plans for the least at once because another had to plan anew."""
+    def again(*layers):
+        model = build(int(1.2 * needed()))
+        step(model)
+        for layer in layers:
+            Full(model, layer, "forward")
+        same(step(model), plain())
+        return model._tunecompile.step.budgets[1].surplus
+
+    assert again(0, LAYERS - 1) == again(LAYERS - 1) > 0
+
+
+class Narrow(Block):
+    """A layer of another kind."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.up, self.down, self.more = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+
+def other_kind(memory):
+    model = Tiny().train()
+    for place in range(HALF):
+        model.backbone.layers[place] = Narrow()
+    return tunecompile.optimize(model, memory=memory, executor="eager")
+
+
+def test_kinds_of_layers_are_surveyed_where_they_are():
+    """A kind that another device has no need to survey to the end keeps nobody from seeing that there is no smaller plan."""
+    roomy = other_kind(1 << 40)
+    step(roomy)
+    first, last = on_each(roomy)
+    model = other_kind(int(1.2 * first.admitted.choice.peak))
+    for _ in range(3):
+        step(model)
+    first, last = on_each(model)
+    assert first.admitted.choice.fits and not first._surveyed()[0].whole and not last.admitted.choice.fits and last._surveyed()[0].whole
+    made = last.plans
+    for _ in range(3):
+        step(model)
+    assert last.plans == made
+    full = Full(model, LAYERS - 1, "forward", times=100)
+    with pytest.raises(NothingFits):
+        step(model)
+    assert full.raised < 5
+
+
+def test_a_frozen_device_decides_for_nobody_else():
+    """Its layers' graphs show no backward; what is compiled for them serves the other device's, and asks that device's budget."""
+    asked, decide = [], Budget.decide
+
+    def watched(budget, *args):
+        asked.append((budget.device, budget.running.place))
+        return decide(budget, *args)
+
+    with patch.object(Budget, "decide", watched):
+        model = build(int(0.7 * needed()))
+        for layer in model.backbone.layers[:HALF]:
+            layer.requires_grad_(False)
+        model.backbone.embed.requires_grad_(False)
+        step(model)
+    assert asked and all(device == LAST and place >= HALF for device, place in asked)
+
+
+def test_what_tells_of_it_tells_of_all_devices(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = build(int(1.2 * needed()))
+    step(model)
+    report = tunecompile.report(model)
+    assert "memory of cpu:1: peak predicted" in str(report) and "memory of cpu: peak predicted" in str(report)
+    assert [plan["device"] for plan in (report.to_dict()["memory"], *report.to_dict()["elsewhere"])] == ["cpu:1", "cpu"]
+    page = tunecompile.memory_timeline(model, tmp_path / "memory.html").read_text()
+    assert "<h1>cpu:1</h1>" in page and "<h1>cpu</h1>" in page and f"<td>{HALF} to {LAYERS - 1}</td>" in page
+
+
+def test_nothing_is_recorded(monkeypatch):
+    """A recording's memory is counted by one budget, and lies on one device."""
+    model = build(1 << 40)
+    model._tunecompile.replays.recorder.device = "cpu"
+    step(model)
+    assert all(region.replays is None for region in model._tunecompile.regions)
+    assert "no CUDA graph: layers are on several devices, each with a budget of its own" in tunecompile.report(model).notes
+
+
+def test_host_memory_is_shared(monkeypatch):
+    made = []
+    monkeypatch.setattr(per_device, "Offload", lambda *told: made.append(told))
+    monkeypatch.setattr(per_device, "available", lambda: 8 << 30)
+    state = build(1 << 40)._tunecompile
+    for host, expected in ((None, 2 << 30), (6 << 30, 3 << 30)):
+        state.host_bytes = host
+        per_device._offload(state, torch.device("cuda", 1), 2)
+        assert made[-1][:2] == (torch.device("cuda", 1), expected)
+    state.host_bytes = 0
+    assert per_device._offload(state, torch.device("cuda", 1), 2) is None
+
+
+def test_layers_on_a_cpu_beside_gpus_have_no_plan():
+    @dataclass
+    class Placed:
+        device: torch.device | None
+
+    gpu, other, cpu, nowhere = (Placed(device) for device in (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu"), None))
+    assert per_device.by_device([gpu, other, gpu, cpu, nowhere]) == {gpu.device: [gpu, gpu], other.device: [other]}
+    assert per_device.by_device([cpu, nowhere]) == {cpu.device: [cpu]} and per_device.by_device([nowhere]) == {}
+
+
+@pytest.mark.gpu
+def test_random_numbers_of_every_gpu_are_remembered():
+    torch.cuda.init()
+    there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    start = Surroundings.now(*there)
+    drawn = [torch.rand(4, device=device) for device in there]
+    start.rewind()
+    assert all(torch.equal(torch.rand(4, device=device), numbers) for device, numbers in zip(there, drawn))

@@ -1,0 +1,247 @@
+"""Frozen weights kept dequantised: the same gradients whatever happens to weights, adapters and the order of calls."""
+
+import copy
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.ops import lora_linear
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+ROOMY = "4GiB"
+
+
+@pytest.fixture(autouse=True)
+def gpu_paths(monkeypatch):
+    """On a CPU the reference would read W only; these read the whole matrix."""
+    for op in (lora_linear, lora_linear.backward_op):
+        monkeypatch.setattr(op, "providers", [dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p for p in op.providers])
+
+
+def build(memory=ROOMY, **options):
+    model = zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2)), **options).train()
+    return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
+
+
+def kept(model):
+    return model._tunecompile.kept
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model, **batch):
+    model.zero_grad()
+    loss = model(**zoo.batch(**batch)).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def add(model, name, **changes):
+    """One more adapter, like the first but for `changes`, filled with the same numbers each time."""
+    model.add_adapter(name, dataclasses.replace(copy.deepcopy(model.peft_config["default"]), **changes))
+    torch.manual_seed(8)
+    for parameter_name, p in model.named_parameters():
+        if f".{name}." in parameter_name:
+            torch.nn.init.normal_(p, std=0.05)
+
+
+def activate(model, name):
+    """Run with this adapter; the other is trained too."""
+    model.set_adapter(name)
+    for either in ("default", "other"):
+        model.set_requires_grad(either)
+
+
+def accumulated(m):
+    m.zero_grad()
+    torch.manual_seed(5)
+    losses = [m(**zoo.batch(seed=seed)).loss for seed in (1, 2)]  # both before their backwards
+    sum(losses).backward()
+    return sum(losses).detach(), gradients(m)
+
+
+def interleaved(m):
+    """Another adapter's forward runs before the backward of the first."""
+    m.zero_grad()
+    losses = []
+    for name in ("default", "other"):
+        activate(m, name)
+        losses.append(m(**zoo.batch()).loss)
+    (losses[0] + 2 * losses[1]).backward()
+    return losses[0].detach(), gradients(m)
+
+
+def equal(model, reference, run=step):
+    (loss, ours), (expected, theirs) = run(model), run(reference)
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
+def test_training_is_the_same(options):
+    model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
+
+    for _ in range(3):
+        equal(model, reference, accumulated)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert kept(model).bytes > 0 and tunecompile.report(model).memory["kept_weights"] == kept(model).bytes
+    assert "frozen weights stay dequantised" in str(tunecompile.report(model)) and not tunecompile.report(model).notes
+
+
+def test_an_optimizer_that_writes_behind_autograds_back():
+    model, reference = build(), build("eager")
+    for m in (model, reference):
+        step(m)
+        for p in m.parameters():
+            if p.requires_grad:
+                p.data.add_(0.05)  # no version counts this
+    equal(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [4, pytest.param(70, marks=pytest.mark.slow)])
+def test_another_adapter_between_forward_and_backward(rank):
+    model, reference = build(), build("eager")
+    for m in (model, reference):
+        add(m, "other", r=rank)
+
+    equal(model, reference, interleaved)
+    equal(model, reference, interleaved)
+
+
+@pytest.mark.slow
+def test_adapters_of_other_targets_and_ranks():
+    model, reference = build(target_modules=["q_proj", "k_proj", "v_proj"]), build("eager", target_modules=["q_proj", "k_proj", "v_proj"])
+    for m in (model, reference):
+        for name, targets, rank in (("one", ["q_proj"], 4), ("large", ["q_proj", "k_proj", "v_proj"], 70)):
+            add(m, name, target_modules=set(targets), r=rank)
+    for name in ("default", "one", "large", "default", "one"):
+        for m in (model, reference):
+            m.set_adapter(name)
+        equal(model, reference)
+
+
+@pytest.mark.slow
+def test_a_pending_backward_outlives_the_plan():
+    """Of another adapter than the one that ran last, when a bigger batch takes the matrices' room."""
+    roomy = build(target_modules=["q_proj", "v_proj"])
+    step(roomy)
+    needed = roomy._tunecompile.step.budget.admitted
+    model = build(int(1.2 * (needed.weights + needed.choice.peak)), target_modules=["q_proj", "v_proj"])
+    reference = build("eager", target_modules=["q_proj", "v_proj"])
+    for m in (model, reference):
+        add(m, "other")
+
+    def run(m):
+        m.zero_grad()
+        losses = []
+        for name, rows in (("default", 2), ("other", 2), ("other", 12)):
+            activate(m, name)
+            losses.append(m(**zoo.batch(rows=rows)).loss)
+        sum(losses).backward()
+        return losses[0].detach(), gradients(m)
+
+    equal(model, reference, run)
+
+
+@pytest.mark.slow
+def test_adapters_that_change_as_the_layers_begin():
+    """By a hook of the owner's, and where layers are called by themselves."""
+    model, reference = build(), build("eager")
+    equal(model, reference)
+    for m in (model, reference):
+        inner = m.get_base_model().model
+        inner.register_forward_pre_hook(lambda module, args: [p.data.mul_(1.1) for n, p in module.named_parameters() if "lora_" in n] and None)
+    equal(model, reference)
+    for m in (model, reference):
+        for n, p in m.named_parameters():
+            if "lora_" in n:
+                p.data.mul_(1.2)
+
+    def by_hand(m):
+        inner = m.get_base_model().model
+        hidden = inner.embed_tokens(zoo.batch()["input_ids"])
+        rope = inner.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        m.zero_grad()
+        for layer in inner.layers:
+            hidden = layer(hidden, position_embeddings=rope)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        loss = hidden.square().mean()
+        loss.backward()
+        return loss.detach(), gradients(m)
+
+    equal(model, reference, by_hand)
+
+
+@pytest.mark.slow
+def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
+    model, reference = build(), build("eager")
+    equal(model, reference)
+    held = kept(model).bytes
+    for _ in range(3):
+        for m in (model, reference):
+            for p in m.parameters():
+                p.data = p.data.clone()  # as .to(device) does
+            m.merge_adapter()  # 4-bit weights are replaced
+            m.unmerge_adapter()
+        equal(model, reference)
+        assert kept(model).bytes == held
+
+
+@pytest.mark.slow
+def test_matrices_are_freed():
+    model = build()
+    step(model)
+    alive = [weakref.ref(values) for values in kept(model).matrices.values()]
+    assert alive
+    tunecompile.restore(model)
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+    model = build()
+    step(model)
+    alive = [weakref.ref(values) for values in kept(model).matrices.values()]
+    del model
+    gc.collect()
+    assert alive and not any(ref() is not None for ref in alive)
+
+
+def test_dense_weights_are_not_kept():
+    """They may be changed in ways that nothing counts: `weight.data += delta`."""
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=2)).train(), memory=ROOMY, executor="eager")
+    step(model)
+    assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
+
+
+@pytest.mark.slow
+def test_a_bigger_batch_takes_their_room():
+    roomy = build()
+    step(roomy)
+    needed = roomy._tunecompile.step.budget.admitted
+    model, reference = build(int(1.2 * (needed.weights + needed.choice.peak))), build("eager")
+    equal(model, reference)
+    assert kept(model).bytes == needed.weights
+    equal(model, reference, lambda m: step(m, rows=12))
+    assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
+    equal(model, reference)
+
+
+@pytest.mark.slow
+def test_no_room_and_no_wish():
+    for memory in (None, "600KiB"):
+        model = build(memory)
+        step(model)
+        assert not kept(model).bytes

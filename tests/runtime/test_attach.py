@@ -1,0 +1,446 @@
+"""The public functions: what `optimize` leaves as it was, what `restore` puts back, what copies, adapters and savers see."""
+
+import copy
+import functools
+import io
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.errors import NotAModule, NotOptimized
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def small(family: str = "llama", **changes) -> nn.Module:
+    return zoo.make(family, num_hidden_layers=2, **changes)
+
+
+def optimized(model: nn.Module) -> nn.Module:
+    return tunecompile.optimize(model, executor="eager")
+
+
+def equal_steps(model: nn.Module, reference: nn.Module, inputs: dict | None = None, limit: float = 1e-4) -> None:
+    inputs = inputs or zoo.batch()
+    (loss, gradients), (expected, exact) = zoo.step(model, inputs), zoo.step(reference, inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    worst = max(zoo.errors(gradients, exact).items(), key=lambda item: item[1])
+    assert worst[1] < limit, worst
+
+
+def anatomy(model: nn.Module) -> dict:
+    """Every attribute of every submodule, by identity; dictionaries (parameters, hooks) entry by entry."""
+    def look(value):
+        return {key: id(item) for key, item in value.items()} if isinstance(value, dict) else id(value) if not isinstance(value, (bool, int)) else value
+
+    return {(name, key): look(value) for name, module in model.named_modules() for key, value in vars(module).items()}
+
+
+def compiled_slots(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if module._compiled_call_impl is not None]
+
+
+def checkpoint(model: nn.Module, **kwargs) -> None:
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+# -- what stays ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_stays_what_it_was():
+    model = small()
+    kind, keys, parameters = type(model), list(model.state_dict()), [id(p) for p in model.parameters()]
+    modules = [(name, type(m)) for name, m in model.named_modules()]
+    assert optimized(model) is model
+    zoo.step(model, zoo.batch())
+    assert type(model) is kind and list(model.state_dict()) == keys
+    assert [id(p) for p in model.parameters()] == parameters and [(n, type(m)) for n, m in model.named_modules()] == modules
+
+
+def test_optimizing_twice_is_optimizing_once():
+    model = optimized(small())
+    before = anatomy(model)
+    assert optimized(model) is model and anatomy(model) == before
+
+
+def test_switched_off_by_the_environment(monkeypatch):
+    monkeypatch.setenv("TUNECOMPILE", "0")
+    model = small()
+    before = anatomy(model)
+    assert optimized(model) is model and anatomy(model) == before
+    with pytest.raises(NotOptimized):
+        tunecompile.report(model)
+
+
+def test_errors_name_cause_and_mend():
+    with pytest.raises(NotAModule, match="got str"):
+        tunecompile.optimize("meta-llama/Llama-3.1-8B")
+    model = small()
+    for function in (tunecompile.report, tunecompile.restore):
+        with pytest.raises(NotOptimized, match="optimize"):
+            function(model)
+    tunecompile.restore(optimized(model))
+    with pytest.raises(NotOptimized):
+        tunecompile.restore(model)
+
+
+# -- restore ------------------------------------------------------------------------------------------------------------
+
+
+def test_restore_undoes_exactly():
+    model = small()
+    before = anatomy(model)
+    optimized(model)
+    zoo.step(model, zoo.batch())
+    assert anatomy(model) != before
+    assert tunecompile.restore(model) is model
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
+    model, reference = small(), small()
+    optimized(model)
+    for m in (model, reference):
+        checkpoint(m, use_reentrant=use_reentrant)
+    enabled = anatomy(model)
+    equal_steps(model, reference)
+    ours = {"_compiled_call_impl", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called", "_tunecompile"}
+    slots = {key for key in enabled if key[1] in ours}
+    tunecompile.restore(model)
+    after = anatomy(model)
+    assert {k: v for k, v in enabled.items() if k not in slots} == {k: v for k, v in after.items() if k not in slots}
+    layer, other = model.model.layers[0], reference.model.layers[0]
+    assert set(vars(layer)) == set(vars(other))
+    assert layer._gradient_checkpointing_func.keywords == other._gradient_checkpointing_func.keywords
+    assert layer._gradient_checkpointing_func.func is other._gradient_checkpointing_func.func
+    equal_steps(model, reference)
+
+
+def test_checkpointing_of_every_other_layer_and_off_again():
+    model, reference = zoo.make("llama"), zoo.make("llama")
+    optimized(model)
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("transformers has no every_n_layers yet")
+    for m in (model, reference):
+        m.activation_checkpointing_enable(every_n_layers=2)
+    equal_steps(model, reference)
+    for m in (model, reference):
+        m.activation_checkpointing_disable()
+    equal_steps(model, reference)
+    assert tunecompile.report(model).compiles == 2  # one with, one without
+
+
+def test_checkpointing_that_does_more_stays_around_the_layers():
+    """transformers' `offload=True` copies what a checkpoint saves to the host; without it a step might not fit."""
+    model, reference = small(), small()
+    optimized(model)
+    copied = []
+
+    def on_the_host(value):
+        copied.append(value.shape)
+        return value.clone()
+
+    def otherwise(function, *args, **options):
+        with torch.autograd.graph.saved_tensors_hooks(on_the_host, lambda value: value):
+            return torch.utils.checkpoint.checkpoint(function, *args, **options)
+
+    for m in (model, reference):
+        checkpoint(m, use_reentrant=False)
+        for layer in m.model.layers:
+            layer._gradient_checkpointing_func = functools.partial(otherwise, use_reentrant=False)
+    equal_steps(reference, reference)
+    expected, copied[:] = list(copied), []
+    equal_steps(model, model)
+    assert copied == expected and len(copied) >= 2
+    equal_steps(model, reference)
+    report = tunecompile.report(model)
+    assert report.compiles == 1 and any(note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes)
+    for m in (model, reference):
+        checkpoint(m, use_reentrant=False)
+    equal_steps(model, reference)
+    assert tunecompile.report(model).compiles == 2 and not any("does more" in note for note in tunecompile.report(model).notes)
+
+
+# -- copies and files ---------------------------------------------------------------------------------------------------
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, pytest.param(by_torch_save, marks=pytest.mark.slow)])
+def test_copies_work_and_are_not_optimized(duplicate):
+    model = optimized(small())
+    checkpoint(model, use_reentrant=False)
+    model.disable_input_require_grads()  # a local function of transformers, which nothing can pickle
+    zoo.step(model, zoo.batch())
+    compiles = tunecompile.report(model).compiles
+    twin = duplicate(model)
+    assert not compiled_slots(twin)
+    with pytest.raises(NotOptimized):
+        tunecompile.report(twin)
+    assert twin.model.layers[0]._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
+    equal_steps(twin, model)
+    assert tunecompile.report(model).compiles == compiles
+    equal_steps(optimized(twin), model)
+    assert len(compiled_slots(twin)) == 5  # the owner of the layers, two of them, the last norm and the head
+
+
+def test_saved_and_loaded_as_before(tmp_path):
+    import transformers
+
+    model = optimized(small())
+    zoo.step(model, zoo.batch())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    equal_steps(loaded, model)
+    with torch.no_grad():
+        loaded.model.layers[0].mlp.up_proj.weight.mul_(2)
+    model.load_state_dict(loaded.state_dict())  # resuming: the same graphs, other weights
+    compiles = tunecompile.report(model).compiles
+    equal_steps(model, loaded)
+    assert tunecompile.report(model).compiles == compiles
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------------
+
+
+def test_eval_and_generate_are_as_before_and_compile_nothing():
+    model, reference = small(), small()
+    optimized(model)
+    ids = zoo.batch()["input_ids"]
+    for training in (False, True):  # generate() in the middle of training too
+        for m in (model, reference):
+            m.train(training)
+        kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(model.generate(ids, **kwargs), reference.generate(ids, **kwargs))
+        with torch.no_grad():
+            ours, theirs = model(ids), reference(ids)
+        assert type(ours.logits) is torch.Tensor and torch.equal(ours.logits, theirs.logits)
+        assert (ours.past_key_values is None) == (theirs.past_key_values is None)
+    model.eval()
+    model(ids).logits.sum().backward()  # gradients in evaluation: attributions, say
+    assert tunecompile.report(model).compiles == 0
+    assert "nothing is compiled yet" in str(tunecompile.report(model))
+
+
+def test_an_evaluation_does_not_pack_4_bit_weights():
+    """With packed ones, which bitsandbytes makes on some CPUs, gradients would stop at every linear."""
+    linear = pytest.importorskip("bitsandbytes").nn.Linear4bit
+    model = zoo.adapt(zoo.quantize(small()))
+    linears = [module for module in model.modules() if isinstance(module, linear)]
+    for module in linears:
+        module.support_avx512bf16_for_cpu = True
+    optimized(model)
+    _, before = zoo.step(model, zoo.batch())
+    with torch.no_grad():
+        model.eval()(**zoo.batch())
+    _, after = zoo.step(model, zoo.batch())
+    assert len(linears) == 14 and not any(hasattr(module.weight.quant_state, "packing_format_for_cpu") for module in linears)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    tunecompile.restore(model)
+    assert all(module.support_avx512bf16_for_cpu for module in linears)
+
+
+def test_a_users_cache_is_left_alone():
+    from transformers import DynamicCache
+
+    model, reference = small(), small()
+    optimized(model).train(), reference.train()
+    ids = zoo.batch()["input_ids"]
+    ours, theirs = (m(ids, past_key_values=DynamicCache(), use_cache=True) for m in (model, reference))
+    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == ids.shape[1]
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+
+
+# -- several models -----------------------------------------------------------------------------------------------------
+
+
+def test_two_models_of_one_class_under_different_plans():
+    plain, first, second = small(), small(), small()
+    optimized(first), optimized(second)
+    checkpoint(second, use_reentrant=True)
+    for seed in range(2):
+        equal_steps(first, plain, zoo.batch(seed=seed))
+        equal_steps(second, plain, zoo.batch(seed=seed))
+    assert tunecompile.report(first).compiles == tunecompile.report(second).compiles == 1
+    saved = [tunecompile.report(m).to_dict()["saved_bytes"] for m in (first, second)]
+    assert saved[1] < saved[0] / 5 and not compiled_slots(plain)
+    tunecompile.restore(first)
+    assert not compiled_slots(first) and len(compiled_slots(second)) == 5
+
+
+# -- neighbours ---------------------------------------------------------------------------------------------------------
+
+
+def run(code: str, folder) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_importing_is_light(tmp_path):
+    """Beside torch's own compiler, which brings triton where there is one, nothing heavy comes in."""
+    code = """
+import sys, torch, torch._dynamo.backends.common, torch._inductor.decomposition, torch._inductor.custom_graph_pass, torch._functorch.partitioners
+before = set(sys.modules)
+import tunecompile
+heavy = ("transformers", "peft", "trl", "triton", "bitsandbytes", "accelerate", "tunecompile.templates")
+print(sorted(name for name in set(sys.modules) - before if name.startswith(heavy)))
+"""
+    assert run(code, tmp_path) == "[]"
+
+
+@pytest.mark.slow
+def test_imported_before_everything_else(tmp_path):
+    code = """
+import tunecompile
+import peft, transformers
+from tests.models import zoo
+model, reference = zoo.adapt(zoo.make("llama", num_hidden_layers=2)), zoo.adapt(zoo.make("llama", num_hidden_layers=2))
+(loss, mine), (expected, exact) = zoo.step(tunecompile.optimize(model, executor="eager"), zoo.batch()), zoo.step(reference, zoo.batch())
+print(abs(loss - expected).item() < 1e-4 and max(zoo.errors(mine, exact).values()) < 1e-4 and tunecompile.report(model).compiles > 0)
+"""
+    assert run(code, tmp_path) == "True"
+
+
+def test_nothing_of_another_package_is_assigned_to():
+    import peft.tuners.lora.layer
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+    import transformers.models.llama.modeling_llama
+
+    def attributes(module) -> dict:
+        return {key: id(value) for key, value in vars(module).items()}
+
+    def snapshot() -> dict:
+        seen = {m.__name__: attributes(m) for m in (torch.nn.functional, nn, nn.Module, nn.Linear, torch.Tensor, torch.utils.checkpoint,
+                                                    transformers.models.llama.modeling_llama, peft.tuners.lora.layer)}
+        seen |= {cls.__qualname__: attributes(cls) for cls in (transformers.LlamaForCausalLM, transformers.models.llama.modeling_llama.LlamaRMSNorm,
+                                                               peft.tuners.lora.layer.Linear)}
+        seen |= {c.__name__: copy.deepcopy(c.get_config_copy()) for c in (torch._dynamo.config, torch._inductor.config, torch._functorch.config)}
+        return seen
+
+    model = zoo.adapt(small())
+    zoo.step(model, zoo.batch())  # what others do lazily at their first step
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1, requires_grad=True))
+    before = snapshot()
+    optimized(model)
+    zoo.step(model, zoo.batch())
+    checkpoint(model, use_reentrant=False)
+    zoo.step(model, zoo.batch())
+    after = snapshot()
+    changed = {name: {key for key in before[name] if before[name][key] != after[name].get(key)} for name in before}
+    assert not {name: keys for name, keys in changed.items() if keys}
+
+
+# -- fallbacks are said -------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Each layer has a constant of its own, so that Dynamo compiles each anew."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x) / (self.index + 1)
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(i) for i in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_reaching_dynamos_limit_is_reported():
+    torch.manual_seed(0)
+    model = Deep(torch._dynamo.config.recompile_limit + 3)
+    reference = copy.deepcopy(model)
+    optimized(model)
+    x = torch.randn(2, 4, 8)
+    for m in (model, reference):
+        m(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert any("limit" in note and "eagerly" in note for note in tunecompile.report(model).notes), tunecompile.report(model)
+
+
+def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
+    model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2), executor="eager")
+    model.model.layers.append(zoo.make("llama", num_hidden_layers=3).model.layers[2])
+    model.config.num_hidden_layers = 3
+    zoo.step(model, zoo.batch())
+    assert any("1 layers came after" in note for note in tunecompile.report(model).notes)
+    tunecompile.optimize(tunecompile.restore(model), executor="eager")
+    zoo.step(model, zoo.batch())
+    assert not any("came after" in note for note in tunecompile.report(model).notes) and tunecompile.report(model).regions[0].layers == 3
+
+
+def test_layers_called_around_their_owner_are_reported():
+    model = Deep(3)
+    optimized(model)
+    x = torch.randn(2, 4, 8)
+    for layer in model.layers:
+        x = layer(x)
+    x.sum().backward()
+    assert any("without the module that owns them" in note for note in tunecompile.report(model).notes)
+
+
+def test_a_model_compiled_by_its_user():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = optimized(Deep(3))
+        reference = copy.deepcopy(model)
+        x = torch.randn(2, 4, 8)
+        model(x).sum().backward()
+        model.zero_grad()
+        torch.compile(model, backend="aot_eager")(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        assert any("compiled as a whole by somebody else" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.slow
+def test_report_says_why_a_region_was_compiled_again():
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
+    for length in (16, 24, 32):
+        zoo.step(model, zoo.batch(length=length))
+    report = tunecompile.report(model)
+    (region,) = report.regions
+    assert region.compiles == 2 and len(region.recompiles) == 1
+    assert all("size mismatch" in reason for reason in region.recompiles) and "again because" in str(report)
+    assert report.to_dict()["regions"][0]["recompiles"] == region.recompiles

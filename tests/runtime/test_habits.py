@@ -1,0 +1,380 @@
+"""Layers with habits: hooks, state, odd signatures, refusals. Right numbers everywhere, and the report says what was refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.models.test_custom_models import WIDTH, Modern, check, ids
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Habit(nn.Module):
+    """A layer to inherit from, and below it the model that runs three of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def step(self, x):
+        return x + torch.tanh(self.linear(x))
+
+    def forward(self, x, **_):
+        return self.step(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: type, count: int = 3):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(4))
+
+
+class OnlyKeywords(Habit):
+    def forward(self, *, hidden, scale=1.0, mask=None):
+        return self.step(hidden) * scale if mask is None else self.step(hidden) * mask
+
+
+class KeywordStack(Stack):
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(hidden=x, scale=0.5, mask=None if index else torch.ones(2, 1, 1))
+        return x
+
+
+def test_layers_called_by_keyword_only():
+    report = check(KeywordStack(OnlyKeywords), X)
+    assert report.compiles == 2 and not report.notes[1:], report
+
+
+class Appending(Habit):
+    def forward(self, x, seen: list, counts: dict):
+        x = self.step(x)
+        seen.append(x)
+        counts["layers"] = counts.get("layers", 0) + 1
+        return x
+
+
+class AppendingStack(Stack):
+    def forward(self, x):
+        seen, counts = [], {}
+        for layer in self.layers:
+            x = layer(x, seen, counts)
+        assert len(seen) == len(self.layers) == counts["layers"]
+        return sum(h.square().mean() * (i + 1) for i, h in enumerate(seen))
+
+
+def test_layers_that_append_to_an_argument():
+    check(AppendingStack(Appending), X, loss=lambda out: out)
+
+
+class InPlace(Habit):
+    def forward(self, x):
+        h = self.linear(x)
+        h += x
+        h[:, 0] = 0
+        return h.relu_()
+
+
+def test_layers_that_write_in_place():
+    check(Stack(InPlace), X)
+
+
+class Counting(Habit):
+    """A buffer is written in each step, and a running mean kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.step(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_layers_that_keep_state():
+    model = Stack(Counting)
+    check(model, X)
+    assert [layer.calls.item() for layer in model.layers] == [2, 2, 2]
+    assert all(layer.norm.num_batches_tracked == 2 for layer in model.layers)
+
+
+class Printing(Habit):
+    def forward(self, x):
+        h = self.linear(x)
+        print("inside a layer")
+        return x + torch.tanh(h)
+
+
+def test_a_graph_break_inside_a_layer(capsys):
+    report = check(Stack(Printing), X)
+    assert capsys.readouterr().out.count("inside a layer") == 12
+    assert any("in pieces" in note and "test_habits.py" in note for note in report.notes), report
+
+
+class Reading(Habit):
+    def forward(self, x):
+        return self.step(x) if x.abs().max().item() > 1e9 else self.step(-x)
+
+
+def test_a_layer_that_reads_a_number(capsys):
+    report = check(Stack(Reading), X)
+    assert any("in pieces" in note or "eagerly" in note for note in report.notes), report
+
+
+class NotUnderCompile(Habit):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            raise RuntimeError("this layer is not to be compiled")
+        return self.step(x)
+
+
+def test_a_layer_that_refuses_to_be_compiled():
+    report = check(Stack(NotUnderCompile), X)
+    assert any("eagerly" in note for note in report.notes), report
+
+
+class Disabled(Habit):
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.step(x)
+
+
+def test_a_layer_that_is_kept_from_dynamo():
+    report = check(Stack(Disabled), X)
+    assert report.compiles == 0 and any("eagerly" in note for note in report.notes), report
+
+
+@torch.library.custom_op("tunecompile_tests::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
+
+
+@picky.register_fake
+def _(x):
+    raise RuntimeError("expected inputs of another type")
+
+
+class Picky(Habit):
+    def forward(self, x):
+        return self.step(x + picky(x.detach()))
+
+
+def test_an_op_that_takes_real_tensors_only():
+    report = check(Stack(Picky), X)
+    assert any("ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note for note in report.notes), report
+
+
+def test_a_callers_mistake_is_told_as_without_us_and_forgotten():
+    model = tunecompile.optimize(Stack(Habit).train(), executor="eager")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.randn(2, 7, WIDTH + 1))
+    assert type(raised.value) is RuntimeError
+    model(X).sum().backward()
+    report = tunecompile.report(model)
+    assert report.compiles and not any("eagerly" in note for note in report.notes), report
+
+
+class Failing(Habit):
+    def forward(self, x):
+        if x.shape[1] == 5:
+            raise ValueError("rows of five are not supported")
+        return self.step(x)
+
+
+def test_a_layers_own_error_reaches_the_user():
+    model = tunecompile.optimize(Stack(Failing).train(), executor="eager")
+    with pytest.raises(ValueError, match="rows of five"):
+        model(X)
+    x = torch.randn(2, 6, WIDTH)
+    expected = copy.deepcopy(model)(x)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3  # deliberately not the derivative
+
+
+class OwnFunction(Habit):
+    def forward(self, x):
+        return self.step(Twice.apply(x))
+
+
+def test_a_users_autograd_function_is_obeyed():
+    check(Stack(OwnFunction), X)
+
+
+def test_broken_backend_leaves_the_region_eager(monkeypatch):
+    from tunecompile.compiler import backend
+
+    def fail(*_):
+        raise RuntimeError("out of ideas")
+
+    monkeypatch.setattr(backend, "run_stage", fail)
+    report = check(Stack(Habit), X)
+    assert report.compiles == 0 and any("out of ideas" in note for note in report.notes), report
+
+
+class Unlike(nn.Module):
+    """Layers of two classes, one of them shared, one skipped in training."""
+
+    def __init__(self):
+        super().__init__()
+        shared = Habit()
+        self.layers = nn.ModuleList([shared, OwnFunction(), shared, Habit()])
+
+    def forward(self, x):
+        for layer in list(self.layers)[:3]:
+            x = layer(x)
+        return x
+
+
+def test_lists_of_unlike_shared_and_unused_layers():
+    report = check(Unlike(), X)
+    assert report.compiles >= 1, report
+
+
+class WritesIntoItsInput(Habit):
+    def forward(self, x):
+        return self.step(x.mul_(0.5))
+
+
+class Copied(Stack):
+    def forward(self, x):
+        self.given = x.clone()
+        return super().forward(self.given)
+
+
+def test_a_first_layer_that_writes_into_its_input():
+    model = Copied(WritesIntoItsInput)
+    check(model, X)
+    assert torch.equal(model.given, 0.5 * X) and not model.given.requires_grad
+
+
+def test_layers_below_the_first_trained_one_have_no_backward():
+    model = tunecompile.optimize(Stack(Habit), executor="eager")
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    seen = []
+    model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model(X).sum().backward()
+    assert seen == [False] and model.layers[2].linear.weight.grad is not None
+
+
+def test_shared_layers():
+    layer = Habit()
+    model = Stack(Habit)
+    model.layers = nn.ModuleList([layer, layer, Habit()])
+    report = check(model, X)
+    assert report.compiles == 1, report
+    tunecompile.restore(model)
+    assert not [m for m in model.modules() if m._compiled_call_impl is not None]
+
+
+def test_half_of_the_layers_compiled_by_the_user():
+    model = Stack(Habit)
+    model.layers[0].compile(backend="aot_eager")
+    theirs = model.layers[0]._compiled_call_impl
+    report = check(model, X)
+    assert any("compiled already" in note for note in report.notes) and report.regions[0].layers == 2, report
+    tunecompile.restore(model)
+    assert model.layers[0]._compiled_call_impl is theirs
+
+
+def test_a_part_of_a_model_was_optimized_before():
+    model = Modern(2)
+    tunecompile.optimize(model.blocks[0], executor="eager")
+    report = check(model, ids(), labels=ids(), loss=lambda out: out["loss"])
+    assert report.compiles >= 1
+    tunecompile.restore(model)
+    tunecompile.restore(model.blocks[0])
+    assert not [m for m in model.modules() if m._compiled_call_impl is not None]
+
+
+@pytest.mark.slow
+def test_generated_code():
+    """The one test here that compiles for real: the head, a norm, RoPE on pairs and a fused gate, symbolic from the second shape on."""
+    torch.manual_seed(0)
+    model = Modern(2).train()
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model)
+    for rows, length in ((2, 11), (3, 8), (4, 13)):
+        tokens, results = ids(rows, length), []
+        for m in (model, reference):
+            m.zero_grad()
+            m(tokens, tokens)["loss"].backward()
+            results.append([p.grad for p in m.parameters()])
+        for ours, theirs in zip(*results):
+            assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    assert tunecompile.report(model).compiles == 2 and not [n for n in tunecompile.report(model).notes if "eager" in n]
+
+
+@pytest.mark.parametrize("where", ["layer", "inside"])
+def test_hooks_that_come_and_go_after_compilation(where):
+    """transformers installs its own when hidden states are first asked for."""
+    model = tunecompile.optimize(Stack(Habit).train(), executor="eager")
+    seen: list = []
+    model(X).sum().backward()
+    handles = []
+    for layer in model.layers:
+        module = layer if where == "layer" else layer.linear
+        handles.append(module.register_forward_hook(lambda module, args, out: seen.append(out.detach().sum().item())))
+    for _ in range(2):
+        model(X).sum().backward()
+    assert len(seen) == 6 and len(set(seen)) == 3
+    handles.pop().remove()
+    model(X).sum().backward()
+    assert len(seen) == 8
+    for handle in handles:
+        handle.remove()
+    model(X).sum().backward()
+    assert len(seen) == 8
+
+
+def replica_of(model):
+    """What nn.parallel.replicate makes: shallow copies of all modules, with copies of the parameters that lead back to them."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, copied in copies.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = copies.get(child)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                copied._parameters[name] = None
+            else:
+                setattr(copied, name, parameter * 1)
+    return copies[model]
+
+
+def test_replicas_of_data_parallel():
+    """They run as they would without us, and the original goes on compiled."""
+    reference = zoo.adapt(zoo.make("llama"))
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    inputs, gradients = zoo.batch(), []
+    for m in (model, reference):
+        m.train()
+        replica_of(m)(**inputs).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None})
+    assert len(gradients[1]) and max(zoo.errors(*gradients).values()) < 1e-6
+    assert not tunecompile.report(model).compiles and any("DataParallel" in note for note in tunecompile.report(model).notes)
+    assert all(layer._compiled_call_impl is not None for layer in model.base_model.model.model.layers)
+    zoo.step(model, inputs)
+    assert tunecompile.report(model).compiles

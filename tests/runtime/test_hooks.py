@@ -1,0 +1,116 @@
+"""Hooks on modules inside layers, and on all modules: called as eager calls them, whenever they come and go."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.runtime.test_loops import equal, pair
+from tests.support import zoo
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_hooks_on_layers_fire():
+    model, reference = pair()
+    seen: dict = {}
+    for m in (model, reference):
+        for layer in m.model.layers:
+            layer.register_forward_hook(lambda module, args, out, m=m: seen.setdefault(id(m), []).append((out[0] if isinstance(out, tuple) else out).detach().norm()))
+            layer.mlp.register_full_backward_hook(lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm()))
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert len(seen[id(model)]) == len(seen[id(reference)]) == 4
+    assert torch.allclose(torch.stack(seen[id(model)]), torch.stack(seen[id(reference)]), rtol=1e-4)
+
+
+def scaling(kind: str, scale: float):
+    """A hook that changes what MLPs are given, give, or send back."""
+    def mine(module) -> bool:
+        return "MLP" in type(module).__name__
+
+    return {"forward_pre": lambda module, args: (args[0] * scale,) if mine(module) else None,
+            "forward": lambda module, args, out: out * scale if mine(module) else None,
+            "full_backward_pre": lambda module, grads: (grads[0] * scale,) if mine(module) else None,
+            "full_backward": lambda module, grads, _: (grads[0] * scale,) if mine(module) else None}[kind]
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+@pytest.mark.parametrize("where", ["all modules", "its own"])
+def test_hooks_that_come_after_compilation_change_numbers(kind, where):
+    """Each time of the same code, with another scale; then none, and what was compiled without them serves again."""
+    model, reference = pair()
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    compiled = tunecompile.report(model).compiles
+    for scale in (1.5, 3.0):
+        handles = [getattr(nn.modules.module, f"register_module_{kind}_hook")(scaling(kind, scale))] if where == "all modules" else \
+            [getattr(layer.mlp, f"register_{kind}_hook")(scaling(kind, scale)) for m in (model, reference) for layer in m.model.layers]
+        with contextlib.ExitStack() as placed:
+            for handle in handles:
+                placed.enter_context(handle)
+            equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    hooked = tunecompile.report(model).compiles
+    assert hooked > compiled
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert tunecompile.report(model).compiles == hooked
+
+
+class Around(nn.Module):
+    """A module that takes another's place, as adapters do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def around_it(layer: nn.Module) -> nn.Module:
+    layer.mlp = Around(layer.mlp)
+    return layer.mlp
+
+
+def beside_it(layer: nn.Module) -> nn.Module:
+    """In a list of its own, which no `__setattr__` sees."""
+    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj)
+    layer.mlp.down_proj._modules["1"] = nn.Identity()
+    return layer.mlp.down_proj[1]
+
+
+def in_its_place(layer: nn.Module) -> nn.Module:
+    weight = layer.mlp.up_proj.weight
+    del layer.mlp.up_proj
+    layer.mlp.up_proj = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.mlp.up_proj.weight = weight
+    return layer.mlp.up_proj
+
+
+@pytest.mark.parametrize("put", [around_it, beside_it, in_its_place])
+def test_hooks_on_modules_that_come_after_the_first_step(put):
+    """The module is there for a step before its hook is."""
+    model, reference = pair()
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    placed = [put(layer) for m in (model, reference) for layer in m.model.layers]
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    for module in placed:
+        module.register_forward_hook(lambda module, args, out: out * 3)
+    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+
+
+def test_modules_that_are_taken_out_are_freed():
+    model, _ = pair()
+    model.train()(**zoo.batch()).loss.backward()
+    layer = model.model.layers[0]
+    layer.mlp = Around(layer.mlp)
+    model(**zoo.batch()).loss.backward()
+    torch._dynamo.reset()  # code that was compiled for it may hold it
+    inner = layer.mlp.inner
+    gone = [weakref.ref(inner), weakref.ref(inner.up_proj.weight)]
+    layer.mlp = inner = nn.Identity()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

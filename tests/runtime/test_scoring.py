@@ -1,0 +1,175 @@
+"""Forwards without gradients of a model in training (a reference in DPO, the old policy in GRPO) run the code that training runs."""
+
+import copy
+import types
+from collections import Counter
+
+import pytest
+import torch
+
+import tunecompile
+from tests.runtime.unpad.test_packed_masks import packed
+from tests.runtime.unpad.test_unpad import padded
+from tests.support import zoo
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def pair(adapted: bool = True, dtype: torch.dtype = torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """(optimized, as it was), with the same weights."""
+    model = zoo.make("llama", num_hidden_layers=2)
+    model = (zoo.adapt(model) if adapted else model).to(dtype).train()
+    return tunecompile.optimize(copy.deepcopy(model), executor="eager", **options), model
+
+
+def score(model: torch.nn.Module, seed: int = 1, **shape) -> torch.Tensor:
+    with torch.no_grad():
+        return model(zoo.batch(seed=seed, **shape)["input_ids"], use_cache=False).logits
+
+
+def compiled(model: torch.nn.Module) -> dict[str, int]:
+    """Graphs by what stands in a region's name after its layers."""
+    found: Counter[str] = Counter()
+    for key, variant in (item for region in model._tunecompile.regions for item in region.variants.items()):
+        found[key[0] if isinstance(key[0], str) else "training"] += variant.graphs
+    return found
+
+
+def test_scores_are_compiled_and_right():
+    pytest.importorskip("peft")
+    model, reference = pair()
+    for m in (model, reference):
+        zoo.step(m, zoo.batch())
+    for _ in range(2):
+        assert torch.allclose(score(model), score(reference), atol=1e-5)
+        with model.disable_adapter(), reference.disable_adapter():
+            assert torch.allclose(score(model), score(reference), atol=1e-5)
+    assert compiled(model) == {"training": 1, "without_gradient": 2}
+    told = tunecompile.report(model)
+    assert {m.family: m.found for m in told.matches}["lora"] == 7  # of a layer as it trains
+    assert not [note for note in told.notes if "eager" in note]
+
+
+def test_scores_before_the_first_step_and_of_other_shapes():
+    model, reference = pair(adapted=False)
+    for rows, length in ((2, 16), (3, 16), (3, 20), (4, 24), (1, 24)):
+        assert torch.allclose(score(model, rows=rows, length=length), score(reference, rows=rows, length=length), atol=1e-5)
+    assert compiled(model)["without_gradient"] <= 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, *(pytest.param(how, marks=pytest.mark.slow) for how in (None, True))])
+def test_a_score_between_forward_and_backward(checkpointing):
+    losses, gradients = [], []
+    for m in pair():
+        if checkpointing is not None:
+            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+            m.enable_input_require_grads()
+        for seed in range(2):
+            m.zero_grad()
+            inputs = zoo.batch(seed=seed)
+            policy = m(**inputs).logits.log_softmax(-1)
+            with m.disable_adapter():
+                reference = score(m, seed).log_softmax(-1)
+            loss = -(policy - reference).gather(-1, inputs["labels"].clamp_min(0)[..., None]).sigmoid().log().mean()
+            loss.backward()
+            losses.append(loss.item())
+        gradients.append({n: p.grad for n, p in m.named_parameters() if p.grad is not None})
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
+    assert set(gradients[0]) == set(gradients[1])
+    for name, exact in gradients[1].items():
+        assert torch.allclose(gradients[0][name], exact, rtol=1e-3, atol=1e-7), name
+
+
+def test_a_plan_of_memory_is_about_training_only():
+    model, reference = pair(memory="1GiB")
+    for seed in range(3):
+        for m in (model, reference):
+            zoo.step(m, zoo.batch(seed=seed))
+        assert torch.allclose(score(model, seed), score(reference, seed), atol=1e-5)
+    assert compiled(model)["without_gradient"] == 1
+    assert tunecompile.report(model).memory["plans"][0]["layers"] == 2
+
+
+def test_generation_and_caches_stay_as_they_are():
+    model, reference = pair(adapted=False)
+    ids = zoo.batch()["input_ids"]
+    kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(ids, **kwargs), reference.generate(ids, **kwargs))
+    with torch.no_grad():
+        assert model(ids, use_cache=True).past_key_values is not None
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
+    assert not compiled(model)
+    model.eval()
+    score(model)
+    assert not compiled(model)
+
+
+def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
+    """In bf16: what the two forwards round differently would be read as a change of the policy."""
+    pytest.importorskip("peft")
+    model, plain = pair(dtype=torch.bfloat16)
+    apart = []
+    for m in (model, plain):
+        for name, parameter in m.named_parameters():
+            if "lora_B" in name:
+                parameter.data.zero_()
+        policy = m(zoo.batch()["input_ids"], use_cache=False).logits.float().log_softmax(-1)
+        with m.disable_adapter():
+            apart.append((policy - score(m).float().log_softmax(-1)).abs().max().item())
+    assert apart[1] == 0 and apart[0] == 0
+
+
+def fused(model: torch.nn.Module) -> torch.nn.Module:
+    """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[:, :-1]
+        taken = labels[:, 1:] != -100
+        return (hidden[taken] @ model.lm_head.weight.t()).log_softmax(-1).gather(-1, labels[:, 1:][taken][:, None])
+
+    model.forward = types.FunctionType(forward.__code__, {"__name__": "trl.trainer.utils"}, closure=forward.__closure__, argdefs=forward.__defaults__).__get__(model)
+    return model
+
+
+@pytest.mark.slow
+def test_padding_is_left_out_of_scores_as_of_training():
+    """A policy is its own reference to the bit."""
+    model, reference = pair(adapted=False)
+    fused(model), fused(reference)
+    for step in range(2):
+        policy = model(**padded(seed=step))
+        with torch.no_grad():
+            assert torch.equal(model(**padded(seed=step)), policy)
+            assert torch.allclose(reference(**padded(seed=step)), policy, atol=1e-5)
+        policy.sum().backward()
+    assert compiled(model) == {"training": 1, "without_gradient": 1}
+    assert any(key[0] == "without_gradient" and variant.attends for region in model._tunecompile.regions for key, variant in region.variants.items())
+    assert "padding is left out of the layers (2 batches)" in tunecompile.report(model).notes
+
+
+@pytest.mark.slow
+def test_logits_of_a_score_keep_their_padding():
+    """Once somebody has read them, no batch is flattened any more."""
+    model, reference = pair(adapted=False)
+    plain = model.forward
+    fused(model)(**padded()).sum().backward()
+    model.forward = plain
+    inputs = padded() | {"use_cache": False}
+    with torch.no_grad():
+        model(**inputs)
+        assert any("logits are read beside the loss" in note for note in tunecompile.report(model).notes)
+        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_packed_scores_are_told_apart_as_training_is():
+    """Without a mask, so that the same code computes both."""
+    model, reference = pair(adapted=False)
+    inputs = packed((7, 9)) | {"use_cache": False}
+    policy = model(**inputs).logits
+    with torch.no_grad():
+        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+        assert torch.equal(model(**inputs).logits, policy + 0)
+    policy.sum().backward()
+    assert compiled(model) == {"training": 1, "without_gradient": 1}

@@ -1,0 +1,384 @@
+"""Padded batches without their padding: loss and gradients as the padded run gives them, and the padded run wherever in doubt."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.runtime.unpad import refusals
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FLATTENED = "padding is left out of the layers"
+
+
+def padded(rows: int = 4, length: int = 20, side: str = "right", seed: int = 0, device: str = "cpu", vocabulary: int = 256) -> dict:
+    """Rows of random lengths, one of them full and one of a single token, without labels where a loss would read padding."""
+    batch = zoo.batch(vocabulary, rows, length, seed=seed)
+    lengths = torch.randint(2, length, (rows,), generator=torch.Generator().manual_seed(seed))
+    lengths[0], lengths[-1] = length, 1
+    place = torch.arange(length)
+    mask = place < lengths[:, None] if side == "right" else place >= length - lengths[:, None]
+    labels = batch["input_ids"].where(mask, -100)
+    labels[torch.arange(rows), 0 if side == "right" else length - lengths] = -100
+    return {key: value.to(device) for key, value in {**batch, "attention_mask": mask.long(), "labels": labels}.items()}
+
+
+def pair(build, executor: str = "eager") -> tuple[nn.Module, nn.Module]:
+    reference = build()
+    return tunecompile.optimize(copy.deepcopy(reference), executor=executor), reference
+
+
+def equal(model: nn.Module, reference: nn.Module, inputs: dict, limit: float = 1e-5) -> None:
+    (loss, gradients), (expected, exact) = zoo.step(model, dict(inputs)), zoo.step(reference, dict(inputs))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    worst = max(zoo.errors(gradients, exact).items(), key=lambda item: item[1])
+    assert worst[1] < limit, worst
+
+
+def notes(model: nn.Module) -> str:
+    return "\n".join(tunecompile.report(model).notes)
+
+
+def flattened(model: nn.Module) -> int:
+    """How many batches were; and nothing fell back."""
+    said = notes(model)
+    assert "eager" not in said and "pieces" not in said, said
+    return int(said.split(FLATTENED)[1].split("(")[1].split()[0]) if FLATTENED in said else 0
+
+
+# -- the same numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
+                                             ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})))])
+def test_families(family, changes, side):
+    model, reference = pair(lambda: zoo.make(family, **changes))
+    for seed in range(2):
+        equal(model, reference, padded(3 + seed, 20 + seed, side, seed))
+    assert flattened(model) == 2
+    assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
+    for m in (model, reference):
+        m.eval()
+    inputs = padded(side=side)
+    assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
+    prompt = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
+    assert torch.equal(model.generate(**prompt, max_new_tokens=3, do_sample=False), reference.generate(**prompt, max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.slow
+def test_in_double_precision():
+    model, reference = pair(lambda: zoo.make("llama").double())
+    equal(model, reference, padded(), limit=2e-7)  # norms and the rotary tables are computed in fp32 on both sides
+    assert flattened(model) == 1
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.slow
+def test_adapters(quantized, wrapped):
+    pytest.importorskip("peft")
+    if quantized:
+        pytest.importorskip("bitsandbytes")
+    base = zoo.make("llama", num_hidden_layers=2)
+    base = zoo.quantize(base) if quantized else base
+
+    def adapt(model):
+        torch.manual_seed(3)
+        return zoo.adapt(model)
+
+    reference = adapt(copy.deepcopy(base))
+    model = tunecompile.optimize(adapt(base), executor="eager") if wrapped == "before" else adapt(tunecompile.optimize(base, executor="eager"))
+    for seed in range(2):
+        equal(model, reference, padded(seed=seed), limit=1e-4)
+    assert flattened(model if wrapped == "before" else base) == 2
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)], ids=str)
+def test_an_adapter_that_trains_tokens(options):
+    """A copy of the table beside the table, or a few rows of it: it still embeds nothing but tokens."""
+    pytest.importorskip("peft")
+    model, reference = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options))
+    equal(model, reference, padded(), limit=1e-4)
+    assert flattened(model) == 1, notes(model)
+
+
+def test_positions_and_embeddings_of_the_callers():
+    model, reference = pair(lambda: zoo.make("llama"))
+    inputs = padded(side="left")
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    equal(model, reference, inputs)
+    states = []
+    for m in (model, reference):
+        batch = padded(side="left")
+        embedded = m.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+        m.train()(inputs_embeds=embedded, **batch).loss.backward()
+        states.append(embedded.grad)
+        m.zero_grad(set_to_none=True)
+    torch.testing.assert_close(*states)
+    assert flattened(model) == 2
+
+
+@pytest.mark.slow
+def test_half_precision_under_autocast():
+    model, reference = pair(lambda: zoo.make("llama"))
+    _, exact = zoo.step(reference, padded())
+    theirs, mine = (zoo.errors(zoo.step(m, padded(), torch.bfloat16)[1], exact) for m in (reference, model))
+    assert sorted(mine.values())[len(mine) // 2] < 1.1 * sorted(theirs.values())[len(theirs) // 2]
+    assert flattened(model) == 1
+
+
+@pytest.mark.slow
+def test_hidden_states_at_padding_are_zero():
+    model, inputs = tunecompile.optimize(zoo.make("llama"), executor="eager").train(), padded()
+    logits = model(**inputs).logits
+    assert logits.shape[:2] == inputs["input_ids"].shape
+    assert logits[inputs["attention_mask"] == 0].abs().max() == 0 and logits[inputs["attention_mask"] == 1].abs().max() > 0
+
+
+# -- any loop -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.slow
+def test_gradient_checkpointing(reentrant):
+    model, reference = pair(lambda: zoo.make("llama"))
+    for m in (model, reference):
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        m.enable_input_require_grads()
+    for seed in range(2):
+        equal(model, reference, padded(seed=seed))
+    assert flattened(model) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_the_users_own(reentrant):
+    """Around a layer: recomputed in the backward pass, when no flattened call is under way."""
+    def around(module, forward):
+        return lambda *args, **kwargs: checkpoint(lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant)
+
+    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    for m in (model, reference):
+        m.enable_input_require_grads()
+        for layer in m.model.layers:
+            layer.__class__ = type("Checkpointed", (type(layer),), {
+                "__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)})
+    equal(model, reference, padded())
+    assert flattened(model) == 1
+
+
+def test_a_checkpoint_around_the_owner_keeps_the_padding():
+    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    for m in (model, reference):
+        inner = type(m.model)
+        m.model.__class__ = type("Checkpointed", (inner,), {
+            "__call__": lambda self, *a, _inner=inner, **k: checkpoint(lambda: _inner.__call__(self, *a, **k), use_reentrant=False)})
+    equal(model, reference, padded())
+    assert flattened(model) == 0 and any("checkpoint" in note for note in tunecompile.report(model).notes)
+
+
+@pytest.mark.slow
+def test_accumulation_over_batches_with_and_without_padding():
+    model, reference = pair(lambda: zoo.make("llama"))
+    whole = zoo.batch(rows=4, length=20) | {"attention_mask": torch.ones(4, 20, dtype=torch.long)}
+    for m in (model, reference):
+        m.train()
+        first, second = m(**padded(seed=1)).loss, m(**whole).loss
+        (first + 2 * second + m(**padded(5, 30, seed=2)).loss).backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name, rtol=1e-4, atol=1e-6)
+    assert flattened(model) == 2
+
+
+def test_one_compilation_for_all_lengths():
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(30):
+        rows, length = torch.randint(1, 7, (1,), generator=generator).item(), torch.randint(3, 40, (1,), generator=generator).item()
+        zoo.step(model, padded(rows, length, seed=seed))
+    assert flattened(model) == 30
+    assert tunecompile.report(model).compiles == 1
+
+
+@pytest.mark.slow
+def test_an_exception_leaves_everything_as_it_was():
+    model, reference = pair(lambda: zoo.make("llama"))
+
+    def fail(*_):
+        raise KeyError("of the user's hook")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model.train()(**padded())
+    assert model.config._attn_implementation == "sdpa"
+    handle.remove()
+    equal(model, reference, padded())
+    tunecompile.restore(model)
+    assert not [m for m in model.modules() if m._compiled_call_impl is not None] and not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path):
+    import transformers as tf
+
+    rows = [{key: value[i] for key, value in padded(seed=seed).items()} for seed in range(4) for i in range(4)]
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    losses = []
+    for m in (model, reference):
+        arguments = tf.TrainingArguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
+                                         use_cpu=True, logging_steps=1, save_strategy="no", learning_rate=1e-2, disable_tqdm=True)
+        trainer = tf.Trainer(m, arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert flattened(model) == 6
+
+
+@pytest.mark.slow
+def test_trl_sft(tmp_path):
+    from tests.models.test_trainers import curve, sft
+
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    curves = [curve(sft(m, tmp_path, padding_free=False)) for m in (model, reference)]
+    assert curves[0] and curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert flattened(model) >= 4
+
+
+# -- the padded run, and why --------------------------------------------------------------------------------------------
+
+
+def without(inputs: dict, *names: str, **more) -> dict:
+    return {key: value for key, value in inputs.items() if key not in names} | more
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda b: without(b, labels=b["input_ids"]), "labels stand at padding"),
+    (lambda b: without(padded(side="left"), labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100)),
+     "labels stand at padding"),
+    pytest.param(lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
+                 "a row is not in one piece", marks=pytest.mark.slow),
+    pytest.param(lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow),
+    pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
+], ids=["unmasked", "first token", "holes", "hidden states", "cache"])
+def test_batches_that_keep_their_padding(change, said):
+    model, reference = pair(lambda: zoo.make("llama"))
+    equal(model, reference, change(padded()))
+    assert f"padded batches are not flattened: {said}" in notes(model) and FLATTENED not in notes(model)
+    equal(model, reference, padded())
+    assert FLATTENED in notes(model)
+
+
+def test_a_loss_of_the_users_own_may_read_padding():
+    model, reference = pair(lambda: zoo.make("llama"))
+    losses = []
+    for m in (model, reference):
+        inputs = padded()
+        labels = inputs.pop("labels")
+        losses.append(F.cross_entropy(m.train()(**inputs).logits.flatten(0, 1), labels.flatten()).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert "no labels are given to the model" in notes(model)
+
+
+def beside_tokens(model: nn.Module) -> nn.Module:
+    """With a second table, as large as that of tokens."""
+    model.model.places = nn.Embedding(*model.model.embed_tokens.weight.shape)
+    return model
+
+
+@pytest.mark.parametrize("build, said", [
+    pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
+    (lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "follow the length"),
+    (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
+    (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
+    (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds more than tokens"),
+], ids=["dropout", "dynamic", "eager", "bidirectional", "positions"])
+def test_models_that_keep_their_padding(build, said):
+    model, reference = pair(build)
+    for seed in range(2):
+        inputs = padded(seed=seed)
+        torch.manual_seed(0)
+        loss = zoo.step(model, inputs)[0]
+        torch.manual_seed(0)
+        if "dropout" not in said:
+            assert loss.item() == pytest.approx(zoo.step(reference, inputs)[0].item(), rel=1e-5)
+    assert said in notes(model) and FLATTENED not in notes(model), notes(model)
+    assert "ran eagerly" not in notes(model)
+
+
+class Deaf(nn.Module):
+    """A wrapper of attention that takes no further keywords."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+        return self.inner(hidden_states=hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings)
+
+
+class Average(nn.Module):
+    """Mixes tokens without attention, and is told of no mask."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
+
+
+class Shifted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.mix = inner, nn.Conv1d(64, 64, 2, padding=1)
+
+    def forward(self, hidden_states, **kwargs):
+        return self.inner(hidden_states=self.mix(hidden_states.transpose(1, 2))[..., :-1].transpose(1, 2), **kwargs)
+
+
+@pytest.mark.parametrize("wrap, said", [(Deaf, "do not hand keyword arguments on"), (lambda inner: Average(), "do not call attention by"),
+                                        (Shifted, "mix tokens by more than attention")], ids=["deaf", "average", "convolution"])
+def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
+    monkeypatch.setattr(refusals, "_foreign", lambda module: "")  # as if they were another package's
+
+    def build():
+        torch.manual_seed(0)
+        model = zoo.make("llama")
+        for layer in model.model.layers:
+            layer.self_attn = wrap(layer.self_attn)
+        return model
+
+    model, reference = pair(build)
+    for seed in range(2):
+        equal(model, reference, padded(seed=seed))
+    assert said in notes(model) and FLATTENED not in notes(model), notes(model)
+    assert "eager" not in notes(model)
+
+
+def test_models_without_the_interface():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            return x + self.linear(x) * mask[..., None]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(16, 8), nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, input_ids, attention_mask, labels):
+            x = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x, attention_mask)
+            return F.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), labels.flatten())
+
+    model, reference = pair(lambda: Model().train())
+    inputs = padded(vocabulary=16)
+    assert model(**inputs).item() == pytest.approx(reference(**inputs).item(), rel=1e-5)
+    assert "not called through the attention interface" in notes(model)

@@ -1,0 +1,276 @@
+"""Faults planted into the ops' own source, and what is compared to find them: the op, the pass that makes it, and a model's training step."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tunecompile
+from tests.passes.conftest import assert_same, check, family, results
+from tests.runtime.unpad.test_unpad import padded
+from tests.support import zoo
+from tunecompile.ir.op import OPS, Op
+
+op_module = importlib.import_module("tunecompile.ir.op")  # the package shows the function of that name
+FOLDER = Path(op_module.__file__).parents[1] / "ops"
+RECOGNIZE = "tunecompile.passes.recognize"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of an op's source. `old` stands there exactly once. of: which of the `SUBJECTS` shows it."""
+
+    of: str
+    what: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op, what it stands for, and where it is made.
+
+    spelled, call: the same function of `args(dtype)` in plain torch, and by the op, which is its first argument.   passes: that make it of `spelled`; empty
+    where no pass does.   places: (module, name) by which they know it.   model: that holds it, and a batch, or None where no small model does.
+    meaning: in place of `spelled`, where that has no fp64.   dtype: in which the pass sees it.
+    """
+
+    file: str
+    op: str
+    spelled: Callable
+    call: Callable
+    args: Callable[[torch.dtype], list[Any]]
+    places: tuple[tuple[str, str], ...]
+    passes: tuple[str, ...] = ()
+    model: Callable[[], tuple[torch.nn.Module, dict]] | None = None
+    meaning: Callable | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def plant(monkeypatch, subject: Subject, old: str = "", new: str = "") -> Op:
+    """The subject's op made anew from changed source, under another name, where passes and models find it. Without a change: the same op again."""
+    source = (FOLDER / f"{subject.file}.py").read_text()
+    assert not old or source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {subject.file}.py: the table of faults is older than the op"
+    suffix, register, before = f"_planted{next(_numbers)}", op_module.op, set(OPS)
+
+    def renamed(*args: Any, **kwargs: Any) -> Callable:
+        def under_another_name(function: Callable) -> Any:
+            function.__name__ += suffix
+            return register(*args, **kwargs)(function)
+        return under_another_name
+
+    module = types.ModuleType(f"planted{suffix}")
+    with monkeypatch.context() as inside:
+        inside.setattr(op_module, "op", renamed)
+        inside.setitem(sys.modules, module.__name__, module)
+        exec(compile(source.replace(old, new) if old else source, f"{subject.file}.py", "exec"), vars(module))
+    for made in set(OPS) - before:  # what they are is asked for until the test ends
+        monkeypatch.setitem(OPS, made, OPS.pop(made))
+    planted = getattr(module, subject.op)
+    planted.providers.clear()  # they would run in place of what is changed
+    for place, name in subject.places:
+        monkeypatch.setattr(importlib.import_module(place), name, planted.overload if name == "_varlen" else planted)
+    return planted
+
+
+# ---------------------------------------------------------------- the three nets
+
+def op_holds(op: Op, subject: Subject) -> bool:
+    """Whether its gradients are those of its own values, and both are the plain function's, in fp64."""
+    args = subject.args(torch.float64)
+    trained = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+
+    def of(*leaves: torch.Tensor) -> Any:
+        given = list(args)
+        for i, leaf in zip(trained, leaves):
+            given[i] = leaf
+        return subject.call(op, *given)
+
+    consistent = not trained or torch.autograd.gradcheck(of, [args[i].detach().clone().requires_grad_() for i in trained], raise_exception=False)
+    got, expected = results(lambda *given: subject.call(op, *given), args), results(subject.meaning or subject.spelled, args)
+    try:
+        assert_same(got[0] + got[1], expected[0] + expected[1], 1e-9)
+    except AssertionError:
+        return False
+    return consistent
+
+
+def pass_holds(subject: Subject) -> bool:
+    """Whether the rewritten graph gives what the plain function does. It has to be rewritten."""
+    try:
+        seen = check(subject.spelled, *subject.args(subject.dtype), passes=family(*subject.passes), whole=False, tol=1e-5 if subject.dtype == torch.float32 else 2e-2)
+    except AssertionError as error:
+        assert "relative error" in str(error), error
+        return False
+    assert any(subject.op in name for name in seen.ops), seen.refused
+    return True
+
+
+def model_holds(subject: Subject, monkeypatch) -> bool:
+    """Whether a training step is verified."""
+    verification = importlib.import_module("tunecompile.verification.verify")
+    monkeypatch.setattr(verification, "_switch_off", lambda *_: [])  # which rewrite it is, is found elsewhere
+    model, batch = subject.model()
+    tunecompile.optimize(model, executor="eager")
+    result = tunecompile.verify(model, batch)
+    names = [name for region in tunecompile.report(model).regions for name in region.providers]
+    assert any("_planted" in name for name in names) or "cross_entropy" in subject.op, names
+    return result.passed
+
+
+# ---------------------------------------------------------------- the subjects
+
+def random(*shape: int, dtype: torch.dtype, grad: bool = True, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(dtype).requires_grad_(grad)
+
+
+def model(family: str = "llama", full: bool = False, quantise: bool = False, **changes) -> tuple[torch.nn.Module, dict]:
+    """With norms and biases that are not all alike, as after some training."""
+    made = zoo.make(family, num_hidden_layers=2, **changes)
+    for name, p in made.named_parameters():
+        if p.dim() == 1:
+            torch.nn.init.normal_(p, mean=0.0 if "bias" in name or family.startswith("gemma") else 1.0, std=0.2)
+    made = zoo.quantize(made) if quantise else made
+    return (made if full else zoo.adapt(made)).train(), zoo.batch()
+
+
+def norm(x, weight):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1))
+
+
+def gemma_norm(x, weight):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 0.1) * (1.0 + weight.to(wide))).to(x.dtype)
+
+
+def residual_norm(x, residual, weight):
+    total = x + residual
+    return norm(total, weight), total
+
+
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def rotated_in_pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def adapted(x, weight, a, b, bias=None):
+    return F.linear(x, weight, bias) + F.linear(F.linear(x, a), b) * 0.5
+
+
+def by_lora(op, x, weight, a, b, bias=None):
+    return op(x, [], [weight], [] if bias is None else [bias], [a], [b], [0.5], x.dtype)[0]
+
+
+def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):
+    logits = F.linear(x, weight) * scale if scale != 1.0 else F.linear(x, weight)
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * 0.37
+
+
+def a_head(**options) -> dict[str, Any]:
+    """A subject's functions for one way to compute the loss."""
+    given = {"scale": 1.0, "softcap": 0.0, "smoothing": 0.0} | options
+    return {"file": "linear_cross_entropy", "op": "linear_cross_entropy", "spelled": lambda x, w, labels: head(x, w, labels, **options),
+            "call": lambda op, x, w, labels: op(x, w, None, None, None, labels, given["scale"], given["softcap"], -100, given["smoothing"], True, True)[0] * 0.37,
+            "args": lambda dtype: [random(7, 5, dtype=dtype), random(9, 5, dtype=dtype), torch.tensor([3, -100, 0, 8, -100, 1, 2])],
+            "places": ((f"{RECOGNIZE}.linear_cross_entropy", "linear_cross_entropy"), ("tunecompile.runtime.loss_head.losses", "linear_cross_entropy")),
+            "passes": ("linear_cross_entropy",)}
+
+
+def a_lora(**options) -> dict[str, Any]:
+    return {"file": "lora", "op": "lora_linear", "spelled": adapted, "call": by_lora, "places": ((f"{RECOGNIZE}.lora", "lora_linear"),), "passes": ("lora",),
+            "args": lambda dtype: [random(2, 3, 8, dtype=dtype), random(6, 8, dtype=dtype, grad=False), random(2, 8, dtype=dtype), random(6, 2, dtype=dtype),
+                                   *([random(6, dtype=dtype)] if options else [])]}
+
+
+def a_norm(spelled, offset, first, model, dtype=torch.float32) -> Subject:
+    return Subject("rms_norm", "rms_norm", spelled, lambda op, x, w: op(x, w, 0.1, offset, first), lambda dtype: [random(3, 6, dtype=dtype), random(6, dtype=dtype)],
+                   ((f"{RECOGNIZE}.rms_norm", "op"),), ("rms_norm",), model, dtype=dtype)
+
+
+def a_rotation(spelled, interleaved, model) -> Subject:
+    return Subject("rope", "rope", spelled, lambda op, x, cos, sin: op(x, cos, sin, interleaved),
+                   lambda dtype: [random(2, 3, 5, 4, dtype=dtype), *(random(2, 1, 5, 4, dtype=dtype, grad=False) for _ in range(2))],
+                   ((f"{RECOGNIZE}.rope", "op"),), ("rope",), model)
+
+
+def a_gate(activation, model) -> Subject:
+    function = F.silu if activation == "silu" else lambda gate: F.gelu(gate, approximate="tanh")
+    return Subject("swiglu", "gated_activation", lambda gate, up: function(gate) * up, lambda op, gate, up: op(gate, up, activation),
+                   lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype)], ((f"{RECOGNIZE}.swiglu", "op"),), ("swiglu",), model)
+
+
+def attention(q, k, v, window):
+    parts = []
+    for rows in (slice(0, 3), slice(3, 8)):
+        places = torch.arange(rows.stop - rows.start)
+        distance = places[:, None] - places
+        mask = (distance >= 0) & (distance < (window or 99))
+        shared = (x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        parts.append(F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def an_attention(window, model) -> Subject:
+    return Subject("attention", "varlen_attention", lambda q, k, v: attention(q, k, v, window),
+                   lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
+                   lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
+                   (("tunecompile.runtime.unpad.unpad", "_varlen"),), model=model)
+
+
+def quantised(rows: int = 6, columns: int = 128) -> torch.nn.Module:
+    """A layer of bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(5)
+    made = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.float32, compress_statistics=True, quant_type="nf4")
+    made.weight = bnb.nn.Params4bit(torch.randn(rows, columns), requires_grad=False, compress_statistics=True, quant_type="nf4")
+    return made.to("cpu").train()
+
+
+def by_bitsandbytes(x, layer):
+    from bitsandbytes.functional import dequantize_4bit
+
+    return F.linear(x, dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(x.dtype))
+
+
+def dequantised(op, x, layer):
+    weight, state = layer.weight.data, layer.weight.quant_state
+    return F.linear(x, op(weight, state.absmax, state.state2.code, state.state2.absmax, state.offset, *state.shape, 64, "nf4", torch.float32).to(x.dtype))
+
+
+SUBJECTS = {
+    "norm": a_norm(norm, 0.0, True, lambda: model(full=True)),
+    "Gemma's norm": a_norm(gemma_norm, 1.0, False, lambda: model("gemma2", full=True), torch.bfloat16),
+    "residual norm": Subject("rms_norm", "add_rms_norm", residual_norm, lambda op, x, r, w: op(x, r, w, 0.1, 0.0, True),
+                             lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype), random(6, dtype=dtype)],
+                             ((f"{RECOGNIZE}.add_rms_norm", "add_rms_norm"),), ("rms_norm", "add_rms_norm"), lambda: model(full=True)),
+    "SwiGLU": a_gate("silu", model),
+    "GeGLU": a_gate("gelu_tanh", lambda: model("gemma2")),
+    "RoPE": a_rotation(rotated, False, model),
+    "RoPE of pairs": a_rotation(rotated_in_pairs, True, lambda: model("helium")),
+    "LoRA": Subject(**a_lora(), model=model),
+    "LoRA and bias": Subject(**a_lora(bias=True), model=lambda: model("qwen2")),
+    "NF4": Subject("nf4", "dequantize_4bit", lambda x, layer: layer(x), dequantised, lambda dtype: [random(4, 128, dtype=dtype), quantised()],
+                   ((f"{RECOGNIZE}.nf4", "dequantize_4bit"),), ("nf4",), lambda: model(quantise=True), by_bitsandbytes),
+    "loss": Subject(**a_head(), model=model),
+    "capped loss": Subject(**a_head(softcap=2.0), model=lambda: model("gemma2", final_logit_softcapping=1.0)),
+    "scaled loss": Subject(**a_head(scale=3.0)),
+    "smoothed loss": Subject(**a_head(smoothing=0.2)),
+    "attention": an_attention(0, lambda: (model()[0], padded())),
+    "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
+}

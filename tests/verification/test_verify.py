@@ -1,0 +1,339 @@
+"""`tunecompile.verify`: right gradients pass, planted faults are caught and named, and the model is left as it was."""
+
+import copy
+import functools
+import importlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+import tunecompile.passes
+from tests.models import support
+from tests.support import zoo
+from tunecompile.compiler.pass_manager import Pass
+from tunecompile.errors import CannotVerify
+from tunecompile.verification.reference_model import mode, twin_of
+from tunecompile.verification.tolerance import compare_gradients
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+aten = torch.ops.aten
+verification = importlib.import_module("tunecompile.verification.verify")  # the package has the function by that name
+
+
+def build(family="llama", mode="lora", **adapter):
+    model = zoo.make(family)
+    if mode == "full":
+        return model.train()
+    return zoo.adapt(zoo.quantize(model.to(torch.bfloat16), torch.bfloat16) if mode == "qlora" else model, **adapter).train()
+
+
+def verified(model, autocast=None, **batch):
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        return tunecompile.verify(tunecompile.optimize(model, executor="eager"), zoo.batch(**batch))
+
+
+@pytest.mark.parametrize("family, mode", [("llama", "lora"), ("qwen3", "full")])
+def test_right_gradients_pass(family, mode):
+    result = verified(build(family, mode))
+    assert result.passed, str(result)
+    assert result.reference == "float64" and all(row["error"] < 1e-5 for row in result.gradients)
+    assert len(result.gradients) == sum(p.requires_grad for p in build(family, mode).parameters()) and not result.untrained
+    assert json.loads(json.dumps(result.to_dict()))["passed"] and "passed: every trainable parameter got a gradient" in str(result)
+
+
+def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
+    pytest.importorskip("bitsandbytes")
+    result = verified(build(mode="qlora"), torch.bfloat16, rows=4, length=64)
+    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
+    assert all(verdict.passed for verdict in result.verdicts[2:]), str(result)  # medians of so small a model are those of chance
+
+
+def test_adapters_over_experts_are_wide_when_computed_again():
+    """PEFT puts a parametrisation on experts while they run and takes it off again: what it puts back has to be widened the next time too."""
+    model = zoo.adapt(zoo.make("qwen3_moe").to(torch.bfloat16)).train()
+    twin = twin_of(model, torch.float32)
+    for _ in range(2):
+        _, gradients = zoo.step(twin, zoo.batch())
+    assert len(gradients) == sum(p.requires_grad for p in twin.parameters())
+    assert all(gradient.dtype is torch.float32 and gradient.norm() > 0 for gradient in gradients.values())
+    assert {p.dtype for p in twin.base_model.model.model.layers.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_4_bit_weights_in_double_precision():
+    """bitsandbytes has no fp64: what it is asked for must stay fp32 where the model's own code computes in fp64."""
+    pytest.importorskip("bitsandbytes")
+    model = zoo.adapt(zoo.quantize(zoo.make("llama"))).train()
+    batch, twin = zoo.batch(), twin_of(model, torch.float64)
+    with mode(torch.float64):
+        losses = [twin(**batch).loss.item() for _ in range(3)]
+    assert losses == pytest.approx([model(**batch).loss.item()] * 3, rel=1e-5)
+
+
+def plant(monkeypatch, change):
+    """A fault in what is lowered: `change(graph, product)` of the last matrix product of each backward."""
+    def run(graph, context):
+        products = [node for node in graph.nodes if node.target is aten.mm.default]
+        if products and any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
+            change(graph, products[-1])
+
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", [*tunecompile.passes.PIPELINE, Pass("planted", "lower", run)])
+
+
+def scaled(graph, product):
+    with graph.inserting_after(product):
+        wrong = graph.call_function(aten.mul.Tensor, (product, 1.01))
+    wrong.meta = dict(product.meta)
+    product.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+
+
+def swapped(graph, product):
+    with graph.inserting_before(product):
+        wrong = graph.call_function(aten.flip.default, (product.args[0], [0]))
+    wrong.meta = dict(product.args[0].meta)
+    product.update_arg(0, wrong)
+
+
+def test_a_planted_fault_is_caught(monkeypatch):
+    plant(monkeypatch, swapped)
+    result = verified(build())
+    failed = [verdict for verdict in result.verdicts if not verdict.passed]
+    assert not result.passed and any("no gradient error above" in verdict.name for verdict in failed) and "FAILED" in str(result)
+
+
+def test_the_model_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(verification, "optimize", functools.partial(tunecompile.optimize, executor="eager"))
+    torch.manual_seed(5)
+    model = build(lora_dropout=0.1)
+    zoo.step(model, zoo.batch())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    state, gradients = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    random = torch.get_rng_state()
+    result = tunecompile.verify(model, zoo.batch())  # optimized for the step only
+    assert any("dropout was off" in note for note in result.notes)
+    assert torch.equal(random, torch.get_rng_state()) and all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip((p for p in model.parameters() if p.requires_grad), gradients))
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.1} and model.training
+    assert not any(module._compiled_call_impl for module in model.modules())
+
+
+def test_a_fresh_adapter_says_something_of_every_gradient():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
+    result = verified(model)
+    assert result.passed and all(row["has_gradient"] for row in result.gradients) and any("small and random" in note for note in result.notes)
+    assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_what_never_trains_is_named():
+    model = build()
+    model.base_model.model.extra = nn.Linear(4, 4)
+    result = verified(model)
+    assert result.untrained == ["base_model.model.extra.weight", "base_model.model.extra.bias"] and "without a gradient, in eager too" in str(result)
+
+
+def test_a_loss_of_the_users_own():
+    model = tunecompile.optimize(build(), executor="eager")
+    batch = zoo.batch()
+    labels = batch.pop("labels")
+
+    def loss(model, batch):
+        logits = model(**batch).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    assert tunecompile.verify(model, batch, loss=loss).passed
+    with pytest.raises(CannotVerify, match="no loss"):
+        tunecompile.verify(model, batch)
+
+
+@pytest.mark.parametrize("why, spoil", [
+    ("evaluation mode", lambda model: model.eval()),
+    ("nothing in the model is trained", lambda model: model.requires_grad_(False)),
+    ("act as soon as they have a gradient", lambda model: next(p for p in model.parameters() if p.requires_grad).register_post_accumulate_grad_hook(print))])
+def test_what_cannot_be_verified(why, spoil):
+    model = build()
+    spoil(model)
+    with pytest.raises(CannotVerify, match=why):
+        tunecompile.verify(model, zoo.batch())
+
+
+@pytest.mark.gpu
+def test_generated_code_on_a_gpu():
+    pytest.importorskip("bitsandbytes")
+    model = zoo.make("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=8192,
+                     max_position_embeddings=1024)
+    model = zoo.adapt(zoo.quantize(model.to("cuda", torch.bfloat16), torch.bfloat16), r=16).train()
+    with torch.autocast("cuda", torch.bfloat16):
+        result = tunecompile.verify(tunecompile.optimize(model), zoo.batch(8192, 4, 512, "cuda"))
+    assert result.passed, str(result)
+
+
+def planted(factor):
+    """A family of two rewrites, of which the second loses `factor`."""
+    from tunecompile.compiler.pass_manager import recognize
+    from tunecompile.ir.rewrite import rewrite
+
+    @rewrite("harmless", to=lambda x: torch.rsqrt(x))
+    def harmless(x):
+        return torch.rsqrt(x)
+
+    @rewrite("wrong", to=lambda x: torch.nn.functional.silu(x) * factor)
+    def wrong(x):
+        return torch.nn.functional.silu(x)
+
+    short = [p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")]  # few trials
+    return [recognize("planted", [harmless, wrong], lambda graph: []), *short]
+
+
+def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    model = tunecompile.optimize(build(), executor="eager")
+    result = tunecompile.verify(model, zoo.batch())
+    assert not result.passed and result.faults[0]["rewrite"] == "planted: wrong" and len(result.faults) == 1 and "switched off" in str(result)
+    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.faults[0]["places"]), result.faults
+    assert any("the rewrite at fault is planted: wrong" in note for note in tunecompile.report(model).notes)
+    again = tunecompile.verify(model, zoo.batch())
+    assert again.passed and not again.faults
+    assert {m.family for m in tunecompile.report(model).matches} >= {"rms_norm", "swiglu"}
+
+
+@pytest.mark.gpu  # needs none, but half a minute
+def test_a_fault_that_no_rewrite_makes(monkeypatch):
+    plant(monkeypatch, scaled)
+    result = verified(build())
+    assert result.faults[0]["rewrite"] is None and "without any rewrite" in str(result)
+
+
+@pytest.mark.gpu  # needs none, but half a minute
+def test_the_first_training_step_is_verified(monkeypatch, caplog):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    model, plain = build(), None
+    plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    monkeypatch.undo()
+    expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    tunecompile.optimize(model, executor="eager", verify=True)
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert max(zoo.errors(gradients, expected[1]).values()) < 1e-5 < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
+    (note,) = [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
+    assert "the rewrite at fault is planted: wrong" in note and "FAILED" in caplog.text
+    zoo.step(model, zoo.batch())
+    assert len([note for note in tunecompile.report(model).notes if note.startswith("verified:")]) == 1
+
+
+@pytest.mark.slow
+def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    with torch.no_grad():
+        model(**zoo.batch())  # no training step
+    reference = zoo.step(tunecompile.optimize(build(), executor="eager"), zoo.batch())
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert loss == reference[0] and all(torch.equal(gradients[name], g) for name, g in reference[1].items())
+    assert [note for note in tunecompile.report(model).notes if "gradients are as near to float64 as eager's" in note]
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    batch = zoo.batch()
+    del batch["labels"]
+    model(**batch).logits.sum().backward()
+    assert [note for note in tunecompile.report(model).notes if "not verified" in note and "no loss" in note]
+
+
+@pytest.mark.slow
+def test_under_accelerates_mixed_precision():
+    accelerate = pytest.importorskip("accelerate")
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    batch = zoo.batch(rows=4, length=64)
+    model(**batch).loss.backward()
+    result = tunecompile.verify(model, batch)
+    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
+    assert [note for note in tunecompile.report(model).notes if note.startswith("verified: ")]
+
+
+def test_a_batch_without_any_gradient():
+    """Of an adapter that waits for tokens which are not there, say."""
+    (row,) = compare_gradients(*[{"a": torch.zeros(3)}] * 3, torch.float32)
+    assert row["error"] == row["norm_ratio"] == 0 and row["has_gradient"]
+
+
+def test_zeros_that_the_reference_has_too_are_gradients():
+    zeros, ones = torch.zeros(4, 4), torch.ones(4, 4)
+    rows = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32)
+    assert all(row["has_gradient"] and row["error"] == 0 for row in rows)
+    _, busy = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros}, torch.float32)
+    assert not busy["has_gradient"]
+
+
+def test_bad_luck_switches_nothing_off(monkeypatch):
+    """An error that is larger than eager's by less than a factor of two fails, and is no reason to look for a rewrite."""
+    monkeypatch.setattr("tunecompile.verification.tolerance.LIMIT", 1e-9)
+    model = tunecompile.optimize(build(), executor="eager")
+    result = tunecompile.verify(model, zoo.batch())
+    assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+
+
+@pytest.mark.parametrize("adapter", [support.activated, *(pytest.param(adapter, marks=pytest.mark.slow) for adapter in (
+    support.other("FourierFTConfig", n_frequency=16), support.with_peft("PrefixTuningConfig", num_virtual_tokens=4)))],
+                         ids=["reads the batch in a hook", "makes tensors of no named dtype", "fills a cache"])
+def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
+    """What one reads of the batch, or adds to a cache, is there in the forward alone."""
+    result = verified(adapter().train(), seed=0)
+    assert result.passed and result.reference == "float64", str(result)
+
+
+def test_a_model_with_gradient_checkpointing():
+    model = build().to(torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    tunecompile.optimize(model, executor="eager", verify=True)
+    zoo.step(model, zoo.batch(rows=4, length=64))
+    (note,) = [note for note in tunecompile.report(model).notes if "verified" in note]
+    assert note.startswith("verified:") and model.model.is_gradient_checkpointing
+
+
+def test_a_batch_that_somebody_else_made():
+    model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
+    inputs = projector(torch.randn(2, 16, 8))
+    model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
+    assert projector.weight.grad is not None and [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
+
+
+class Whole(nn.Module):
+    """Without repeated layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
+
+
+def test_a_model_that_is_one_region():
+    torch.manual_seed(0)
+    model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
+    model(torch.randn(4, 8)).loss.backward()
+    assert [note for note in tunecompile.report(model).notes if "verified" in note]
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    before = model._tunecompile.passes
+    monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
+    zoo.step(model, zoo.batch())
+    assert model._tunecompile.passes == before and [note for note in tunecompile.report(model).notes if note.startswith("not verified: ZeroDivisionError")]
+
+
+def test_a_budget_learns_nothing_from_it():
+    model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
+    zoo.step(model, zoo.batch())
+    budget = model._tunecompile.step.budget
+    assert budget.steps == 1 and budget.surplus == 0

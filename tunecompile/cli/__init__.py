@@ -1,0 +1,5 @@
+"""The command line, and everything that exists only as one of its commands."""
+
+from tunecompile.cli.main import app
+
+__all__ = ["app"]

@@ -1,0 +1,53 @@
+"""Loss curves beside each other: how far apart they are, step by step, and what of that is noise."""
+
+from __future__ import annotations
+
+from tunecompile.cli.compare.spec import system
+from tunecompile.verification.tolerance import Verdict
+
+BASES = ("hf", "hf-checkpoint", "tunecompile")  # the first that finished is what the others are held against
+
+
+def base_of(runs: list[dict]) -> dict | None:
+    """The run that the other curves are held against: of the first shape, in the model's own precision."""
+    fine = [run for run in runs if run["status"] == "ok" and run["shape"] == runs[0]["shape"]]
+    return next((run for name in BASES for run in fine if run["system"] == name), None)
+
+
+def differences(run: dict, base: dict) -> list[float]:
+    return [ours - theirs for ours, theirs in zip(run["losses"], base["losses"])]
+
+
+def compare_curves(runs: list[dict]) -> list[dict]:
+    """A row for every other system of the same shape: its loss less that of the base."""
+    base = base_of(runs)
+    rows = []
+    for run in runs:
+        if base is None or run is base or run["status"] != "ok" or run["shape"] != base["shape"]:
+            continue
+        apart = differences(run, base)
+        rows.append({"system": run["system"], "base": base["system"], "steps": len(apart), "mean": sum(apart) / len(apart),
+                     "mean_size": sum(map(abs, apart)) / len(apart), "largest": max(map(abs, apart)), "last": apart[-1]})
+    return rows
+
+
+def batch_noise(losses: list[float]) -> float:
+    """The deviation of a step's loss that drawing another batch causes: from one step to the next two such deviations meet."""
+    moves = [(after - before) ** 2 for before, after in zip(losses, losses[1:])]
+    return (sum(moves) / max(len(moves), 1) / 2) ** 0.5
+
+
+def judge_curves(runs: list[dict]) -> list[Verdict]:
+    """Systems of a reduced precision are held against the noise of the curve, and not against eager's rounding."""
+    base, rows = base_of(runs), compare_curves(runs)
+    verdicts = []
+    for row in rows:
+        if system(row["system"]).precision is None:
+            continue
+        noise = batch_noise(base["losses"])
+        others = [f"{other['system']}'s {other['mean_size']:.1e}" for other in rows if system(other["system"]).precision is None]
+        beside = f", {', '.join(others)}" if others else ""
+        verdicts.append(Verdict(
+            f"{row['system']}: loss differs from {row['base']}'s by less than from batch to batch", row["mean_size"] <= noise,
+            f"mean distance {row['mean_size']:.1e} over {row['steps']} steps (with sign {row['mean']:+.1e}){beside}; a batch's noise is {noise:.1e}"))
+    return verdicts

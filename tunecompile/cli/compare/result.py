@@ -1,0 +1,131 @@
+"""What a saved result holds: `report.json` of a comparison and the files in `benchmarks/results/`, checked when they are read.
+
+A field that is added keeps the version; one that is renamed, or means something else, raises it. `Result.model_json_schema()` is the JSON Schema.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from tunecompile.cli.compare.errors import NotAResult, UnknownSchema
+from tunecompile.cli.compare.machine import SCHEMA
+
+
+class Part(BaseModel):
+    """Fields that are not named here are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class Machine(Part):
+    gpu: str | None
+    gpu_count: int
+    cpu: str
+    memory_gib: float | None
+
+
+class StepMs(Part):
+    """Of the timed steps, in milliseconds."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Run(Part):
+    """One system on one shape with one seed."""
+
+    system: str
+    model: str
+    mode: Literal["qlora", "lora", "full"]
+    shape: str  # ROWSxLENGTH
+    status: str  # ok, oom, not installed, or error: ...
+    order: int
+    seed: int | None = None  # of the adapters, the order of the rows and dropout
+    version: str | None = None  # of the system's own package: transformers' for hf, torch's for compile
+    install: str | None = None  # where it is not installed: the command that does it
+    tokens_per_s: float | None = None  # real ones: no padding
+    step_ms: StepMs | None = None
+    all_step_ms: list[float] | None = None  # the last `repeats` of them are the timed ones
+    repeats: int | None = None
+    peak_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    saved_bytes: int | None = None
+    first_step_s: float | None = None
+    losses: list[float] | None = None  # a step each
+    trainable: int | None = None  # values that learn
+    predicted: dict[str, Any] | None = None  # peak_gib and step_ms, of tunecompile's own runs
+    held_out_before: float | None = None  # nats a learned token
+    held_out_after: float | None = None
+
+    @model_validator(mode="after")
+    def has_figures(self) -> Run:
+        missing = [name for name in ("tokens_per_s", "step_ms", "peak_gib", "first_step_s", "losses") if getattr(self, name) is None]
+        if self.status == "ok" and missing:
+            raise ValueError(f"a run that is ok needs {', '.join(missing)}")
+        return self
+
+
+class GradientError(Part):
+    """Relative distances to the reference's gradient; the yardstick is eager's, and at least what rounding makes of it."""
+
+    parameter: str
+    error: float
+    eager_error: float
+    norm_ratio: float
+    yardstick: float
+
+
+class Verdict(Part):
+    name: str
+    passed: bool
+    detail: str
+
+
+class Result(Part):
+    schema_: Literal[SCHEMA]
+    date: str
+    commit: str | None
+    command: str
+    machine: Machine
+    versions: dict[str, str]
+    runs: list[Run]
+    gradients: list[GradientError]
+    reduced_gradients: list[GradientError] = []
+    verdicts: list[Verdict]
+    settings: dict[str, None | bool | int | float | str | list[str]]
+
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), extra="allow")
+
+    @model_validator(mode="after")
+    def has_runs(self) -> Result:
+        if not self.runs:
+            raise ValueError("there are no runs")
+        return self
+
+
+def load_result(path: str | Path) -> dict:
+    """A saved result as it was written.
+
+    Raises:
+        NotAResult: there is no such file, or something else is in it; the message names the first field that is wrong.
+        UnknownSchema: another version of tunecompile wrote it, in a form that this one does not know.
+    """
+    try:
+        held = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotAResult(path=path, reason=f"{type(error).__name__}: {error}") from None
+    if not isinstance(held, dict) or "schema" not in held:
+        raise NotAResult(path=path, reason="it has no 'schema'")
+    if held["schema"] != SCHEMA:
+        raise UnknownSchema(path=path, found=held["schema"], known=SCHEMA, command=held.get("command", "tunecompile compare"))
+    try:
+        Result.model_validate(held)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise NotAResult(path=path, reason=f"{'.'.join(map(str, first['loc'])) or 'runs'}: {first['msg']}") from None
+    return held

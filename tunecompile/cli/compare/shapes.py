@@ -1,0 +1,172 @@
+"""Models of a known architecture with random weights, built layer by layer on the device.
+
+Weights are drawn per parameter, seeded by its name, and quantised at once: no full-precision copy of the whole model
+ever exists, and every process draws the same values. Speed and memory do not depend on what the weights say.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunecompile.cli.compare.spec import TARGETS
+
+LLAMA3 = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
+              rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, head_dim=128,
+             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+
+
+def _size(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
+    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=False) | more
+
+
+SHAPES = {
+    "llama-3.2-1b": LLAMA3 | _size(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "llama-3.1-8b": LLAMA3 | _size(4096, 14336, 32, 32, 8),
+    "llama-3.3-70b": LLAMA3 | _size(8192, 28672, 80, 64, 8),
+    "qwen3-14b": QWEN3 | _size(5120, 17408, 40, 40, 8),
+    "qwen3-32b": QWEN3 | _size(5120, 25600, 64, 64, 8),
+    "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
+    "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trying things out
+}
+
+
+def shape_config(name: str, layers: int | None = None):
+    """The transformers config of a shape, `layers` layers deep."""
+    from transformers import AutoConfig
+
+    fields = dict(SHAPES[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    if layers:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch.Tensor:
+    """Values that bfloat16 holds exactly, so that a model in any precision has the same weights."""
+    if len(shape) == 1:
+        make = torch.zeros if name.endswith("bias") else torch.ones
+        return make(shape, device=device, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+
+
+def empty_model(config) -> nn.Module:
+    """The model with parameters that take no memory, and with real buffers (rotary frequencies are no parameters)."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype, storage: torch.dtype) -> nn.Module:
+    """A bitsandbytes NF4 linear with double quantisation, the quantisation done on the weight's own device. Its bytes are kept as `storage`."""
+    import bitsandbytes as bnb
+
+    new = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=dtype,
+                            compress_statistics=True, quant_type="nf4", quant_storage=storage, device="meta")
+    new.weight = bnb.nn.Params4bit(weight.to(dtype), requires_grad=False, quant_type="nf4",
+                                   compress_statistics=True, quant_storage=storage).to(weight.device)
+    new.quant_state = new.weight.quant_state  # as loading leaves it: a shard of the weight has none
+    return new
+
+
+def places(layers: int, device: str, gpus: int) -> dict[str, str]:
+    """A `device_map`. Of several GPUs each has an equal share of the layers, the first the embedding table, the last norm and head."""
+    if gpus == 1 or device == "cpu":
+        return {"": device}
+    last = f"cuda:{gpus - 1}"
+    return {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", **{f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)},
+            "model.norm": last, "lm_head": last}
+
+
+def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: str, seed: int, layers: int | None = None,
+                      storage: torch.dtype = torch.uint8, gpus: int = 1):
+    """A random model of that shape on the device, or over so many GPUs, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
+    config = shape_config(name, layers)
+    model = empty_model(config)
+    where = places(config.num_hidden_layers, device, gpus)
+    for path, module in list(model.named_modules()):
+        device = next((place for prefix, place in where.items() if f"{path}.".startswith(prefix and f"{prefix}.")), device)
+        if quantise and isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS:
+            parent, _, child = path.rpartition(".")
+            weight = random_weight(f"{path}.weight", module.weight.shape, seed, device)
+            new = quantised_linear(module, weight, dtype, storage)
+            setattr(model.get_submodule(parent), child, new)
+            module = new
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                value = random_weight(f"{path}.{key}", parameter.shape, seed, device).to(dtype)
+                setattr(module, key, nn.Parameter(value))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[key] = buffer.to(device)
+    model.tie_weights()
+    if quantise:
+        model.is_loaded_in_4bit = True  # what PEFT asks for when it picks its layer class
+    if len(where) > 1:
+        from accelerate import dispatch_model
+
+        dispatch_model(model, where)
+    return model
+
+
+def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False) -> None:
+    """The same weights as a folder of safetensors, one file a layer, for systems that only load from disk: bfloat16, and the linears of decoder layers in NF4
+    if asked, as bitsandbytes saves them. (In bfloat16 a model of 70B parameters exceeds most machines' memory.)
+    """
+    from safetensors.torch import save_file
+
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    config = shape_config(name, layers)
+    config.architectures = [type(empty := empty_model(config)).__name__]
+    config.dtype = torch.bfloat16
+    if quantise:
+        from transformers import BitsAndBytesConfig
+
+        config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    config.save_pretrained(out)
+    groups: dict[str, list[str]] = {}
+    for path, _ in empty.named_parameters():  # tied weights appear once
+        parts = path.split(".")
+        groups.setdefault(parts[2] if parts[1] == "layers" else "rest", []).append(path)
+    index = {}
+    for group, members in groups.items():
+        file = f"model-{group}.safetensors"
+        tensors = {key: value.cpu() for path in members for key, value in saved_weight(empty, path, seed, device, quantise).items()}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    save_tiny_tokenizer(out)
+
+
+def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: bool) -> dict[str, torch.Tensor]:
+    """What a file says of one parameter of the model."""
+    owner, _, key = path.rpartition(".")
+    weight = random_weight(path, empty.get_parameter(path).shape, seed, device)
+    if not quantise or key != "weight" or owner.rpartition(".")[2] not in TARGETS:
+        return {path: weight}
+    linear = quantised_linear(empty.get_submodule(owner), weight, torch.bfloat16, torch.uint8)
+    return {f"{owner}.{name}": value for name, value in linear.state_dict().items() if name.startswith(key) and not value.is_meta}
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """A tokenizer of a few hundred entries: loaders insist on one, random tokens need none."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    special = ["<s>", "</s>", "<pad>", "<unk>"]
+    tokenizer.train_from_iterator(["a few words"], trainers.BpeTrainer(special_tokens=special, vocab_size=300))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+                            unk_token="<unk>").save_pretrained(folder)

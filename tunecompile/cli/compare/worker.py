@@ -1,0 +1,259 @@
+"""One system in a process of its own: `python -m tunecompile.cli.compare.worker job.json result.json`.
+
+Speaks to its parent in lines that begin with `@`; everything else it prints is for the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Callable
+
+from tunecompile.cli.compare.spec import REFERENCE, Job, Shape
+
+OTHER_ROWS = 1000  #: between the seeds of two ranks' random rows
+
+
+def prepare_process(job: Job) -> None:
+    """What has to happen before torch or transformers is used: quiet libraries, cold caches, Unsloth first."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    if job.engine == "unsloth":
+        import unsloth  # noqa: F401
+
+
+def random_runs(job: Job) -> dict:
+    """A shape model on random tokens, one run for each shape in the same process."""
+    import torch
+
+    from tunecompile.cli.compare import data, gradients, loops, models, parallel, ranks
+    from tunecompile.cli.compare.spec import parse_shape
+
+    model = models.load_model(job)
+    vocabulary = model.config.vocab_size
+    loops.enable_checkpointing(model, job)
+    models.apply_system(parallel.shard(model, job), job)
+    trained = parallel.wrap(model, job)
+    runs = []
+    for shape in job.shapes:
+        torch.manual_seed(job.draw)
+        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw + OTHER_ROWS * ranks.rank(), job.steps)
+        runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape))))
+        if shape != job.shapes[-1]:
+            models.set_initial_adapter(model, job.draw)
+    if job.engine == "tunecompile" and job.gpus == 1:  # last: what it measures on the GPU must not spare the first step anything
+        for run in runs:
+            run |= predicted(model, job, parse_shape(run["shape"]))
+    if job.gradients:
+        batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed + 1, 1)[0]
+        gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
+    return {"runs": runs, "attention": model.config._attn_implementation, "report": compiler_report(model, job)}
+
+
+def data_run(job: Job) -> dict:
+    """A model on the user's data, with the questions before and after where they are asked for."""
+    import torch
+
+    from tunecompile.cli.compare import data, gradients, loops, meters, models, parallel, ranks
+
+    tokenizer = models.load_tokenizer(job)
+    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
+    model = models.load_model(job)
+    result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
+    held_out = data.held_out_batches(split.held_out, tokenizer, job)
+    before = {"held_out_before": held_out_loss(model, held_out, job)} if held_out else {}
+    asked = questions(split, job)
+    answers = [{"before": text} for text in answer_all(model, tokenizer, asked, job)]
+
+    if job.trainer == "loop":
+        loops.enable_checkpointing(model, job)
+    initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
+    models.apply_system(parallel.shard(model, job), job)
+    trained = parallel.wrap(model, job) if job.trainer == "loop" else model  # trainers do so themselves
+
+    def train():
+        torch.manual_seed(job.draw)
+        if job.trainer == "sft":
+            return loops.train_trl(model, tokenizer, split.train, job, "train")
+        batches = data.make_batches(split.train, tokenizer, job, job.steps * job.processes)
+        return loops.train_loop(trained, batches[ranks.rank()::job.processes], job, "train")
+
+    run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
+    if held_out:
+        run["held_out_after"] = held_out_loss(model, held_out, job)
+    for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
+        answer |= {"question": question_of(row), "expected": answer_of(row), "after": text}
+    if job.adapter:
+        model.save_pretrained(job.adapter)
+    if job.gradients:
+        meters.say("phase", text="gradient check")
+        batch = data.make_batches(split.train, tokenizer, job, 1)[0]
+        gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients, initial)
+    return result | {"runs": [run], "answers": answers, "attention": model.config._attn_implementation,
+                     "report": compiler_report(model, job)}
+
+
+def measured(model, job: Job, train) -> dict:
+    """Train, then take the extra untimed steps that the remaining figures need."""
+    from tunecompile.cli.compare import meters, ranks
+
+    meters.reset_memory(job.device)
+    trained = train()
+    figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
+    if (report := compiler_report(model, job)) and report["memory"]:
+        figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
+    counted = job.engine != REFERENCE and job.gpus == 1  # of a step that one process takes by itself
+    if counted and job.launches and job.device == "cuda":
+        figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
+    if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
+        figures |= more("saved_bytes", "measuring what is saved for the backward", lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)))
+        model.zero_grad(set_to_none=True)
+    return figures | {"status": "ok", "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)}  # ZeRO-3 leaves a part, and says how much it was
+
+
+def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
+    """A figure of an untimed step. Nothing where that needs more memory than steps do: under a budget nothing waits on the host while saved tensors are counted."""
+    import torch
+
+    from tunecompile.cli.compare import meters
+
+    meters.say("phase", text=phase)
+    try:
+        return {name: measure()}
+    except torch.OutOfMemoryError:
+        meters.say("phase", text=f"{phase}: not enough memory")
+        return {}
+
+
+def predicted(model, job: Job, shape: Shape) -> dict:
+    """What `tunecompile.estimate` says of a step on such a batch, to be held against what was measured: on a GPU, where it tells a time."""
+    import tunecompile
+    from tunecompile.cli.compare.meters import GIB
+    from tunecompile.cli.compare.models import precision
+    from tunecompile.errors import CannotEstimate
+
+    if shape.padded or job.device != "cuda":
+        return {}
+    try:
+        with precision(job):
+            told = tunecompile.estimate(model, (shape.rows, shape.length))
+    except CannotEstimate as error:
+        return {"predicted": {"failed": str(error)}}
+    return {"predicted": {"peak_gib": told.peak / GIB, "step_ms": told.milliseconds}}
+
+
+def held_out_loss(model, batches: list[dict], job: Job) -> float:
+    """In eval mode: nats a learned token, or DPO's loss a pair. However the rows are batched, each counts once."""
+    from tunecompile.cli.compare.data import IGNORED
+    from tunecompile.cli.compare.loops import to_device
+    from tunecompile.cli.compare.losses import loss_of
+    from tunecompile.cli.compare.models import evaluating, precision
+
+    with evaluating(model), precision(job):
+        counts = [len(batch["labels"]) if job.loss == "dpo" else int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
+        return sum(float(loss_of(model, to_device(batch, job.device), job)) * count for batch, count in zip(batches, counts)) / sum(counts)
+
+
+def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
+    """Greedy answers to the prompts of rows, as a user would ask."""
+    import torch
+
+    from tunecompile.cli.compare.data import render_prompt
+    from tunecompile.cli.compare.models import evaluating, precision
+
+    texts = []
+    for row in rows:
+        ids = torch.tensor([render_prompt(row["prompt"], tokenizer, job.model)], device=job.device)
+        with evaluating(model), precision(job):
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
+                                 use_cache=True, pad_token_id=tokenizer.pad_token_id)
+        texts.append(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True).strip())
+    return texts
+
+
+def questions(split, job: Job) -> list[dict]:
+    """The first held-out rows that have a prompt."""
+    return [row for row in split.held_out if "prompt" in row][: job.questions]
+
+
+def question_of(row: dict) -> str:
+    return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+
+
+def answer_of(row: dict) -> str:
+    answer = row.get("completion") or row["chosen"]
+    return answer if isinstance(answer, str) else answer[-1]["content"]
+
+
+def compiler_report(model, job: Job) -> dict | None:
+    if job.engine != "tunecompile":
+        return None
+    import tunecompile
+    from tunecompile.errors import NotOptimized
+
+    try:
+        return tunecompile.report(model).to_dict()
+    except NotOptimized:  # TUNECOMPILE=0
+        return None
+
+
+def reload_adapter(job: Job) -> dict:
+    """The saved adapter in a plain model under plain PEFT: does it give the same answers?"""
+    from peft import PeftModel
+
+    from tunecompile.cli.compare import data, models
+
+    tokenizer = models.load_tokenizer(job)
+    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
+    model = PeftModel.from_pretrained(models.load_base(job), job.adapter)
+    return {"answers": answer_all(model, tokenizer, questions(split, job), job)}
+
+
+def guarded(work) -> dict:
+    """Run, and turn what goes wrong into a row's status."""
+    import torch
+
+    from tunecompile.cli.compare import errors
+    from tunecompile.errors import TunecompileError
+
+    try:
+        return work()
+    except torch.cuda.OutOfMemoryError:
+        traceback.print_exc()
+        return {"status": "oom"}
+    except TunecompileError as error:
+        traceback.print_exc()
+        return {"status": f"error: {error}"} | ({"user_error": str(error)} if type(error).__module__ == errors.__name__ else {})
+    except Exception as error:  # noqa: BLE001: whatever a system raises is that system's row
+        traceback.print_exc()
+        return {"status": f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+
+
+def main(job_path: str, result_path: str) -> None:
+    spec = json.loads(Path(job_path).read_text())
+    task = spec.pop("task", "train")
+    job = Job(**spec)
+    prepare_process(job)
+    from tunecompile.cli.compare import ranks
+    from tunecompile.cli.compare.meters import say, wait_for_turn
+
+    wait_for_turn()
+    say("phase", text="loading")
+    started = time.perf_counter()
+    tasks = {"train": random_runs if job.shapes else data_run, "reload": reload_adapter}
+    with ranks.group(job):
+        result = guarded(lambda: tasks[task](job))
+        failed = any(row.get("status", "ok") != "ok" for row in (result, *result.get("runs", [])))
+        if ranks.rank() == 0 or failed:
+            Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
+        if failed and job.processes > 1:
+            os._exit(1)  # torchrun ends the others, who wait for this one
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

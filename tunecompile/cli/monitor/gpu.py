@@ -1,0 +1,115 @@
+"""What the machine says of itself: GPUs by NVML, host memory by /proc, and beside them what training processes write."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+from tunecompile.runtime import telemetry_files
+from tunecompile.runtime.telemetry_files import Status
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Bytes and per cent; None where the driver does not say (a share of a GPU, say)."""
+
+    index: int
+    uuid: str
+    name: str
+    used: int | None
+    total: int | None
+    busy: int | None  #: per cent of the last moments in which a kernel ran
+
+
+@dataclass(frozen=True)
+class Process:
+    """A training process: what it wrote, and the bytes of host memory it holds."""
+
+    status: Status
+    resident: int | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All figures of one moment. `why_no_gpu` is said where `gpus` is empty."""
+
+    time: float
+    gpus: tuple[Gpu, ...]
+    why_no_gpu: str | None
+    processes: tuple[Process, ...]
+    host_used: int | None
+    host_total: int | None
+
+
+class Nvml:
+    """The GPUs of this machine. Without a driver, or without nvidia-ml-py, there are none, and `missing` says why."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+        self.missing: str | None = None
+        try:
+            import pynvml
+        except ImportError:
+            self.missing = "no GPU figures: nvidia-ml-py is not installed (pip install 'tunecompile[monitor]')"
+            return
+        self.library = pynvml
+        try:
+            pynvml.nvmlInit()
+            self.handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            self.missing = f"no NVIDIA GPU here ({error})"
+        if not self.handles and self.missing is None:
+            self.missing = "no NVIDIA GPU here"
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        return tuple(self._gpu(index, handle) for index, handle in enumerate(self.handles))
+
+    def _gpu(self, index: int, handle: Any) -> Gpu:
+        nvml = self.library
+        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._told(nvml.nvmlDeviceGetUtilizationRates, handle)
+        return Gpu(index, _text(self._told(nvml.nvmlDeviceGetUUID, handle)), _text(self._told(nvml.nvmlDeviceGetName, handle)),
+                   memory and memory.used, memory and memory.total, rates and rates.gpu)
+
+    def _told(self, ask: Callable, handle: Any) -> Any:
+        """None where the driver refuses, as it does for some figures of some devices."""
+        try:
+            return ask(handle)
+        except self.library.NVMLError:
+            return None
+
+
+def _text(found: str | bytes | None) -> str:
+    """Older releases give bytes."""
+    return found.decode() if isinstance(found, bytes) else found or ""
+
+
+@dataclass
+class Machine:
+    """Where snapshots come from."""
+
+    nvml: Nvml = field(default_factory=Nvml)
+
+    def look(self, now: float) -> Snapshot:
+        """Raises UnsafeFolder where the folder that processes write to is somebody else's."""
+        host = _host()
+        return Snapshot(now, self.nvml.gpus(), self.nvml.missing, tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()), *host)
+
+
+def _host() -> tuple[int | None, int | None]:
+    """Bytes of host memory in use, and in all."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        total, free = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+        return total - free, total
+    return None, None
+
+
+def _resident(pid: int) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) << 10
+    return None

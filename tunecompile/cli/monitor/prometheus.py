@@ -1,0 +1,82 @@
+"""The same figures for Prometheus: collected when it asks, so that a scrape never shows an older moment than it has to."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+
+from tunecompile.cli.compare.errors import BadOption
+from tunecompile.cli.monitor.gpu import Gpu, Process, Snapshot
+
+GPU = (  # name, what it is, how to read it
+    ("gpu_memory_used_bytes", "Device memory in use, by all processes.", lambda gpu: gpu.used),
+    ("gpu_memory_total_bytes", "Device memory in all.", lambda gpu: gpu.total),
+    ("gpu_utilization_ratio", "Share of the last moments in which a kernel ran.", lambda gpu: None if gpu.busy is None else gpu.busy / 100),
+)
+TRAINING = (
+    ("training_steps", "Training forwards of the model since it was optimized.", lambda p: p.status.steps),
+    ("training_tokens_per_second", "Tokens through the layers, over the last steps.", lambda p: p.status.tokens_per_s),
+    ("training_step_seconds", "From one training forward to the next, the median of the last steps.", lambda p: _seconds(p.status.step_ms)),
+    ("training_updated_timestamp_seconds", "When the process last told its figures.", lambda p: p.status.updated),
+    ("memory_allocated_bytes", "In tensors on the device.", lambda p: p.status.allocated),
+    ("memory_budget_bytes", "What the user allows.", lambda p: p.status.budget),
+    ("memory_peak_predicted_bytes", "Peak of a step under the plan.", lambda p: p.status.predicted_peak),
+    ("memory_peak_measured_bytes", "Peak of a step as the allocator counted it.", lambda p: p.status.measured_peak),
+    ("host_memory_resident_bytes", "Host memory of the process.", lambda p: p.resident),
+)
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3
+
+
+class Collector:
+    """Hands a fresh snapshot to each scrape."""
+
+    def __init__(self, look: Callable[[], Snapshot]):
+        self.look = look
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing: registering would collect for it."""
+        yield from ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        snapshot = self.look()
+        yield from _families(GPU, snapshot.gpus, ("gpu", "uuid", "name"), _gpu_labels)
+        yield from _families(TRAINING, snapshot.processes, ("pid", "model", "device", "gpu_uuid", "rank"), _process_labels)
+
+
+def _families(table: tuple, items: tuple, labels: tuple[str, ...], values: Callable[[Any], tuple[str, ...]]) -> Iterator[GaugeMetricFamily]:
+    """What nobody counts is left out, as Prometheus wants it."""
+    for name, text, read in table:
+        family = GaugeMetricFamily(f"tunecompile_{name}", text, labels=labels)
+        for item in items:
+            if (value := read(item)) is not None:
+                family.add_metric(values(item), value)
+        yield family
+
+
+def _gpu_labels(gpu: Gpu) -> tuple[str, ...]:
+    return str(gpu.index), gpu.uuid, gpu.name
+
+
+def _process_labels(process: Process) -> tuple[str, ...]:
+    told = process.status
+    return str(told.pid), told.model, told.device, told.gpu or "", "" if told.rank is None else str(told.rank)
+
+
+def serve(look: Callable[[], Snapshot], host: str, port: int) -> WSGIServer:
+    """Answer at http://host:port/metrics from a thread of its own, until the server is shut down.
+
+    Raises:
+        BadOption: nobody can listen there.
+    """
+    registry = CollectorRegistry()
+    registry.register(Collector(look))
+    try:
+        return start_http_server(port, host, registry)[0]
+    except OSError as error:
+        raise BadOption(option="--prometheus", value=f"{host}:{port}", reason=f"nobody can listen there ({error.strerror or error})") from error

@@ -1,0 +1,84 @@
+"""What the commands make of their arguments, and how they tell a user's mistake."""
+
+from __future__ import annotations
+
+from tunecompile.cli.compare.errors import BadOption, MissingExtra
+from tunecompile.errors import TunecompileError
+
+
+def one_of(option: str, value: str, *known: str) -> str:
+    if value not in known:
+        raise BadOption(option=option, value=value, reason=f"choose from {', '.join(known)}")
+    return value
+
+
+def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
+    chosen = [name for name, given in (("qlora", qlora), ("lora", lora), ("full", full)) if given]
+    if len(chosen) > 1:
+        raise BadOption(option="--" + " --".join(chosen), value=True, reason="only one of --qlora, --lora and --full can hold")
+    return chosen[0] if chosen else "qlora"
+
+
+def pick_device(device: str) -> str:
+    import torch
+
+    one_of("--device", device, "auto", "cpu", "cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadOption(option="--device", value=device, reason="torch sees no CUDA device here; use --device cpu")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(dtype: str, device: str) -> str:
+    one_of("--dtype", dtype, "auto", "float32", "bfloat16")
+    return dtype if dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+
+
+def pick_rows(batch: int | None, together: int | None, gpus: int, per_node: int) -> int:
+    if batch is not None and together is not None:
+        raise BadOption(option="--batch", value=batch, reason="--global-batch says how many rows all GPUs have together; give one of the two")
+    if gpus > per_node and gpus % per_node:
+        raise BadOption(option="--gpus", value=gpus, reason=f"machines have {per_node} each (--gpus-per-node): give a multiple")
+    if together is not None and together % gpus:
+        raise BadOption(option="--global-batch", value=together, reason=f"{gpus} GPUs cannot have equal shares of it: give a multiple")
+    return together or batch or 1
+
+
+def parse_budget(text: str | None) -> str | float | None:
+    """A share of the GPU is a number."""
+    return float(text) if text and text.replace(".", "", 1).isdigit() and 0 < float(text) <= 1 else text
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise BadOption(option="--prometheus", value=text, reason="give PORT or HOST:PORT, such as 9400 or 0.0.0.0:9400")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def guard(work) -> int:
+    """A user's mistake is one line and exit code 2; anything else keeps its traceback."""
+    from rich.console import Console
+
+    try:
+        return work()
+    except TunecompileError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        return 2
+
+
+def escape(text: str) -> str:
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)
+
+
+def need_packages() -> None:
+    for package in ("jinja2", "matplotlib", "pydantic"):
+        if not installed(package):
+            raise MissingExtra(what="the report", package=package, extra="cli")
+
+
+def installed(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None

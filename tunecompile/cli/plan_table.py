@@ -1,0 +1,49 @@
+"""A plan for people: a table of engines, and which to take."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tunecompile.estimate.multi_gpu import EnginePlan, PlanReport
+from tunecompile.planner.device_memory import shown
+from tunecompile.runtime.memory.budget import in_words
+
+MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights trained"}
+COLUMNS = ("engine", "rows a GPU", "weights", "gradients", "optimizer", "activations", "peak", "allowed", "step, ms", "sending, ms", "waits", "tokens/s", "rows that fit")
+
+
+def show(report: PlanReport, console: Console) -> None:
+    """Print it."""
+    asked = report.question
+    where = f"{asked.gpus} x {asked.gpu.title}" + (f", {asked.per_node} a machine" if asked.gpus > asked.per_node else "")
+    of = f"{asked.rows} x {asked.length:,} tokens {'of all GPUs together' if asked.together else 'a GPU' if asked.gpus > 1 else ''}".strip()
+    console.print(f"[bold]{escape(asked.model)}[/], {MODES[asked.mode]}, {of}, on {where}: memory of the fullest GPU in GiB", highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "engine" else "right", overflow="fold")
+    for engine in report.engines:
+        table.add_row(*_cells(engine), style=None if engine.fits else "dim")
+    console.print(table)
+    for engine in report.engines:
+        for line in _lines(engine):
+            console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    verdict = f"[bold green]take {report.best}[/]" if report.best else "[bold red]nothing fits[/]"
+    console.print(f"{verdict}: {escape(report.reason)}", highlight=False, soft_wrap=True)
+    for note in report.notes:
+        console.print(f"  note: {escape(note)}", highlight=False, soft_wrap=True)
+
+
+def _cells(engine: EnginePlan) -> list[str]:
+    amounts = [f"{nbytes / 2**30:.2f}" for nbytes in (engine.weights, engine.gradients, engine.optimizer, engine.activations, engine.peak, engine.allowed)]
+    time = [f"{engine.step_ms:,.0f}", f"{engine.communication_ms:,.1f}", f"{100 * engine.share:.1f} %", f"{engine.tokens_per_s:,.0f}"] if engine.fits else [""] * 4
+    return [f"{engine.engine} x {engine.gpus}" if engine.gpus > 1 else engine.engine, f"{engine.rows:,}", *amounts, *time, f"{engine.most_rows:,}"]
+
+
+def _lines(engine: EnginePlan) -> list[str]:
+    """What its layers do, or why it does not fit."""
+    if not engine.fits:
+        return [f"{engine.engine} does not fit: {shown(engine.missing)} too much. What helps: {engine.help}"]
+    spec = "" if engine.memory is None else f", memory={engine.memory!r}"
+    return [f"{engine.engine}: optimize(model{spec}): " + "; ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in engine.plans)]

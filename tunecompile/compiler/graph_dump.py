@@ -1,0 +1,107 @@
+"""What the compiler does, to look at: each graph as it came, and again after every pass that changed it.
+
+    TUNECOMPILE_DUMP=folder python train.py    # readable Python, numbered in the order in which it was made
+    TORCH_TRACE=folder python train.py         # the same among the artifacts of torch's structured trace, which tlparse shows
+
+A name says number, region, stage and pass: `0003.model_layers_LlamaDecoderLayer.recognize.rms_norm.py`, and under `lower` also whether
+it is the forward or the backward graph. Processes may share a folder: no file is ever overwritten, and ranks are told apart by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping
+
+import torch
+from torch.fx import Graph
+
+from tunecompile._torch.inductor import is_tracing, trace_artifact
+
+__all__ = ["VARIABLE"]
+
+log = logging.getLogger("tunecompile")
+VARIABLE = "TUNECOMPILE_DUMP"  #: environment variable that names the folder; it is made where it is missing
+
+
+@dataclass
+class Dump:
+    """The graphs of one compilation of one region, on their way to the folder, to the trace, or to both."""
+
+    region: str
+    folder: Path | None
+    traces: bool
+    last: str = ""  #: what was written last: a pass that changes nothing leaves no file
+
+    @staticmethod
+    def begin(region: str) -> "Dump | None":
+        """None where nobody asked for it."""
+        folder, traces = os.environ.get(VARIABLE), is_tracing()
+        return Dump(region, Path(folder) if folder else None, traces) if folder or traces else None
+
+    def show(self, stage: str, which: str, name: str | None, graph: Graph, difference: Mapping[str, int]) -> None:
+        """A graph (`which`: dynamo, joint, forward or backward) as the pass `name` left it; None: before the first pass. Whatever fails here,
+        training goes on."""
+        try:
+            text = _readable(graph)
+            if text == self.last:
+                return
+            self.last = text
+            what = f"after pass {name}: {in_words(difference)}" if name else "before the first pass"
+            head = f"# region {self.region}, stage {stage}, {which} graph, process {os.getpid()}\n# {what}\n\n"
+            title = ".".join((_plain(self.region), stage, *([which] if stage == "lower" else []), _plain(name or "before")))
+            if self.traces:
+                trace_artifact(f"tunecompile.{title}", head + text)
+            if self.folder is not None:
+                _write(self.folder, _rank() + title, head + text)
+        except Exception as error:
+            log.debug("no graph of %s was written", self.region, exc_info=True)
+            _warn(self.folder, type(error).__name__)
+
+
+def in_words(difference: Mapping[str, int]) -> str:
+    """What came, then what went: `+1 tunecompile.rms_norm  -2 mul`."""
+    ordered = sorted(difference.items(), key=lambda item: (item[1] < 0, item[0]))
+    return "  ".join(f"{count:+d} {name}" for name, count in ordered) or "the same operations"
+
+
+def _readable(graph: Graph) -> str:
+    """With shapes, the user's lines, and what the plan has tagged."""
+    module = graph.owning_module
+    if module is None:
+        return graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
+    return module.print_readable(print_output=False, include_stride=True, include_device=True, expanded_def=True)
+
+
+def _write(folder: Path, title: str, text: str) -> None:
+    """Under the first number that is free. Where another process takes the same name first, the next number is tried."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = [int(digits) for file in folder.iterdir() if (digits := file.name.partition(".")[0]).isdecimal()]
+    number = max(numbers, default=-1) + 1
+    while True:
+        try:
+            with open(folder / f"{number:04d}.{title}.py", "x", encoding="utf-8") as file:
+                file.write(text)
+            return
+        except FileExistsError:
+            number += 1
+
+
+def _rank() -> str:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return f"rank{torch.distributed.get_rank()}." if distributed else ""
+
+
+def _plain(name: str) -> str:
+    """As part of a file's name."""
+    return re.sub(r"\W", "_", name)[:100]
+
+
+@functools.cache
+def _warn(folder: Path | None, error: str) -> None:
+    """Once, though every pass of every region would say the same."""
+    log.warning("tunecompile: graphs cannot be written to %s: %s", folder or "the trace", error)

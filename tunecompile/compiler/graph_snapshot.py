@@ -1,0 +1,140 @@
+"""A graph as somebody may look at it later: names, shapes and the model's own lines, without tensors, weights or symbols.
+
+One is kept of each compiled graph as it came and one as it was recognised: some ten kilobytes, taken in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any, Iterator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from tunecompile._torch.inductor import replacing
+from tunecompile.ir.canonicalize import name_of, value
+from tunecompile.ir.op import NAMESPACE
+from tunecompile.ir.rewrite import user_line
+
+log = logging.getLogger("tunecompile")
+SHORT = {"scaled_dot_product_attention": "attention", "getitem": "slice", "autograd_function_apply": "autograd function"}
+
+
+@dataclass(frozen=True)
+class Box:
+    """One operation, an input that is no weight, or the result."""
+
+    name: str  #: its node's
+    label: str  #: what it computes, in a word or two
+    kind: str  #: "input", "result", "op" (it says what it means) or "call"
+    shape: str  #: of its first tensor: "2×16×64", symbols by their names
+    dtype: str
+    inputs: tuple[str, ...]  #: names of boxes
+    weights: tuple[str, ...]  #: of the layer, by the layer's own names, with shapes
+    module: str  #: in which the layer computes it
+    line: str  #: of the user's code: "modeling_mine.py:64"
+    code: str  #: what stands there
+    gives: tuple[str, ...] = ()  #: nodes of the graph as it came, whose values it computes in their place
+    missed: str = ""  #: why it was not rewritten, if a family looked for such an operation
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The boxes of a graph, in the order in which they run."""
+
+    boxes: tuple[Box, ...]
+
+    @property
+    def calls(self) -> int:
+        return sum(box.kind in ("op", "call") for box in self.boxes)
+
+    @property
+    def outline(self) -> tuple:
+        """What two graphs have in common that differ in shapes only."""
+        return tuple((box.name, box.label, box.inputs) for box in self.boxes)
+
+
+def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> Snapshot | None:
+    """`given`: nodes that took the place of others (`replacements`). None if it cannot be read, which costs a picture and not the training."""
+    try:
+        return Snapshot(tuple(_boxes(graph, given or {})))
+    except Exception:
+        log.debug("a graph could not be read", exc_info=True)
+        return None
+
+
+@contextlib.contextmanager
+def replacements(gm: GraphModule) -> Iterator[dict[str, set[str]]]:
+    """Whose place each new node took, of the nodes that were there before; filled while passes run."""
+    took: dict[str, set[str]] = defaultdict(set)
+
+    def told(old: Node, new: str, user: Node) -> None:
+        took[new] |= took.get(old.name) or {old.name}
+
+    with replacing(gm, told):
+        yield took
+
+
+def _boxes(graph: Graph, given: dict[str, set[str]]) -> Iterator[Box]:
+    drawn: dict[Node, str] = {}  # whose box shows its value: members of a tuple are shown by the call that makes it
+    made: dict[str, Box] = {}
+    for node in graph.nodes:
+        whole = node.args[0] if node.target is getitem else None
+        if isinstance(whole, Node) and whole in drawn and not isinstance(value(whole), torch.Tensor):
+            drawn[node] = drawn[whole]
+            box = made[drawn[whole]]
+            made[box.name] = replace(box, gives=(*box.gives, *sorted(given.get(node.name, ()))), missed=box.missed or node.meta.get("missed", ""))
+        elif (kind := _kind(node, drawn)) is not None:
+            drawn[node] = node.name
+            made[node.name] = _box(node, kind, tuple(dict.fromkeys(drawn[n] for n in node.all_input_nodes if n in drawn)), tuple(sorted(given.get(node.name, ()))))
+    yield from made.values()
+
+
+def _kind(node: Node, drawn: dict[Node, str]) -> str | None:
+    """None for what is not shown: weights, sizes, switches of modes."""
+    if node.op == "output":
+        return "result"
+    tensor = _first(value(node))
+    if node.op == "placeholder":
+        return "input" if tensor is not None and not _is_weight(node) else None
+    if not node.op.startswith("call") or (tensor is None and not any(n in drawn for n in node.all_input_nodes)) or isinstance(value(node), (int, torch.SymInt)):
+        return None
+    return "op" if getattr(node.target, "namespace", "") == NAMESPACE else "call"
+
+
+def _box(node: Node, kind: str, inputs: tuple[str, ...], gives: tuple[str, ...]) -> Box:
+    line, code = user_line(node)
+    weights = tuple(f"{_plain(str(n.target))} {_shape(_first(value(n)))}".strip() for n in node.all_input_nodes if _is_weight(n))
+    label = "result" if kind == "result" else _plain(str(node.target)) if kind == "input" else name_of(node.target).removeprefix(f"{NAMESPACE}.")
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    module = str(modules[-1][0]).partition("]")[2].strip(".") if modules else ""
+    tensor = _first(value(node.all_input_nodes[0] if kind == "result" and node.all_input_nodes else node))
+    return Box(node.name, SHORT.get(label, label), kind, _shape(tensor), _dtype(tensor), inputs, weights, module, line, code, gives, node.meta.get("missed", ""))
+
+
+def _is_weight(node: Node) -> bool:
+    """Of the layer itself: `_region(layer, *args, **kwargs)` is what Dynamo traces, and functions of modules after a graph break."""
+    return node.op == "placeholder" and (str(node.target).startswith("L_layer_") or isinstance(value(node), torch.nn.Parameter))
+
+
+def _plain(target: str) -> str:
+    """Dynamo's name of an input as the model has it: self_attn.q_proj.weight."""
+    name = re.sub(r"^L_(layer_|kwargs_|self_)?", "", target).strip("_")
+    return re.sub(r"(^|_)(modules|parameters|buffers)_", lambda found: found[1] and ".", re.sub(r"^args_(\d+)", r"input \1", name))
+
+
+def _first(value: Any) -> torch.Tensor | None:
+    return next((leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)), None)
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else "×".join(map(str, tensor.shape)) or "1"
+
+
+def _dtype(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")

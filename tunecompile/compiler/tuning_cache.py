@@ -1,0 +1,80 @@
+"""Choices made by measurement, kept on disk: one small JSON file a choice, beside Inductor's caches.
+
+A file is named by the hash of its key and holds the key in clear. The first that is written stays: it appears whole under its name or
+not at all, and whoever comes second takes what stands there. So all processes that share the folder, the ranks of one machine too,
+end at one choice without a message between them. (A broadcast from rank 0 would wait for ever where only some ranks compile: those
+whose batch has a new shape, the stages of a pipeline.) Ranks on machines without a common folder may choose differently, which
+changes speed and the order of additions, nothing else.
+
+A folder that cannot be written, or a damaged file, costs a measurement, never the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunecompile._torch.inductor import cache_folder
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What measurements on a GPU depend on beside the work itself. Part of every key."""
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
+    return {"gpu": torch.cuda.get_device_name(device), "capability": list(torch.cuda.get_device_capability(device)), "torch": torch.__version__,
+            "cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version(), "triton": triton}
+
+
+def _path(kind: str, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "tunecompile" / f"{kind}-{digest[:24]}.json"
+
+
+Sound = Callable[[Any], bool]  #: whether a stored value is what the reader expects
+
+
+def read(kind: str, key: dict[str, Any], sound: Sound) -> Any | None:
+    """What was measured under this key, or None. `key` holds JSON values only."""
+    try:
+        stored = json.loads(_path(kind, key).read_text())
+        return stored["value"] if stored["key"] == key and sound(stored["value"]) else None
+    except (OSError, ValueError, KeyError, TypeError):  # absent, unreadable, damaged
+        return None
+
+
+def keep(kind: str, key: dict[str, Any], value: Any, sound: Sound) -> Any:
+    """Store a measurement, and give the one that counts: the first that was stored under this key."""
+    with contextlib.suppress(OSError):
+        path = _path(kind, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"key": key, "value": value}, file, indent=1)
+            _place(name, path, damaged=path.exists() and read(kind, key, sound) is None)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    stored = read(kind, key, sound)
+    return value if stored is None else stored
+
+
+def _place(name: str, path: Path, damaged: bool) -> None:
+    """Under its own name at once; of several writers the first wins."""
+    if not damaged:
+        try:
+            os.link(name, path)
+            return
+        except FileExistsError:
+            return
+        except OSError:  # no hard links on this file system: there the last wins
+            pass
+    os.replace(name, path)

@@ -1,0 +1,166 @@
+"""Which products of adapted linears may read one matrix in the place of their weights, and graphs that do.
+
+What such matrices hold, and who writes them: tunecompile/runtime/memory/weight_cache.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
+from tunecompile.ir.op import returns_view
+from tunecompile.ops.frozen_weights import Frozen, frozen, on_matrices
+from tunecompile.ops.lora import padded
+from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.runtime.memory.weight_move import is_dense
+
+
+def replaceable(graph: Graph) -> dict[str, Frozen]:
+    """The products of 4-bit weights that nobody else reads, by the name of the input that stands for them. (Packed weights are read as they are
+    given from now on, not through views, which would be saved in their place.)"""
+    _read_directly(graph)
+    return _read_once(graph, lambda product: product.quantized)
+
+
+def movable(graph: Graph) -> dict[str, Frozen]:
+    """Those of dense weights."""
+    return _read_once(graph, is_dense)
+
+
+def _read_once(graph: Graph, suits: Callable[[Frozen], bool]) -> dict[str, Frozen]:
+    found: dict[str, Frozen] = {}
+    refused: set[str] = set()
+    for node in graph.nodes:
+        for product in frozen(node) or ():
+            inputs = [member for group in (*product.weights, product.a, product.b) for member in group if isinstance(member, Node)]
+            name = product.place.name
+            if not suits(product) or any(member.op != "placeholder" for member in inputs) or found.setdefault(name, product) != product:
+                refused.add(name)
+    for name, product in found.items():
+        places = [weight[0] for weight in product.weights[:1 if product.quantized else None]]
+        if any(not _reads(reader, product) and reader.op != "output" for place in places for reader in _readers(place)):
+            refused.add(name)
+    return {name: product for name, product in found.items() if name not in refused}
+
+
+def _reads(reader: Node, product: Frozen) -> bool:
+    return any(read.place is product.place for read in frozen(reader) or ())
+
+
+def _read_directly(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        for product in frozen(node) or ():
+            for weight in product.weights:
+                if len(weight) > 1 and weight[0].users and (given := _same_bytes(weight[0])) is not weight[0]:
+                    for reader in [user for user in weight[0].users if user.target is dequantize_4bit.overload or frozen(user)]:
+                        reader.replace_input_with(weight[0], given)
+                    _erase(graph, weight[0])
+
+
+def _erase(graph: Graph, view: Node) -> None:
+    while view.op == "call_function" and not view.users:
+        (source,) = view.all_input_nodes
+        graph.erase_node(view)
+        view = source
+
+
+def _same_bytes(view: Node) -> Node:
+    """The input of which this is another shape."""
+    node, count = view, view.meta["val"].numel()
+    while node.op == "call_function" and returns_view(node.target) and len(node.all_input_nodes) == 1 and node.meta["val"].is_contiguous():
+        node = node.all_input_nodes[0]
+    value = node.meta["val"]
+    return node if node.op == "placeholder" and value.numel() == count and value.dtype == view.meta["val"].dtype and value.is_contiguous() else view
+
+
+def _readers(place: Node) -> list[Node]:
+    """Its users, and those of what it is dequantised to."""
+    return [reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])]
+
+
+def matrix_shape(product: Frozen) -> tuple[int, int]:
+    """Of a matrix [[W, scale B], [A, 0]], or [W; A] for dense weights."""
+    rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
+    return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(product.columns + rank) if product.quantized else product.columns
+
+
+def _dtype(product: Frozen) -> torch.dtype:
+    return product.weights[0][-1] if product.quantized else product.place.meta["val"].dtype
+
+
+def matrix_bytes(graph: Graph) -> int:
+    """Of all matrices of a layer's 4-bit weights."""
+    return sum(map(_bytes, replaceable(graph).values()))
+
+
+def growth(graph: Graph) -> int:
+    """Bytes that dense weights take more in matrices than by themselves."""
+    more = 0
+    for product in movable(graph).values():
+        weights = [weight[0].meta["val"] for weight in product.weights]
+        if all(weight.is_contiguous() for weight in weights):  # they are by themselves yet
+            more += _bytes(product) - sum(weight.nbytes for weight in weights)
+    return more
+
+
+def _bytes(product: Frozen) -> int:
+    rows, columns = matrix_shape(product)
+    return rows * columns * _dtype(product).itemsize
+
+
+@dataclass(frozen=True)
+class Position:
+    """A product's parts as positions among a compiled graph's inputs, constants as they are."""
+
+    place: int
+    weights: tuple[tuple, ...]
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    scales: tuple[float, ...]
+    shape: tuple[int, int]
+    columns: int
+    dtype: torch.dtype
+    dense: bool = False
+
+
+def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = None) -> list[Position]:
+    """Let the calls on these products read matrices. inputs: the fake values that the graph is compiled for."""
+    if not names:
+        return []
+    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    done: dict[str, Position] = {}
+    for node in list(gm.graph.nodes):
+        products = frozen(node) or []
+        if not products or any(product.place.name not in names for product in products):
+            continue
+        for product in products:
+            if product.place.name not in done:
+                done[product.place.name] = _position(product, places)
+        node.target, node.args = on_matrices(node, [product.place for product in products])
+    for position in done.values():
+        _give(position, list(places), inputs)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return list(done.values())
+
+
+def _give(position: Position, nodes: list[Node], inputs: list | None) -> None:
+    fake = nodes[position.place].meta["val"]
+    with fake_mode_of(fake):
+        values = torch.empty(position.shape, dtype=position.dtype, device=fake.device)
+    nodes[position.place].meta["val"] = values
+    if inputs is not None:
+        inputs[position.place] = values
+
+
+def _position(product: Frozen, places: dict[Node, int]) -> Position:
+    def place(member: Any) -> Any:
+        return places[member] if isinstance(member, Node) else (member,)  # constants apart from positions
+
+    a, b = (tuple(places[m] for m in group) for group in (product.a, product.b))
+    weights = tuple(tuple(place(member) for member in weight) for weight in product.weights)
+    return Position(places[product.place], weights, a, b, product.scales, matrix_shape(product), product.columns, _dtype(product), not product.quantized)

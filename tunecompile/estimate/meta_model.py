@@ -1,0 +1,82 @@
+"""A model without weights, from its config, as it would be fine-tuned."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunecompile.cli.compare.shapes import SHAPES, empty_model, shape_config
+from tunecompile.cli.compare.spec import TARGETS
+from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
+from tunecompile.estimate.meta_nf4 import BLOCK, hollow
+
+DTYPE = torch.bfloat16  #: of weights that are not quantised, and of what is computed
+
+
+def find_config(model: str):
+    """The transformers config of a shape of `compare`, a folder, a config.json, or a hub id whose config is in the local cache.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        NoConfig: there is no config, or none that transformers reads.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtra(what="tunecompile plan", package="transformers", extra="hf")
+    from transformers import AutoConfig
+
+    path = Path(model)
+    if model in SHAPES and not path.exists():
+        return shape_config(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise NoConfig(model=model, reason="the folder has no config.json", mend=f"Put it there, or give the folder that has it. {KNOWN}")
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # transformers has no class of its own for either
+        if path.exists():
+            raise NoConfig(model=model, reason=f"transformers cannot read it ({summary(error)})", mend="Its model_type has to be one that the installed transformers knows.") from error
+        raise NoConfig(model=model, reason="there is no such path, and the local cache has no config of that name",
+                       mend=f"For a model on the hub, fetch its config, a few KB: hf download {model} config.json. {KNOWN}") from error
+
+
+KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
+
+
+@functools.lru_cache(maxsize=8)  # nobody changes it, and what would help is asked of the same model in other modes
+def hollow_model(model: str, mode: str, rank: int) -> nn.Module:
+    """On the meta device, in bf16. mode: "qlora", "lora" or "full"; rank: of adapters, on the seven linears of a layer, or on all where there are others.
+
+    Raises:
+        CannotEstimate: transformers makes no language model of the config, or PEFT finds nothing to adapt.
+        MissingExtra, NoConfig: as of `find_config`.
+    """
+    config = find_config(model)
+    try:
+        made = empty_model(config).to(DTYPE)
+        made.tie_weights()  # which no longer are, once they are empty
+        made.config.use_cache = False
+        return made.requires_grad_(True).train() if mode == "full" else _adapted(made, rank, quantised=mode == "qlora").train()
+    except MissingExtra:
+        raise
+    except Exception as error:
+        raise CannotEstimate(model=model, reason=summary(error)) from error
+
+
+def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra(what="a plan for adapters", package="peft", extra="hf")
+    from peft import LoraConfig, get_peft_model
+
+    head = model.get_output_embeddings()
+    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    targets = [name for name in TARGETS if name in present] or "all-linear"
+    with torch.device("meta"):
+        model = get_peft_model(model.requires_grad_(False), LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"))
+    for path, module in list(model.named_modules()) if quantised else ():
+        if type(module) is nn.Linear and module is not head and not module.weight.requires_grad and module.weight.numel() % BLOCK == 0:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, hollow(module))
+    return model

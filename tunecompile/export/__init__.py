@@ -1,0 +1,1 @@
+"""Merged weights and adapters as files: safetensors, GGUF."""

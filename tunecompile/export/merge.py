@@ -1,0 +1,129 @@
+"""A model's weights as they are multiplied with, one module at a time: on the CPU, in fp32, quantised ones dequantised and adapters merged.
+
+PEFT merges an adapter into the weight as it is stored. Of a 4-bit weight that means: dequantise, add, and round to 4 bit again, by steps that are
+larger than most of what training has changed. Here a copy of one layer is made in fp32, and PEFT's own merge runs on that; what is made of the
+result, 16 bit as a rule, is its only rounding. The model itself is only read.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
+from tunecompile.errors import CannotMerge, summary
+from tunecompile.integrations.bitsandbytes import is_packed
+from tunecompile.ops.nf4 import dequantize_4bit
+
+ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a process of its own: tunecompile merge"
+
+
+def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of every parameter and persistent buffer that the model has without adapters, tied ones under each name. Raises CannotMerge."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        active = [key for key in module.active_adapters if key in module.modules_to_save and not module.disable_adapters]
+        module = module.modules_to_save[active[-1]] if active else module.original_module
+    elif isinstance(module, (TrainableTokensWrapper, TrainableTokensLayer)):
+        layer = getattr(module, "token_adapter", module)
+        with torch.no_grad():
+            yield f"{name}.weight", layer.get_merged_weights([] if layer.disable_adapters else layer.active_adapters).float().cpu()
+        return
+    if isinstance(module, BaseTunerLayer):
+        module = merged(module, name)
+    elif is_quantized(module):
+        module = dequantized(module, name)
+    buffers = ((key, value) for key, value in module.named_buffers(recurse=False) if key not in module._non_persistent_buffers_set)
+    for key, value in (*module.named_parameters(recurse=False), *buffers):
+        yield join(name, key), as_float(value, join(name, key)).detach()
+    for key, child in module.named_children():
+        yield from floats(child, join(name, key))
+
+
+def join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def merged(layer: nn.Module, name: str) -> nn.Module:
+    """What an adapted layer is without its adapters. One that is merged already is what it was merged into."""
+    from peft.tuners.lora import Linear, LoraLayer
+
+    twin = link = in_floats(layer, name)
+    while hasattr(link, "base_layer"):  # adapters of several parameters of a module are wrapped around each other
+        active = [] if link.merged or link.disable_adapters else list(link.active_adapters)
+        if active and not isinstance(link, LoraLayer):
+            raise CannotMerge(reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; PEFT's merge_and_unload may")
+        if len(set(active) & set(getattr(link, "lora_magnitude_vector", None) or ())) and len(active) > 1:
+            raise CannotMerge(reason=f"{name} has several active adapters, and DoRA among them, which no single weight can stand for; activate one (set_adapter)")
+        merge = Linear.merge if is_quantized(layer.get_base_layer()) else type(link).merge
+        try:
+            merge(link, adapter_names=active)
+        except Exception as error:  # by variants that no weight can stand for, such as aLoRA
+            raise CannotMerge(reason=f"PEFT does not merge {name} ({summary(error)}); serve the adapter beside its base instead") from error
+        link = link.base_layer
+    return twin.get_base_layer()
+
+
+def in_floats(layer: nn.Module, name: str) -> nn.Module:
+    """A copy on the CPU, in fp32, without hooks; quantised modules become plain ones."""
+    memo: dict[int, Any] = {}
+    for key, module in layer.named_modules(prefix=name):
+        memo |= {id(value): type(value)() for at, value in vars(module).items() if at.endswith("hooks") and isinstance(value, dict)}
+        if is_quantized(module):
+            memo[id(module)] = dequantized(module, key)
+        else:
+            tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            memo |= {id(value): as_float(value, join(key, at)) for at, value in tensors}
+    return copy.deepcopy(layer, memo)
+
+
+def as_float(value: Tensor, name: str) -> Tensor:
+    """A copy on the CPU; in fp32, if it is a floating-point number."""
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
+        kind = "is on no device here (offloaded)" if value.is_meta else f"is a {type(value).__name__}"
+        raise CannotMerge(reason=f"{name} {kind}: {ELSEWHERE}")
+    copied = value.detach().to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+    return nn.Parameter(copied, requires_grad=False) if isinstance(value, nn.Parameter) else copied
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """By bitsandbytes, to 4 or 8 bit."""
+    return {"Params4bit", "Int8Params"} & {type(value).__name__ for value in module._parameters.values()} != set()
+
+
+def dequantized(linear: nn.Module, name: str) -> nn.Linear:
+    """A plain layer with the values that a forward pass multiplies with: those in the dtype that bitsandbytes dequantises to, which is the model's."""
+    import bitsandbytes as bnb
+
+    weight = linear.weight
+    if type(weight).__name__ == "Int8Params":
+        scale = linear.state.SCB if weight.SCB is None else weight.SCB
+        if scale is None or weight.dtype != torch.int8:
+            raise CannotMerge(reason=f"{name} is not quantised yet: move the model to its device first")
+        value = bnb.functional.int8_vectorwise_dequant(weight.data, scale.to(weight.device))
+    else:
+        value = _from_4bit(bnb, weight, name)
+    plain = nn.Linear(*reversed(value.shape), bias=linear.bias is not None, device="meta")
+    plain.weight = nn.Parameter(value.cpu().float(), requires_grad=False)
+    if linear.bias is not None:
+        plain.bias = as_float(linear.bias, f"{name}.bias")
+    return plain
+
+
+def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
+    state = weight.quant_state
+    if state is None or is_packed(state):
+        reason = "is not quantised yet: move the model to its device first" if state is None else \
+            f"was packed anew by bitsandbytes, for evaluation on this CPU, which loses precision: {ELSEWHERE}"
+        raise CannotMerge(reason=f"{name} {reason}")
+    rows, columns = state.shape
+    if weight.is_cuda or columns % state.blocksize == 0 or not BLOCKS_ACROSS_ROWS.present:
+        return bnb.functional.dequantize_4bit(weight.data, state)
+    scales = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
+    return dequantize_4bit.reference(weight.data.view(torch.uint8), state.absmax, *scales, rows, columns, state.blocksize, state.quant_type, state.dtype)

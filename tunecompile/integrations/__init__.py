@@ -1,0 +1,1 @@
+"""One file for each foreign package whose models, hooks or engines we work with."""

@@ -1,0 +1,57 @@
+"""4-bit weights that bitsandbytes would change in a forward: to something that Dynamo cannot follow, or that has no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tunecompile._torch.known_bugs import PACKED_FOR_EVALUATION
+
+STATE = "quant_state"  #: where bitsandbytes keeps it, on the weight and on the module
+PACKS = "support_avx512bf16_for_cpu"  #: of its linears: whether one packs its weight in an evaluation on this CPU
+
+
+def put_states_back(layer: nn.Module) -> RemovableHandle | None:
+    """Have it done behind the engine's own hook of this layer, from now on. None where no weight is sharded and packed.
+
+    FSDP2 gives a layer plain parameters, without what bitsandbytes keeps beside a packed weight. Its linear then makes a weight that has it, in its
+    forward: Dynamo cannot follow that, and a graph would end at each of them.
+    """
+    modules = [module for module in layer.modules() if vars(module).get(STATE) is not None and hasattr(module._parameters.get("weight"), "device_mesh")]
+    if not modules:
+        return None
+    from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module as put_back
+
+    @torch.compiler.disable
+    def gathered(_: nn.Module, args: Any) -> None:
+        for module in modules:
+            put_back(module)
+
+    return layer.register_forward_pre_hook(gathered)
+
+
+def keep_unpacked(model: nn.Module) -> list[nn.Module]:
+    """Evaluations leave the 4-bit weights as they are, which `may_pack` undoes. Returns the linears that would have changed theirs."""
+    found = [module for module in model.modules() if vars(module).get(PACKS)] if PACKED_FOR_EVALUATION.present else []
+    for module in found:
+        setattr(module, PACKS, False)
+    return found
+
+
+def may_pack(module: nn.Module) -> None:
+    setattr(module, PACKS, True)
+
+
+def is_packed(state: Any) -> bool:
+    """Whether the weight of this quantisation state was packed for evaluations on a CPU."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def note_packed(model: nn.Module) -> list[str]:
+    """Weights that were evaluated on such a CPU before `optimize`."""
+    packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
+    return [f"{packed} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: gradients stop at them. Load the model anew to train it"] \
+        if packed else []

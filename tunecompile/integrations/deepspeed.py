@@ -1,0 +1,94 @@
+"""Layers whose weights DeepSpeed's ZeRO-3 gathers for each call: a layer at once, outside of what is compiled.
+
+ZeRO-3 hooks every module inside of a layer, to gather and free its weights alone. A graph would end at each of those hooks, and every module would be
+compiled by itself. DeepSpeed also knows modules whose weights it takes all at once (`set_z3_leaf_modules`): a layer becomes one of them, its own hooks run
+around the compiled layer, and those inside, which have nothing left to gather then, stand aside for the length of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.modules import HOOKS, linear
+from tunecompile.integrations.module_hooks import aside, call_around
+
+LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
+OWN = "deepspeed."  #: where its hooks come from
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A layer, and the modules inside that DeepSpeed hooked."""
+
+    layer: nn.Module
+    inside: tuple[nn.Module, ...]
+    marked: bool  #: by us
+    refused: str = ""
+    engine = "ZeRO-3"
+
+    def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+        """What the layer's hooks make of a call, with `run` for its forward. What `run` calls is the layer without them."""
+        def alone(args: tuple, kwargs: dict) -> Any:
+            with aside(self.layer, self.inside, lambda hook: not _is_deepspeeds(hook)):
+                return run(args, kwargs)
+
+        return call_around(self.layer, alone, args, kwargs)
+
+    def others(self) -> bool:
+        """Whether it has hooks that are not DeepSpeed's."""
+        return any(not _is_deepspeeds(hook) for name in HOOKS for hook in getattr(self.layer, name).values())
+
+    def let_go(self) -> None:
+        if self.marked:
+            vars(self.layer).pop(LEAF, None)
+
+
+def in_parts(model: nn.Module) -> bool:
+    """Whether weights of a model are with several processes now."""
+    return any(hasattr(p, "ds_id") and p.numel() != p.ds_numel for p in model.parameters())
+
+
+def whole(weight: Tensor) -> Tensor:
+    """What has the weight's shape when it is gathered, and no values then."""
+    shape = getattr(weight, "ds_shape", None)
+    return weight if shape is None else torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
+
+
+def gathered(layer: nn.Module) -> Gathered | None:
+    """From now on at once; None where ZeRO-3 does not gather the layer's weights, or those of something around it."""
+    if not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+        return None
+    see_linears()
+    if not _is_hooked(layer):
+        return None
+    marked = not getattr(layer, LEAF, False)
+    if marked:
+        setattr(layer, LEAF, True)
+    return Gathered(layer, tuple(module for module in layer.modules() if module is not layer and _is_hooked(module)), marked)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return any(_is_deepspeeds(hook) for name in HOOKS for hook in getattr(module, name).values())
+
+
+def _is_deepspeeds(hook: Callable) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(OWN)
+
+
+@functools.cache
+def see_linears() -> None:
+    """ZeRO-3 puts an autograd function in the place of `torch.nn.functional.linear`, for good (`memory_efficient_linear` in its configuration), which
+    keeps no gathered weight for the backward pass. Neither does what is compiled: there it is the linear that it stands for."""
+    replaced = getattr(sys.modules.get("deepspeed.runtime.zero.linear"), "zero3_linear_wrap", None)
+    if replaced is None:
+        return
+
+    @torch.compiler.substitute_in_graph(replaced)
+    def plain(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(input, weight, bias)

@@ -1,0 +1,1 @@
+"""Intermediate representation: ops as objects, one spelling for each operation, subgraph matching and rewriting."""

@@ -1,0 +1,237 @@
+"""Find a small graph inside a large one: commutative operands, captured scalars, optional casts, no foreign user of an inner value."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+from torch import fx
+from torch.fx import Graph, Node
+
+from tunecompile.ir.canonicalize import canonicalize_graph, is_barrier
+
+__all__ = ["Match", "Matcher", "Miss", "Pattern", "cast"]
+
+COMMUTATIVE = {operator.add, operator.mul}
+
+
+def cast(x):
+    """In a pattern: a cast that may be absent.
+
+    Args:
+        x: a value of the pattern.
+
+    Returns:
+        What matches x, and x cast to any dtype.
+    """
+    return x.tracer.create_proxy("call_function", cast, (x,), {})
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A traced pattern function."""
+
+    graph: Graph  #: canonical, without fake values
+    parameters: tuple[str, ...]  #: what it binds: tensors, scalars, dtypes or None alike
+    outputs: tuple[Node, ...]  #: what the function returns
+
+    @staticmethod
+    def trace(fn: Callable) -> "Pattern":
+        """Make a pattern of a function.
+
+        Args:
+            fn: traced with `torch.fx`: parameters stay symbolic, so a slice bound or an epsilon is a capture like any other.
+
+        Returns:
+            Its pattern.
+        """
+        graph = _Tracer().trace(fn)
+        canonicalize_graph(graph)
+        parameters = tuple(node.target for node in graph.nodes if node.op == "placeholder")
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        returned = output.args[0]
+        return Pattern(graph, parameters, tuple(returned) if isinstance(returned, (tuple, list)) else (returned,))
+
+    @property
+    def anchor(self) -> tuple[str, Any]:
+        """What a node calls (op, target) at which the pattern may be found: its first output."""
+        return self.outputs[0].op, self.outputs[0].target
+
+    def calls(self, node: Node) -> list[Node]:
+        """The pattern's nodes that call what this `node` of a graph does."""
+        return [inner for inner in self.graph.nodes if (inner.op, inner.target) == (node.op, node.target)]
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return True
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern was found."""
+
+    pattern: Pattern  #: which one
+    bound: dict[str, Any]  #: parameters to nodes or constants
+    nodes: dict[Node, Node]  #: the pattern's nodes to the graph's
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """The graph's nodes that the pattern returns."""
+        return tuple(self.nodes[node] for node in self.pattern.outputs)
+
+    def node(self, name: str) -> Node:
+        """The graph's node for one of the pattern's, by the `name` that torch.fx gave it ("rsqrt", "linear_1", ...)."""
+        return next(found for node, found in self.nodes.items() if node.name == name)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Where an attempt to read a pattern failed."""
+
+    bound: dict[Node, Any]  #: by then, the pattern's nodes to the graph's
+    expected: Any  #: what the pattern has next: a node or a constant
+    found: Any  #: what the graph has there
+
+    @property
+    def depth(self) -> int:
+        """How many of the pattern's operations were found."""
+        return sum(node.op != "placeholder" for node in self.bound)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a value was found that has no place in the pattern yet. (Where operands were exchanged in vain, it often has.)"""
+        return isinstance(self.found, Node) and not any(self.found is other for other in self.bound.values())
+
+
+class Matcher:
+    """Matches patterns against one `graph`, canonical. Make a new one after the graph changed."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.by_target: dict[tuple[str, Any], list[Node]] = {}
+        self.epoch: dict[Node, int] = {}
+        barriers = 0
+        for node in graph.nodes:
+            barriers += is_barrier(node)
+            self.epoch[node] = barriers
+            self.by_target.setdefault((node.op, node.target), []).append(node)
+
+    def anchors(self, pattern: Pattern) -> list[Node]:
+        """The nodes that may be the first output of `pattern`."""
+        return list(self.by_target.get(pattern.anchor, ()))
+
+    def find(self, pattern: Pattern) -> Iterator[Match]:
+        """One match of `pattern` at each anchor that has any."""
+        for anchor in self.anchors(pattern):
+            yield from itertools.islice(self.at(pattern, anchor), 1)
+
+    def at(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
+        """All ways to read `pattern` with `anchor` as its first output (operands may be exchanged) that have no `flaw`."""
+        return (match for match in _whole(pattern, _unify(pattern.outputs[0], anchor, {})) if self.flaw(match) is None)
+
+    def around(self, pattern: Pattern, node: Node, missed: list[Miss]) -> Iterator[Match]:
+        """All ways to read `pattern` with `node` anywhere in it, whether or not they have a `flaw`. `missed` gathers where the others failed: those
+        that begin at the node, or where the pattern has no such operation, at one that reads it."""
+        starts = [(inner, node) for inner in pattern.calls(node)] or [(inner, user) for user in node.users for inner in pattern.calls(user)]
+        for inner, found in starts:
+            for env in _unify(inner, found, {}, missed):
+                yield from _whole(pattern, _climb(pattern, inner, found, env, missed))
+
+    def flaw(self, match: Match) -> tuple[str, Node] | None:
+        """What forbids a reading, `match`, and the node that does: a barrier between its first and its last node, or a foreign user of an inner
+        value. None where nothing does."""
+        inside, outputs = set(match.nodes.values()), set(match.outputs)
+        epochs = {self.epoch[node] for node in inside}
+        if len(epochs) > 1:
+            return "comes in between", next(node for node, epoch in self.epoch.items() if epoch > min(epochs))
+        elsewhere = (user for node in inside - outputs for user in node.users if user not in inside)
+        return next((("uses an inner value too", user) for user in elsewhere), None)
+
+
+def _whole(pattern: Pattern, readings: Iterator[dict[Node, Any]]) -> Iterator[Match]:
+    """Those that bind every parameter and output."""
+    for env in readings:
+        bound = {node.target: env[node] for node in env if node.op == "placeholder"}
+        nodes = {node: found for node, found in env.items() if node.op != "placeholder"}
+        if set(pattern.parameters) == set(bound) and all(out in nodes for out in pattern.outputs):
+            yield Match(pattern, bound, nodes)
+
+
+def _climb(pattern: Pattern, node: Node, found: Node, env: dict[Node, Any], missed: list[Miss]) -> Iterator[dict[Node, Any]]:
+    """All ways to read the rest of the pattern, once `node` and what it reads are bound: from reader to reader."""
+    if node is pattern.outputs[0]:
+        yield env
+        return
+    for reader in node.users:
+        if reader.target is cast:  # it may be absent
+            yield from _climb(pattern, reader, found, env, missed)
+        for user in found.users if reader.op != "output" else ():
+            for bound in _unify(reader, user, env, None if reader.target is cast else missed):
+                yield from _climb(pattern, reader, user, bound, missed)
+
+
+def _unify(pattern: Any, found: Any, env: dict[Node, Any], missed: list[Miss] | None = None) -> Iterator[dict[Node, Any]]:
+    """All ways to read `found` as `pattern`, given what is bound already. `missed`, if given, gathers what could not be read."""
+    if isinstance(pattern, Node):
+        yield from _unify_node(pattern, found, env, missed)
+    elif isinstance(pattern, (tuple, list)) and isinstance(found, (tuple, list)) and len(found) == len(pattern):
+        yield from _unify_all(list(zip(pattern, found)), env, missed)
+    elif isinstance(pattern, slice) and isinstance(found, slice):
+        yield from _unify_all([(pattern.start, found.start), (pattern.stop, found.stop), (pattern.step, found.step)], env, missed)
+    elif not isinstance(pattern, (tuple, list, slice)) and _equal(pattern, found):
+        yield env
+    elif missed is not None:
+        missed.append(Miss(env, pattern, found))
+
+
+def _unify_node(pattern: Node, found: Any, env: dict[Node, Any], missed: list[Miss] | None) -> Iterator[dict[Node, Any]]:
+    if pattern in env and _same(env[pattern], found):
+        yield env
+    elif pattern in env or not _fits(pattern, found):
+        if missed is not None:
+            missed.append(Miss(env, pattern, found))
+    elif pattern.op == "placeholder":
+        yield {**env, pattern: found}
+    elif pattern.target is cast:
+        inner = pattern.args[0]
+        if isinstance(found, Node) and found.op == "call_method" and found.target == "to" and len(found.args) == 2:
+            yield from _unify(inner, found.args[0], {**env, pattern: found}, missed)
+        yield from _unify(inner, found, env, missed)
+    else:
+        env = {**env, pattern: found}
+        keywords = [(pattern.kwargs[k], found.kwargs[k]) for k in pattern.kwargs]
+        yield from _unify_all([*zip(pattern.args, found.args), *keywords], env, missed)
+        if pattern.target in COMMUTATIVE:
+            yield from _unify_all(list(zip(pattern.args, reversed(found.args))), env, missed)
+
+
+def _unify_all(pairs: list[tuple[Any, Any]], env: dict[Node, Any], missed: list[Miss] | None) -> Iterator[dict[Node, Any]]:
+    if not pairs:
+        yield env
+        return
+    (pattern, found), *rest = pairs
+    for bound in _unify(pattern, found, env, missed):
+        yield from _unify_all(rest, bound, missed)
+
+
+def _fits(pattern: Node, found: Any) -> bool:
+    """Whether the operation alone would do: a parameter is anything, a cast may be absent, a call needs the same with as many arguments."""
+    if pattern.op == "placeholder" or pattern.target is cast:
+        return True
+    return isinstance(found, Node) and (found.op, found.target) == (pattern.op, pattern.target) \
+        and len(found.args) == len(pattern.args) and set(found.kwargs) == set(pattern.kwargs)
+
+
+def _equal(pattern: Any, found: Any) -> bool:
+    """Whether a constant is the one that the pattern demands."""
+    if isinstance(found, Node):
+        return False
+    numbers = isinstance(pattern, (int, float)) and isinstance(found, (int, float)) and not isinstance(found, bool)
+    return (numbers or type(pattern) is type(found)) and pattern == found
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left is right if isinstance(left, Node) or isinstance(right, Node) else type(left) is type(right) and left == right

@@ -1,0 +1,93 @@
+"""Near misses: what a family's patterns expected, and found, where the best attempt to read the user's code as one of them failed."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from tunecompile.ir.canonicalize import name_of
+from tunecompile.ir.match import Matcher, Miss, Pattern, cast
+from tunecompile.ir.rewrite import where_from
+
+
+def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[Node, str]:
+    """Why each of these nodes of one graph is part of none of the patterns. Those whose reason a guard has told already are left out."""
+    matcher = Matcher(anchors[0].graph)
+    return {anchor: reason for anchor in anchors if (reason := _near_miss(matcher, patterns, anchor)) is not None}
+
+
+def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> str | None:
+    missed: list[Miss] = []
+    reasons: list[str] = []
+    for pattern in [pattern for pattern in patterns if pattern.calls(anchor)] or patterns:  # one that has no such operation is read around it at best
+        for match in matcher.around(pattern, anchor, missed):
+            if (flaw := matcher.flaw(match)) is None:
+                return None
+            what, node = flaw
+            reasons.append(f"`{name_of(node.target)}` {what}{where_from(node)}")
+    best = max(missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None)  # then the first: patterns come widest first
+    reason = reasons[0] if reasons else "part of no known pattern" if best is None else _told(best)
+    return f"`{name_of(anchor.target)}`{where_from(anchor)}: {reason}"
+
+
+def _told(miss: Miss) -> str:
+    expected, found = miss.expected, miss.found
+    if isinstance(expected, Node) and expected in miss.bound:
+        return f"expected {_shown(miss.bound[expected])} once more, found {_shown(found)}{_line(miss)}"
+    if not (_is_call(expected) and _is_call(found)):  # of a constant, or an input, the call that has it says more
+        expected, found = _owner(miss) or (expected, found)
+    return f"expected {_shown(expected)}, found {_shown(found)}{_line(miss)}"
+
+
+def _line(miss: Miss) -> str:
+    """Of what was found, or of what reads it."""
+    if _is_call(miss.found):
+        return where_from(miss.found)
+    owner = _owner(miss)
+    return where_from(owner[1]) if owner else ""
+
+
+def _owner(miss: Miss) -> tuple[Node, Node] | None:
+    """The calls, in pattern and graph, among whose arguments the attempt failed."""
+    calls = [(node, found) for node, found in miss.bound.items() if node.op != "placeholder" and node.target is not cast]
+    return next(((node, found) for node, found in reversed(calls) if _has(node, miss.expected) and _has(found, miss.found)), None)
+
+
+def _has(node: Node, item: Any) -> bool:
+    """Whether it is one of the node's arguments, at any depth."""
+    leaves: list[Any] = []
+    map_aggregate((node.args, node.kwargs), lambda leaf: leaves.append(_uncast(leaf)))
+    return any(leaf is item or (not isinstance(item, Node) and leaf == item) for leaf in leaves)
+
+
+def _uncast(item: Any) -> Any:
+    """Of a pattern, what is behind a cast that may be absent."""
+    while isinstance(item, Node) and item.target is cast:
+        item = item.args[0]
+    return item
+
+
+def _is_call(item: Any) -> bool:
+    return isinstance(item, Node) and item.op.startswith("call")
+
+
+def _shown(item: Any) -> str:
+    """A call with its arguments, of which those that are calls are only named."""
+    item = _uncast(item)
+    if not _is_call(item):
+        return _argument(item)
+    arguments = [*map(_argument, item.args), *(f"{name}={_argument(given)}" for name, given in item.kwargs.items())]
+    return f"{name_of(item.target)}({', '.join(arguments)})"
+
+
+def _argument(item: Any) -> str:
+    item = _uncast(item)
+    if isinstance(item, (tuple, list)):
+        return f"({', '.join(map(_argument, item))}{',' * (len(item) == 1)})"
+    if _is_call(item):
+        return f"{name_of(item.target)}(...)"
+    if isinstance(item, Node):
+        return "the region's result" if item.op == "output" else str(item.target)
+    return "..." if item is ... else repr(item)

@@ -1,0 +1,1 @@
+"""Memory planning as pure functions: graphs, bytes and milliseconds in, a plan for each layer out."""

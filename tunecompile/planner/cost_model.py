@@ -1,0 +1,123 @@
+"""How long a graph's kernels take, from the graph alone: operations of its products and attention, bytes that all else reads and writes, launches.
+
+A roofline (Williams et al., 2009): a product with few operations a byte takes as long as its bytes. Element-wise code is taken to be fused as far as
+`liveness.py` takes it to be: between two calls, what is in memory is read once, and what somebody needs in memory is written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
+from tunecompile.ir.op import OPS, Cost, aten_name
+from tunecompile.planner.device_memory import gradient_bytes
+from tunecompile.planner.hardware import Rates
+from tunecompile.planner.liveness import Memory, node_bytes
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
+RIDGE = 160  #: operations a byte below which a product waits for memory. H200: 690 TFLOPS by 4.1 TB/s
+SUSTAINED = 0.94  #: of the rate of a product that runs alone: a GPU that multiplies all the time lowers its clock. From whole steps on an H200: 0.90 to 0.97
+GAP = 0.004  #: milliseconds from one kernel to the next. Whole steps on an H200: 3.5 to 4 us
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one graph, or of several: floating point operations of products, and of attention as if nothing were masked; bytes that all else
+    reads and writes, and products beyond what they multiply meanwhile; kernels."""
+
+    products: int = 0
+    attention: int = 0
+    traffic: int = 0
+    kernels: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.products + other.products, self.attention + other.attention, self.traffic + other.traffic, self.kernels + other.kernels)
+
+    @property
+    def flops(self) -> int:
+        return self.products + self.attention
+
+    def dear_ms(self, rates: Rates, scale: float = 1.0) -> float:
+        """Milliseconds of products and attention, for `scale` times the tokens."""
+        return scale * (self.products / rates.flops + self.attention / rates.attention) / SUSTAINED
+
+    def ms(self, rates: Rates, scale: float = 1.0) -> float:
+        """Milliseconds of everything."""
+        return self.dear_ms(rates, scale) + scale * self.traffic / rates.bandwidth + (self.kernels * GAP if rates.launches else 0.0)
+
+
+def work(graph: Graph) -> Work:
+    """Of a lowered graph, at the hinted sizes."""
+    memory, done = Memory(graph), Work()
+    read: set[Node] = set()  # since the last call
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if cost(node) is Cost.MATMUL or is_attention(node):
+            done += _product(node)
+            read.clear()
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel
+            done += Work(traffic=sum(map(node_bytes, set(_nodes(node)))), kernels=1)
+            read.clear()
+        elif memory.writes(node) and "empty" not in aten_name(node.target):
+            fresh = memory.reads(node) - read
+            done += Work(traffic=node_bytes(node) + sum(map(node_bytes, fresh)), kernels=not read)
+            read |= fresh
+    return done
+
+
+def beside_layers(heads: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], tokens: int) -> Work:
+    """Of head and loss (logits and their gradient in one pass over them), and of AdamW. heads: weights."""
+    products = sum(2 * tokens * w.numel() * (2 + w.requires_grad) for w in heads)
+    logits = sum(tokens * w.shape[0] * w.element_size() for w in heads)
+    return Work(products, traffic=2 * logits + 7 * gradient_bytes(trained))
+
+
+def _product(node: Node) -> Work:
+    operations, moved = flops(node), node_bytes(node) + sum(map(node_bytes, set(node.all_input_nodes)))
+    if is_attention(node):
+        return Work(attention=operations, kernels=1)
+    waited = max(0, moved - operations // RIDGE)  # for memory, beyond the time that multiplying takes
+    return Work(operations // (2 if "scaled" in aten_name(node.target) else 1), traffic=waited, kernels=1)  # FP8 has twice the rate
+
+
+def _nodes(node: Node) -> list[Node]:
+    """The tensors that a launch reads or writes."""
+    return [value for value in node.kwargs.get("kwargs", {}).values() if isinstance(value, Node)]
+
+
+def cost(node: Node) -> Cost | None:
+    """Of an op, or of an ATen call; None where the partitioner knows best."""
+    if node.target in OPS:
+        return OPS[node.target].cost
+    name = aten_name(node.target)
+    return Cost.MATMUL if name in _PRODUCTS or (is_attention(node) and "backward" not in name) else None
+
+
+def flops(node: Node) -> int:
+    """Floating point operations of a dear call, at the hinted sizes; 0 where nobody counts them."""
+    args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
+    if (op := OPS.get(node.target)) is not None and op.flops is not None:
+        return size_hint(op.flops(*args, **kwargs))
+    if is_attention(node):
+        return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
+    run = node.target if op is None else op.reference
+    with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run(*args, **kwargs)
+    return size_hint(counter.get_total_flops())
+
+
+def is_attention(node: Node) -> bool:
+    return "attention" in aten_name(node.target)
+
+
+def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
+    """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
+    backward = "backward" in aten_name(node.target)
+    q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
+    return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))

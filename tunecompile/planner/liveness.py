@@ -1,0 +1,184 @@
+"""How much memory a compiled graph needs beside its inputs, from the graph alone.
+
+Generated code keeps a value in memory where something that is no element-wise code reads or makes it, and where it is returned; element-wise
+code in between lives in registers. A buffer is given back after its last reader. That is a model of Inductor, not its own account, which
+exists only once code is generated; it is right to within a few per cent of a layer's bytes, and the planner learns the rest from measured peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.ir.op import aten_name, returns_view
+from tunecompile.ir.pretend_gpu import on_gpu
+
+_FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
+          "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes a graph holds at its peak beside its inputs, how many of them it returns, and in what pieces, the largest first."""
+
+    peak: int
+    pieces: tuple[int, ...]
+
+    @property
+    def returned(self) -> int:
+        return sum(self.pieces)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of the tensor, were it dense."""
+    return size_hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+class Memory:
+    """Which of a graph's values lie in memory."""
+
+    def __init__(self, graph: Graph):
+        self.roots: dict[Node, Node | None] = {}
+        for node in graph.nodes:
+            self.roots[node] = _root(node, self.roots)
+
+    def writes(self, node: Node) -> bool:
+        """Whether the value has memory of its own."""
+        return self.roots[node] is node
+
+    def reads(self, node: Node) -> set[Node]:
+        """Whose memory is read when the value is computed, the graph's inputs among them."""
+        return _reads(node, self.roots, inputs=True)
+
+
+def node_bytes(node: Node) -> int:
+    """Of all that it returns."""
+    value = node.meta.get("val")
+    return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
+
+
+def extent(graph: Graph) -> Extent:
+    """Walk the graph in order, as the generated code runs."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    output = nodes[-1]
+    roots = Memory(graph).roots
+    reads = {node: set() if node.op == "placeholder" else _reads(node, roots) for node in nodes}
+    last: dict[Node, int] = {}
+    for node in nodes:
+        if roots[node] is node or _runs(node):  # what is fused reads when its consumer runs
+            for source in reads[node]:
+                last[source] = place[node]
+    returned = {roots[node] for node in output.all_input_nodes if roots[node] is not None}
+    dying: dict[int, list[Node]] = {}
+    for source, when in last.items():
+        dying.setdefault(when, []).append(source)
+    live = peak = 0
+    for node in nodes[:-1]:
+        peak = max(peak, live + (_results(node) + needed if (needed := workspace(node)) else 0))
+        if roots[node] is node:
+            if node.target is torch.ops.aten.cat.default:
+                live -= _take_over(node, roots, last, place, returned, dying)
+            live += tensor_bytes(node.meta.get("val"))
+            peak = max(peak, live)
+            if node not in last:
+                live -= tensor_bytes(node.meta.get("val"))
+        live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
+    return Extent(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
+
+
+def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:
+    """Bytes of the products that nobody reads but this concatenation: they were written where it stands."""
+    found = {root for source in cat.all_input_nodes if (root := roots[source]) is not None and root.target is torch.ops.aten.mm.default
+             and last.get(root) == place[cat] and root not in returned and root is source}
+    dying[place[cat]] = [source for source in dying.get(place[cat], ()) if source not in found]
+    return sum(tensor_bytes(root.meta["val"]) for root in found)
+
+
+def workspace(node: Node) -> int:
+    """Bytes a vendor's kernel needs while it runs, beside its results: the backward of attention sums dq in fp32, and makes dk and dv for every
+    head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q.)"""
+    name = aten_name(node.target)
+    if not ("attention" in name and "backward" in name):
+        return 0
+    tensors = [argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)]
+    if len(tensors) < 3 or not on_gpu(tensors[1]):
+        return 0
+    _, q, k = tensors[:3]  # the gradient comes first
+    grouped = q.shape[1] != k.shape[1]
+    return size_hint(q.numel()) * (4 + q.element_size() * (3 if grouped else 1))
+
+
+def _results(node: Node) -> int:
+    """Bytes of the gradients of q, k and v."""
+    value = node.meta["val"]
+    return sum(map(tensor_bytes, value[:3])) if isinstance(value, (tuple, list)) else tensor_bytes(value)
+
+
+def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:
+    """The node whose memory this one's value lies in; None for inputs and for what is never in memory."""
+    if node.op != "call_function":
+        return None
+    if node.target is getitem:
+        return _member(node, roots)
+    if (source := _viewed(node)) is not None:
+        return roots[source]
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    return node if not _fused(node) or any(_needs_memory(user) for user in node.users) else None
+
+
+def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
+    """Of a call with several results: each has its memory, but pieces lie in the whole, and a kernel writes where it is told to."""
+    call, key = node.args
+    if isinstance(key, str):
+        written = call.kwargs.get("kwargs", {}).get(key)
+        return roots.get(written, node) if isinstance(written, Node) and written.op != "placeholder" else node
+    source = _viewed(call)
+    return node if source is None else roots[source]
+
+
+def _viewed(node: Node) -> Node | None:
+    """The tensor a view is of."""
+    return next(iter(node.all_input_nodes), None) if returns_view(node.target) else None
+
+
+def _fused(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or aten_name(target) in _FUSED)
+
+
+def _runs(node: Node) -> bool:
+    """Whether a kernel is called here, or the graph ends."""
+    return node.op == "output" or (node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not _fused(node))
+
+
+def _needs_memory(user: Node) -> bool:
+    """Whether this reader wants its operand in memory, or reads a view of it that somebody does."""
+    if user.op == "output":
+        return True
+    if _viewed(user) is not None or user.target is getitem:
+        return any(_needs_memory(reader) for reader in user.users)
+    return not _fused(user)
+
+
+def _reads(node: Node, roots: dict[Node, Node | None], inputs: bool = False) -> set[Node]:
+    """Whose memory is read when this node is computed, through all that is fused into it; with the graph's inputs, if they are asked for."""
+    found, pending, seen = set(), list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        root = roots[source]
+        if root is not None and root is not node or inputs and source.op == "placeholder":
+            found.add(root or source)
+        elif root is None and source.op == "call_function":
+            pending.extend(source.all_input_nodes)
+    return found

@@ -1,0 +1,224 @@
+"""`memory_timeline`: the plan under a budget as a page, what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tunecompile.errors import MissingExtra, NoPlan
+from tunecompile.planner.device_memory import shown
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Option, copies
+from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.timeline_trace import Kind
+from tunecompile.runtime.model_state import State, state_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"keeps all that is dear": "#93c5fd", "computes again": "#fcd34d", "waits on the host": "#86efac", "head and loss": "#d8b4fe"}
+BASE, INK, SOFT = "#e5e7eb", "#111827", "#6b7280"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step: a layer's forward, head and loss, or a layer's backward. Bytes, beside what is resident all along: predicted
+    to be held when it begins and when it ends, and at the most while it runs; `measured` is all that was allocated when it began."""
+
+    kind: Kind
+    place: int | None  #: of the layer, in running order
+    before: int
+    after: int
+    most: int
+    manner: str  #: one of COLOURS
+    measured: int | None = None
+
+
+def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
+    """Write the memory plan of `model` as a page: a picture of memory over the step, and a table of what each layer does.
+
+    Predicted and measured stand beside each other: bytes over the step, the peak, milliseconds. What is measured was sampled in the
+    first steps of the plan, at no cost to the others. On a CPU nobody counts tensors' bytes, so the page shows what was predicted.
+
+    Args:
+        model: one that was given to `optimize(model, memory=...)`, and has run a training step.
+        path: of the HTML file. It is written anew and needs no other file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        NotOptimized: `model` is not the object that was optimized.
+        NoPlan: it has no budget, or no training step has run.
+        MissingExtra: jinja2 or matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    for package in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(what="memory_timeline", package=package, extra="cli")
+    from tunecompile.cli.compare.render import make_environment
+
+    state = state_of(model)
+    page = make_environment("tunecompile.memory").get_template("timeline.html.jinja")
+    parts = [{"device": str(budget.device), "picture": picture(budget), "totals": totals(budget, state.pulse.step_ms), "rows": rows(budget), "notes": notes(budget)}
+             for budget in planned(state)]
+    html = page.render(model=type(state._base()).__name__, devices=parts)
+    path = Path(path)
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def planned(state: State) -> list[Budget]:
+    """Each device's budget, once it has a plan.
+
+    Raises:
+        NoPlan: there is none, and why.
+    """
+    budget = state.step.budget
+    if found := [each for each in state.step.budgets if each.admitted is not None]:
+        return found
+    if state.memory is None:
+        told = next((note for note in state.notes if note.startswith("no memory plan")), None)
+        raise NoPlan(reason=told or "no budget holds here. Call tunecompile.optimize(model, memory=\"20GiB\"); \"auto\" is for GPUs")
+    raise NoPlan(reason=budget.notes[-1] if budget is not None and budget.notes else "run a training step first")
+
+
+def phases(budget: Budget) -> list[Phase]:
+    """The step in order: forwards, head and loss, backwards. Their highest `most` is the plan's predicted peak."""
+    options = [budget.options.get(id(slot)) for slot in budget.layers]
+    measured = {}
+    for sample in budget.trace.samples:  # the first of each: a checkpoint around a layer runs its forward again
+        measured.setdefault((sample.kind, sample.place), sample.allocated or None)
+    held, forwards, backwards, gradients = 0, [], [], sum(option.gradients for option in options if option)
+    for place, option in enumerate(options):
+        keeps, ahead, back, own = (option.held, option.forward, option.backward, option.gradients) if option else (0, 0, 0, 0)
+        moving = copies(options, place, budget.admitted.choice.ahead)
+        manner = _manner(option)
+        after = held + keeps
+        forwards.append(Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place))))
+        gradients -= own  # what is left are later layers'
+        backwards.append(Phase("backward", place, after + gradients, held + gradients + own, after + gradients + moving + back, manner, measured.get(("backward", place))))
+        held = after
+    tail = Phase("tail", None, held, held, held + budget.tail(budget.admitted.tokens), "head and loss", measured.get(("tail", None)))
+    return [*forwards, tail, *reversed(backwards)]
+
+
+def _manner(option: Option | None) -> str:
+    if option is None or not (option.offloaded or option.plan not in (KEEP, KEEP_WEIGHTS)):
+        return "keeps all that is dear"
+    return "waits on the host" if option.offloaded else "computes again"
+
+
+def picture(budget: Budget) -> str:
+    """Memory over the step, as an image in a data URI."""
+    from tunecompile.cli.compare.plots import draw
+
+    return draw(lambda axes: paint(axes, budget), width=10.4, height=4.6)
+
+
+def paint(axes: Axes, budget: Budget) -> None:
+    """What is there anyway, on it what layers hold, on that what each part needs while it runs; lines for budget and peaks, dots for samples."""
+    parts, resident = phases(budget), budget.admitted.resident + budget.admitted.weights
+    highest = max(part.most for part in parts) + resident
+    unit, scale = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20) if highest >= 2**20 else ("KiB", 2**10)
+    edges = range(len(parts) + 1)
+    levels = [(resident + part.before) / scale for part in parts] + [(resident + parts[-1].after) / scale]
+    axes.fill_between(edges, levels, color="#bfd3ee", linewidth=0, label="held for the backward pass, and gradients")
+    if resident:
+        axes.fill_between(edges, resident / scale, color=BASE, linewidth=0, label="there anyway: weights, optimizer")
+    for i, part in enumerate(parts):
+        label = f"while it runs: {part.manner if part.kind == 'tail' else 'a layer that ' + part.manner}"
+        known = label in axes.get_legend_handles_labels()[1]
+        axes.fill_between([i, i + 1], levels[i:i + 2], (resident + part.most) / scale, color=COLOURS[part.manner], edgecolor="white", linewidth=0.6,
+                          label=None if known else label)
+    axes.plot(edges, levels, color="#2563eb", linewidth=1.6, label="predicted between layers")
+    if seen := [(i, part.measured / scale) for i, part in enumerate(parts) if part.measured]:
+        axes.plot(*zip(*seen), "o", color=INK, markersize=3.4, label=f"measured, step {budget.trace.step}")
+    _lines(axes, budget, scale, len(parts), highest / scale)
+    _label(axes, parts, budget.layers[0].place)
+    axes.set(ylabel=unit, xlim=(0, len(parts)), ylim=(0, None))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=9)
+
+
+def _lines(axes: Axes, budget: Budget, scale: int, width: int, highest: float) -> None:
+    """Budget and peaks. A budget far above is not drawn: the picture would be empty below it."""
+    found = [("predicted peak", budget.admitted.peak, "#2563eb", (0, (1, 1.5)))]
+    found += [("measured peak", budget.measured, INK, (0, (4, 2)))] if budget.measured else []
+    found += [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
+    for name, nbytes, colour, dashes in found:
+        axes.axhline(nbytes / scale, color=colour, linewidth=1.1, linestyle=dashes, label=f"{name}, {shown(nbytes)}")
+
+
+def _label(axes: Axes, parts: list[Phase], first: int) -> None:
+    """Layers by their numbers from the first one's on, as many as there is room for; the three parts of the step above."""
+    layers = len(parts) // 2
+    every = max(1, round(layers / 14))
+    ticks = [i for i, part in enumerate(parts) if part.place is not None and part.place % every == 0]
+    axes.set_xticks([i + 0.5 for i in ticks], [str(first + parts[i].place) for i in ticks], fontsize=8)
+    axes.grid(axis="x", visible=False)
+    axes.axvline(layers, color="#d1d5db", linewidth=0.8)
+    axes.axvline(layers + 1, color="#d1d5db", linewidth=0.8)
+    for middle, text in ((layers / 2, "forward, by layer"), (layers + 0.5, "head, loss"), (1.5 * layers + 1, "backward, by layer")):
+        axes.annotate(text, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 5), textcoords="offset points", ha="center", color=SOFT)
+
+
+def rows(budget: Budget) -> list[dict[str, Any]]:
+    """A row for each run of layers that do the same: bytes and milliseconds are of one layer."""
+    parts = {part.place: part for part in phases(budget) if part.kind == "forward"}
+    after = {place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part}
+    table = []
+    for (option, _), members in groupby(enumerate(budget.layers), key=lambda item: (budget.options.get(id(item[1])), item[1].region.name)):
+        places = [place for place, _ in members]
+        if option is None:
+            continue
+        again = budget.again(budget.layers[places[0]], option.plan)
+        grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
+        first, last = (budget.layers[place].place for place in (places[0], places[-1]))
+        table.append({"layers": f"{first} to {last}" if len(places) > 1 else str(first), "number": len(places),
+                      "region": budget.layers[places[0]].region.name, "again": ", ".join(again) or "what is cheap",
+                      "host": shown(option.offloaded) if option.offloaded else "", "held": shown(option.held),
+                      "grown": shown(sum(grown) // len(grown)) if grown else "", "forward": shown(option.forward), "backward": shown(option.backward),
+                      "ms": f"{option.ms:.2f}" if option.ms else ""})
+    return table
+
+
+def totals(budget: Budget, steps: float | None) -> list[tuple[str, str, str]]:
+    """(what, predicted, measured). steps: milliseconds of the last ones."""
+    plan = budget.admitted
+    own, again = budget.step_ms(), plan.choice.ms
+    lines = [("Budget, for tensors", shown(budget.summary()["budget"]), ""),
+             ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.others()) if budget.present else ""),
+             *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
+             ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
+             ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
+             ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", "")]
+    if not budget.offloading:
+        return lines
+    copies = budget.offload.report()
+    moved = sum(copies.get(name, 0.0) for name in ("copied_out_ms", "copied_back_ms"))
+    waited = copies.get("exposed_ms", 0.0) + copies["blocked_ms"]
+    return lines + [
+        ("Copied to the host, and back", shown(sum(o.offloaded for stack in plan.choice.options for o in stack)), shown(copies["bytes_out"])),
+        ("Copies, ms", "", f"{moved:,.1f}"), ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
+        ("Waited for copies, ms", "", f"{waited:,.1f}")]
+
+
+def notes(budget: Budget) -> list[str]:
+    """How to read the page, as far as this model needs it."""
+    said = [f"The plan is for {budget.admitted.tokens:,} tokens a batch."]
+    if any(sample.allocated for sample in budget.trace.samples):
+        said.append(f"Measured: bytes in tensors as each layer begins, in step {budget.trace.step}, of {budget.trace.tokens:,} tokens. "
+                    "The measured peak is the allocator's, of the last step that set one; it falls within layers, between the dots.")
+    else:
+        said.append("Nothing was measured: a CPU keeps no count of its tensors' bytes. The budget bounds what layers hold for the backward pass.")
+    if budget.offloading:
+        said.append("Copies under way are part of what a layer needs while it runs, so dots lie above the line where layers wait on the host.")
+    if budget.replays is not None and budget.replays.bytes:
+        said.append(f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level.")
+    said.append("The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
+                "what is predicted is by its kernels alone, and by AdamW: on a GPU only.")
+    return said + budget.said()

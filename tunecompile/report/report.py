@@ -1,0 +1,149 @@
+"""What happened to a model: regions, matches, refusals with reasons, providers, saved bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Sequence
+
+from torch import nn
+
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.compiler.pass_manager import Change, Context, Tally
+from tunecompile.planner.device_memory import shown
+from tunecompile.runtime.memory.budget import in_words
+from tunecompile.runtime.region import Region
+
+__all__ = ["RegionReport", "Report"]
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """One compiled region."""
+
+    name: str  #: path and class of its layers
+    layers: int  #: that it serves
+    compiles: int  #: graphs that were compiled
+    recompiles: list[str]  #: for which guards it was compiled again
+    saved_bytes: list[int]  #: bytes a layer that each of its graphs keeps for the backward
+    providers: dict[str, int]  #: calls a layer by "op: provider"
+    reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
+    changes: list[Change]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
+    breaks: list[str]  #: why Dynamo made several graphs of it
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model. Printable; `to_dict()` for machines."""
+
+    model: str  #: its class
+    regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
+    matches: list[Tally] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
+    notes: list[str] = field(default_factory=list)  #: what else there is to say
+    memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
+    elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same of the others
+
+    @property
+    def compiles(self) -> int:
+        """Graphs that were compiled, of all regions."""
+        return sum(region.compiles for region in self.regions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, ready for JSON; `saved_bytes` is the sum over all layers."""
+        return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
+                "notes": list(self.notes), "memory": self.memory, "elsewhere": self.elsewhere, "compiles": self.compiles,
+                "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}
+
+    def __str__(self) -> str:
+        lines = [f"tunecompile: {self.model}"]
+        for r in self.regions:
+            saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
+            lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
+            lines += [f"    again because {reason}" for reason in r.recompiles]
+            for name, count in sorted(r.providers.items()):
+                lines += [f"    {count:3d} x {name}", *(f"          {reason}" for reason in r.reasons.get(name, []))]
+        if any(m.found for m in self.matches):
+            lines.append(f"  {'family':22s}{'found':>7s}{'rewritten':>11s}")
+        for m in self.matches:
+            if m.found:
+                lines.append(f"  {m.family:22s}{m.found:7d}{m.rewritten:11d}")
+                lines += [f"      refused: {reason}" for reason in dict.fromkeys(m.refused)]
+        for plan in [*([self.memory] if self.memory else []), *self.elsewhere]:
+            lines += _memory_lines(plan, of_several=bool(self.elsewhere))
+        if not self.compiles:
+            lines.append("  nothing is compiled yet: run one training step")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
+    measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
+    where = f" of {memory['device']}" if of_several else ""
+    lines = [f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
+    if memory["predicted_ms"]:
+        took = f", measured {memory['measured_ms']:.0f} ms" if memory.get("measured_ms") else ""
+        lines.append(f"    a step predicted {memory['predicted_ms']:.0f} ms{took}")
+    kept = [f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}"] if memory["kept_weights"] else []
+    return lines + plan_lines(memory["plans"]) + kept + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+
+
+def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
+    """How many layers do what."""
+    return [f"    {plan['layers']:3d} layers {in_words(plan)}" for plan in plans]
+
+
+def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],
+              memory: dict[str, Any] | None = None, elsewhere: Sequence[dict[str, Any]] = ()) -> Report:
+    """Collect what the backends of all regions recorded."""
+    made, matches, notes = [], {}, list(notes)
+    layers = _layer_counts(model)
+    for region in regions:
+        contexts = [c for backend in region.backends.values() for c in backend.contexts]
+        notes += region.notes()
+        notes += [note for context in contexts for note in context.notes]
+        training, pieces = contexts_of(region), pieces_of(region)
+        notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
+                  for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
+        providers: Counter[str] = sum((c.providers for c in pieces), Counter())
+        reasons: dict[str, dict[str, None]] = {}
+        for name, said in (item for c in pieces for item in c.reasons.items()):
+            reasons.setdefault(name, {}).update(said)
+        recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
+        saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]  # not by `==`: sizes may be symbols
+        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
+                                 dict(providers), {name: [reason for reason in said if reason] for name, said in reasons.items()},
+                                 [change for c in pieces for change in c.changes], [reason for variant in region.variants.values() for reason in variant.breaks]))
+        for tally in (tally for c in pieces for tally in c.tallies):
+            total = matches.setdefault(tally.family, Tally(tally.family))
+            total.found += tally.found
+            total.rewritten += tally.rewritten
+            total.refused += tally.refused
+            total.places += tally.places
+    for tally in tails:  # the head's loss is joined outside the regions
+        total = matches.setdefault(tally.family, Tally(tally.family))
+        total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
+    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory, list(elsewhere))
+
+
+def contexts_of(region: Region) -> list[Context]:
+    """What was recorded of the graphs that save anything for a backward, or of all where none does; the last compiled comes last."""
+    contexts = [c for backend in region.backends.values() for c in backend.contexts]
+    return [c for c in contexts if c.saved] or contexts
+
+
+def pieces_of(region: Region) -> list[Context]:
+    """What was recorded of the layer that was compiled last: one graph, or one for each piece of it, under one plan and for one kind of call."""
+    variants = [variant.contexts for variant in region.variants.values() if variant.contexts]
+    last = next((made for made in reversed(variants) if any(c.saved for c in made)), variants[-1] if variants else [])
+    if len({c.frame for c in last}) < 2:
+        return ([c for c in last if c.saved] or last)[-1:]
+    return list({c.frame: c for c in last}.values())
+
+
+def _layer_counts(model: nn.Module) -> dict[int, int]:
+    slots = [m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None]
+    return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
+
+
+def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
+    """Symbolic sizes are taken at their hint."""
+    return sum(size_hint(nbytes) for _, nbytes in saved)

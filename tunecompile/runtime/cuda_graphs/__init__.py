@@ -1,0 +1,1 @@
+"""Launch-bound layers are captured as CUDA graphs and replayed."""

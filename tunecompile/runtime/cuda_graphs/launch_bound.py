@@ -1,0 +1,67 @@
+"""Whether a layer's kernels wait for the host, told from a few calls without ever waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Callable, Sequence
+
+import torch
+
+from tunecompile.runtime.cuda_graphs.capture import Recorder
+
+SAMPLES = 4  #: calls that are looked at, beside the first, which also loads the kernels
+WAITING = 1.2  #: the device's time from layer to layer against the host's. It is 1 where kernels wait; little above, backwards, which launch more, may still
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that was looked at."""
+
+    pass_: int  #: calls of one forward pass have the same
+    begun: float  #: seconds
+    host: float  #: milliseconds until all was launched
+    begin: Any  #: marks in the device's work
+    end: Any
+
+
+class Clock:
+    """Compares the host's time from one layer's beginning to the next one's with the device's.
+
+    A call alone does not tell: between two of them the host also checks guards and keeps autograd's books, and its last kernels run meanwhile. (8B QLoRA
+    on 2x512 tokens: 0.67 ms to launch, 1.09 until computed, and yet the next layer began at 1.13 on both, for 0.90 replayed.)"""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.calls: list[Call] = []
+        self.first = True  #: whether what is timed may be the first step, in which the host has more to do: of that only a "no" counts
+        self.waiting: bool | None = None
+        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
+
+    def time(self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int) -> Sequence[Any]:
+        if self.waiting is False or len(self.calls) > SAMPLES:
+            return run(inputs)
+        begun, begin = time.perf_counter(), self.recorder.mark(device)
+        result = run(inputs)
+        end = self.recorder.mark(device)
+        self.calls.append(Call(pass_, begun, (time.perf_counter() - begun) * 1e3, begin, end))
+        return result
+
+    def decide(self) -> bool:
+        """Whether recording pays; False as long as that is not known."""
+        if self.waiting is None and len(self.calls) > SAMPLES:
+            calls = self.calls[1:]
+            spans = [((b.begun - a.begun) * 1e3, a.begin, b.begin) for a, b in pairwise(calls) if a.pass_ == b.pass_]
+            spans = spans or [(call.host, call.begin, call.end) for call in calls]  # a layer alone
+            device = [self.recorder.elapsed(begin, end) for _, begin, end in spans]
+            if None not in device:
+                self._conclude(min(device) < WAITING * min(host for host, *_ in spans), min(call.host for call in calls))
+        return bool(self.waiting)
+
+    def _conclude(self, waiting: bool, launching: float) -> None:
+        if self.first and waiting:
+            self.first = False
+        else:
+            self.waiting, self.launching = waiting, launching if waiting else 0.0
+        self.calls.clear()

@@ -1,0 +1,84 @@
+"""Who asks for the gradient at deferred logits: by a hook, `retain_grad`, `torch.autograd.grad` or `backward(inputs=...)`.
+
+They are made then, and all that is computed of them from now on passes them. What was computed before, without making them, does not: its backward
+pass says so (`pass_by`), for a hook that is never called looks like a gradient that is zero.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from tunecompile.errors import NoGradient
+from tunecompile.integrations.fsdp import is_its_own, waits_for_backward
+from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, Lazy, handles, natively, passed_by
+from tunecompile.runtime.loss_head.logits import Logits
+
+_SEVERAL = "register_multi_grad_hook"  #: begins the name of what `torch.autograd.graph.register_multi_grad_hook` registers at each of several tensors
+
+
+@handles(RECORD, Tensor.register_hook)
+def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """FSDP's own look at no gradient: nobody misses one."""
+    lazy, given = args[0], args[1] if len(args) == 2 else None
+    if is_its_own(given) and not lazy.adopted:
+        return _tell_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
+    if lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL):  # it has read `grad_fn`, and waits for that node
+        raise NoGradient(asked=_SEVERAL, reason="they are not made yet")
+    return _ask_at(lazy, func, args, kwargs)
+
+
+def _tell_fsdp(recipe: Logits, given: Callable) -> Any:
+    """FSDP2 has all that a model returns tell it of the backward pass. Where that is a loss of these logits as well, they need not be made for it."""
+    if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(given):
+        return NotImplemented
+    recipe.hooks.append(given)
+    return RemovableHandle(OrderedDict())
+
+
+@handles(RECORD, Tensor.retain_grad)
+def retain_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The real one keeps it, for `grad` below."""
+    return _ask_at(args[0], func, args, kwargs)
+
+
+def _ask_at(lazy: Lazy, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """NotImplemented, where the real one is to be called."""
+    if lazy.adopted:  # what is made of it has it behind itself
+        return natively(func, *args, **kwargs)
+    lazy.recipe.line[-1].asked = func.__name__
+    return NotImplemented
+
+
+@handles(RECORD, torch.autograd.grad, torch.autograd.backward)
+def differentiate(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """No node may be called whose backward pass would tell of it, so the graph is searched."""
+    inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+    asked = [lazy for lazy in inputs or () if isinstance(lazy, Lazy)]
+    if asked and all(lazy.adopted for lazy in asked):
+        return natively(func, *args, **kwargs)
+    if not passed_by(args[0]).isdisjoint(lazy.recipe.line[-1] for lazy in asked):
+        raise NoGradient(asked=f"torch.autograd.{func.__name__}", reason=WITHOUT)
+    return NotImplemented
+
+
+@handles(RECORD, Tensor.grad.__get__)
+def grad(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+    """Nothing is made for it. Older versions of torch call nobody where `backward` has deferred tensors as inputs, and keep gradients at these, not at the real ones."""
+    lazy = args[0]
+    kept = natively(Tensor.retains_grad.__get__, lazy)
+    found = natively(func, lazy) if kept or lazy.recipe.real is None else func(lazy.recipe.real)
+    if kept and found is None and not lazy.adopted:
+        raise NoGradient(asked="backward(inputs=...)", reason="this version of torch knows them among inputs of torch.autograd.grad only")
+    return found
+
+
+@handles(RECORD, Tensor.grad_fn.__get__)
+def grad_fn(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Where the gradient arrives, of those that are made; DDP asks for it of those that are not."""
+    lazy = args[0]
+    return natively(func, lazy) if lazy.recipe.real is None or lazy.adopted else func(lazy.recipe.real)

@@ -1,0 +1,163 @@
+"""What a head multiplies hidden states by, whatever module it is: its weight, and an adapter's two matrices beside it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from tunecompile._torch.dynamo import call_compiled
+from tunecompile._torch.modules import linear
+from tunecompile.compiler.backend import Forgotten, own_code
+from tunecompile.compiler.partitioner import copied
+from tunecompile.compiler.pass_manager import Context, Pass, run_stage
+from tunecompile.integrations.deepspeed import whole
+from tunecompile.ir.canonicalize import canonicalize, value
+from tunecompile.ops import lora_linear
+
+
+class NotLinear(Exception):
+    """The head does something else; the message says what."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """logits = x weight^T + bias + scale (x down^T) up^T, the last term in `adapter_dtype`, all others in `dtype`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 1.0
+    adapter_dtype: torch.dtype | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a row has."""
+        return whole(self.weight).shape[0]
+
+    def inner(self, hidden: Tensor) -> Tensor | None:
+        """scale * x down^T: [T, r]."""
+        return None if self.down is None else (hidden.to(self.adapter_dtype) @ self.down.to(self.adapter_dtype).t()) * self.scale
+
+    def outer(self) -> Tensor | None:
+        return None if self.up is None else self.up.to(self.adapter_dtype)
+
+
+def _head(module: nn.Module, hidden: Tensor) -> Tensor:
+    return module._call_impl(hidden)
+
+
+class Peel:
+    """Has Dynamo trace a head, and reads the product off the graph. Dynamo's guards see to it that what was read is still so: another adapter,
+    or another weight, is read anew."""
+
+    def __init__(self, module: nn.Module, passes: Sequence[Pass]):
+        self.module, self.passes = module, passes
+        self.found: Product | None = None
+        self.reason: str | None = None
+
+        self.call = torch.compile(own_code(_head, "head"), backend=Forgotten(self._backend), fullgraph=True)
+
+    def product(self, hidden: Tensor) -> Product:
+        """For hidden states like these.
+
+        Raises:
+            NotLinear: the head is no linear, with or without an adapter.
+        """
+        like = torch.empty((1,), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape).detach().requires_grad_(hidden.requires_grad)
+        self.found, before = None, [dict(vars(module)) for module in self.module.modules()]
+        try:
+            call_compiled(self.call, self.module, like)
+        except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
+            raise NotLinear(self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}") from None
+        if self._keeps_something(before):
+            raise NotLinear("that keeps what it computes")
+        if self.found is None:
+            raise NotLinear(self.reason or "which was not traced")
+        return self.found
+
+    def _keeps_something(self, before: list[dict[str, Any]]) -> bool:
+        """Whether the head stored what it was called with, which was blank. It is as it was before, in any case."""
+        changed = False
+        for module, then in zip(self.module.modules(), before):
+            now = vars(module)
+            if now.keys() != then.keys() or any(now[name] is not then[name] for name in then):
+                changed = True
+                now.clear()
+                now.update(then)
+        return changed
+
+    def _backend(self, gm: GraphModule, inputs: list) -> Callable:
+        work = copied(gm)
+        canonicalize(work)
+        run_stage(self.passes, "recognize", work.graph, Context("head"))
+        try:
+            read = _read(work.graph)
+        except NotLinear as reason:
+            self.reason = str(reason)
+            read = None
+
+        peel = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+
+        def run(*arguments: Any) -> list:
+            peel().found = read(arguments) if read is not None else None
+            return [arguments[0]]  # nobody reads it
+
+        return run
+
+
+def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
+    """A function from the graph's inputs to the product it computes."""
+    inputs = list(graph.find_nodes(op="placeholder"))
+    (returned,) = graph.find_nodes(op="output")
+    outputs = returned.args[0]
+    y = outputs[0] if len(outputs) == 1 else None
+    if y is None or not isinstance(y, Node):
+        raise NotLinear("that returns more than a product")
+    path = {y}
+    y = _source(y, path)
+    exact = value(y).dtype
+    if y.target is linear:
+        x, weight, bias = (*y.args, None)[:3]
+        rest = ()
+    elif y.target is getitem and y.args[0].target is lora_linear.overload and y.args[1] == 0:
+        x, own, weights, biases, down, up, scales, adapter_dtype = y.args[0].args
+        if own:
+            raise NotLinear("whose adapter has dropout")
+        if len(weights) != 1:
+            raise NotLinear("of several parts")
+        weight, bias, rest = weights[0], biases[0] if biases else None, (down[0], up[0])
+    else:
+        raise NotLinear("that is no linear, with or without an adapter")
+    read = [_source(node, path, exact) if node is not None else None for node in (x, weight, bias)]
+    read += [_source(node, path, adapter_dtype) for node in rest]
+    if any(node is not None and node.op != "placeholder" for node in read):
+        raise NotLinear("whose weights are computed")
+    path |= {y, *([y.args[0]] if rest else ())}
+    if any(node.op not in ("placeholder", "output") and node not in path and not (node.target is getitem and not node.users) for node in graph.nodes):
+        raise NotLinear("that does more than multiply")
+    tensors = [None if node is None else inputs.index(node) for node in read[1:]]
+
+    def product(arguments: Sequence[Any]) -> Product:
+        weight, bias, *adapter = (None if place is None else arguments[place] for place in tensors)
+        return Product(weight, bias, exact, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
+
+    return product
+
+
+def _source(node: Node, path: set[Node], exact: torch.dtype | None = None) -> Node:
+    """Behind casts that lose nothing, or that are to the dtype `exact` in which it is read anyway."""
+    while node.op == "call_method" and node.target == "to" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
+        given, made = value(node.args[0]).dtype, value(node).dtype
+        if made not in (given, exact) and (exact is None or torch.promote_types(given, made) != made):
+            break
+        path.add(node)
+        node = node.args[0]
+    return node

@@ -1,0 +1,102 @@
+"""What recorded steps mean: which rows of the hidden states, and what becomes of the head's product before a loss sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.runtime.loss_head.deferred import Unfit
+from tunecompile.runtime.loss_head.logits import (
+    PRODUCTS,
+    PRODUCTS_IN_PLACE,
+    QUOTIENTS,
+    QUOTIENTS_IN_PLACE,
+    RESHAPES,
+    SLICES,
+    TANH,
+    Logits,
+    Step,
+)
+
+_MULTIPLY = PRODUCTS | PRODUCTS_IN_PLACE
+_SCALE = _MULTIPLY | QUOTIENTS | QUOTIENTS_IN_PLACE
+
+
+@dataclass(frozen=True)
+class Chain:
+    """hidden [..., H] -> softcap * tanh(scale * x / softcap) of the head's product x, [..., V]; then log_softmax of it, if `normalized`."""
+
+    hidden: Tensor
+    scale: float = 1.0
+    softcap: float = 0.0
+    tanh: bool = False
+    normalized: bool = False
+
+    @property
+    def rows(self) -> Tensor:
+        """The hidden states of its rows, in their order: [T, H]."""
+        return self.hidden.reshape(-1, self.hidden.shape[-1])
+
+
+def understand(recipe: Logits, steps: Sequence[Step] | None = None) -> Chain:
+    """What `steps`, else all of the recipe's, come to.
+
+    Raises:
+        Unfit: they do something else.
+    """
+    chain, vocabulary = Chain(recipe.hidden), recipe.product.vocabulary
+    for step in recipe.steps if steps is None else steps:
+        if step.function in _SCALE:
+            chain = _scaled(chain, step)
+        elif step.function in TANH:
+            if chain.tanh or chain.normalized:
+                raise Unfit("two tanh in a row" if chain.tanh else "log-probabilities are changed")
+            chain = replace(chain, tanh=True)
+        elif step.function in SLICES:
+            chain = replace(chain, hidden=chain.hidden[_rows(step.args[0], chain.hidden.dim() - 1)])
+        elif step.function in RESHAPES:
+            chain = replace(chain, hidden=_reshaped(chain.hidden, step, vocabulary))
+        elif step.function is torch.log_softmax:
+            chain = replace(chain, normalized=True)
+    if chain.tanh and not chain.softcap:
+        raise Unfit("a tanh that is not scaled back")
+    if chain.softcap:  # softcap * tanh(scale' * x) with scale' = scale / softcap
+        chain = replace(chain, scale=chain.scale * chain.softcap)
+    return chain
+
+
+def _scaled(chain: Chain, step: Step) -> Chain:
+    factor = step.args[0] if step.args else None
+    if not isinstance(factor, (int, float)) or step.kwargs:
+        raise Unfit("logits are scaled by something that is no constant")
+    multiply = step.function in _MULTIPLY
+    if chain.normalized:
+        raise Unfit("log-probabilities are changed")
+    if chain.tanh and (not multiply or chain.softcap):
+        raise Unfit("logits are changed after the soft-cap")
+    if chain.tanh:
+        return replace(chain, softcap=float(factor))
+    return replace(chain, scale=chain.scale * factor if multiply else chain.scale / factor)
+
+
+def _rows(index: object, dims: int) -> tuple:
+    """Of an index into [rows..., V] that leaves the vocabulary whole, what takes the rows."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if sum(part is Ellipsis for part in parts) == 1:
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (dims + 2 - len(parts)), *parts[at + 1:])
+    whole = all(part == slice(None) for part in parts[dims:])
+    if not whole or not all(isinstance(part, slice) or type(part) is int for part in parts):
+        raise Unfit("logits are sliced in a way that is not understood")
+    return parts[:dims]
+
+
+def _reshaped(hidden: Tensor, step: Step, vocabulary: int) -> Tensor:
+    """Where the last dimension stays the vocabulary, rows stay whole and in their order."""
+    shape = step(torch.empty((*hidden.shape[:-1], vocabulary), device="meta")).shape
+    if not shape or shape[-1] != vocabulary:
+        raise Unfit("the vocabulary is reshaped")
+    return hidden.reshape(*shape[:-1], hidden.shape[-1])

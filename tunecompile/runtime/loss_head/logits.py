@@ -1,0 +1,194 @@
+"""Deferred logits, and the calls that are recorded on them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunecompile.runtime.loss_head.deferred import RECORD, Lazy, Place, handles, is_asked, lazily, pass_by, recipe_of
+from tunecompile.runtime.loss_head.linear_head import Product
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded call: `function(logits, *args, **kwargs)`."""
+
+    function: Callable
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return self.function(value, *self.args, **self.kwargs)
+
+
+@dataclass
+class Memory:
+    """What several deferred tensors share, as views of the first one: in-place products that are recorded, each behind the views that lead to it."""
+
+    writes: list[tuple[tuple[Step, ...], Step]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Logits:
+    """The recipe of logits: the head on hidden states, and what was recorded since."""
+
+    head: Any  #: a `Head`
+    hidden: Tensor
+    product: Product
+    autocast: torch.dtype | None  #: under which the head was called
+    meta: Tensor
+    trained: bool
+    padded: bool  #: whether the hidden states are zero at padding
+    steps: tuple[Step, ...] = ()
+    source: Logits | None = None  #: whose memory this shares, as a view or a cast to the same dtype
+    before: Logits | None = None  #: what the last step was taken of, where others may read that as well
+    memory: Memory = field(default_factory=Memory)
+    path: tuple[Step, ...] = ()  #: from the first tensor of the memory
+    seen: int = 0  #: of the memory's writes, which `steps` have
+    real: Tensor | None = None
+    hooks: list[Callable] = field(default_factory=list)  #: for when they are made after all
+    made_at: int = 0  #: how often somebody had written into the real ones when they were made
+    line: tuple[Place, ...] = field(init=False, default_factory=lambda: (Place(),))
+
+    def __post_init__(self):
+        self.made_of = self.steps  # before any write
+
+    def materialize(self) -> Tensor:
+        if self.real is not None:
+            return self.real
+        with torch.set_grad_enabled(self.trained):
+            real = self._make()
+            if self.source is None:
+                self._write(real)
+            for hook in self.hooks:
+                real.register_hook(hook)
+        if not real.is_inference():  # such a tensor is of no use to a loss that comes later
+            self.real, self.made_at, self.before = real, real._version, None
+        return real
+
+    def _make(self) -> Tensor:
+        if self.source is not None:  # what shares memory has to go on doing so: somebody may write into it
+            return self.path[-1](self.source.materialize())
+        if self.before is not None and self.before.still(self.made_of[:-1]):
+            return self.made_of[-1](self.before.materialize())
+        return pass_by(self.head.try_alone(lambda: self.compute(self.made_of)), self.line[:-1])
+
+    def _write(self, real: Tensor) -> None:
+        for path, step in self.memory.writes:
+            place = real
+            for view in path:
+                place = view(place)
+            step(place)
+
+    def still(self, steps: tuple[Step, ...]) -> bool:
+        """Whether they are what they were after `steps`."""
+        return self.steps == steps and self.pristine
+
+    def again(self, hidden: Tensor) -> Tensor | None:
+        return self.compute(self.steps, hidden) if self.pristine else None
+
+    def compute(self, steps: tuple[Step, ...], hidden: Tensor | None = None) -> Tensor:
+        """Logits after some `steps`, in memory of their own."""
+        value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
+        for step in steps:
+            value = step(value)
+        return value
+
+    def then(self, step: Step, meta: Tensor, before: Logits | None = None) -> Lazy:
+        """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
+        shared = meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata  # both are held: one address is one storage
+        place = dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
+        return lazily(Logits(self.head, self.hidden, self.product, self.autocast, meta, torch.is_grad_enabled() and self.trained, self.padded,
+                             (*self.steps, step), before=before, **place))
+
+    def multiply(self, step: Step) -> None:
+        """In place."""
+        self.steps = (*self.steps, step)
+        self.memory.writes.append((self.path, step))
+        self.seen += 1
+
+    @property
+    def base(self) -> Logits:
+        """The first one of their memory."""
+        base = self
+        while base.source is not None:
+            base = base.source
+        return base
+
+    @property
+    def pristine(self) -> bool:
+        """Whether nobody wrote into their memory what the steps do not have."""
+        base = self.base
+        return self.seen == len(self.memory.writes) and (base.real is None or base.real._version == base.made_at)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether they are still what the hidden states say: nobody made them, wrote into their memory, or waits for a gradient to pass."""
+        return self.real is None and self.pristine and not is_asked(self.line)
+
+    def read_by(self, func: Callable) -> None:
+        if self.head.tally.rewritten:
+            return
+        if self.deferred:
+            self.head.refuse(f"logits are made: {getattr(func, '__name__', func)} reads them before any cross-entropy does")
+        elif func is F.cross_entropy or func in RECORD:
+            self.head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
+
+
+CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
+COPIES = {Tensor.contiguous, Tensor.clone, torch.clone}
+RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze}
+SLICES = {Tensor.__getitem__}
+PRODUCTS = {Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__}
+QUOTIENTS = {Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide}
+PRODUCTS_IN_PLACE, QUOTIENTS_IN_PLACE = {Tensor.mul_}, {Tensor.div_}
+TANH = {Tensor.tanh, torch.tanh}
+
+
+@handles(RECORD, *CASTS, *COPIES, *RESHAPES, *SLICES, *PRODUCTS, *QUOTIENTS, *TANH)
+def record(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A call that leaves the rows of logits apart."""
+    lazy, args, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.get("input"), (), {k: v for k, v in kwargs.items() if k != "input"})
+    recipe = recipe_of(lazy)
+    if not isinstance(recipe, Logits) or not recipe.deferred:
+        return NotImplemented
+    meta = shape_of(func, recipe.meta, args, kwargs)
+    changed = meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)  # their bits, or to whole numbers
+    return NotImplemented if changed else recipe.then(Step(func, args, kwargs), meta)
+
+
+@handles(RECORD, *PRODUCTS_IN_PLACE, *QUOTIENTS_IN_PLACE)
+def write(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A temperature, as of TRL's GRPO. All that shares the memory has it from now on."""
+    recipe = recipe_of(args[0])
+    if not isinstance(recipe, Logits) or not recipe.deferred or recipe.base.real is not None or len(args) != 2 or kwargs:
+        return NotImplemented
+    if not isinstance(args[1], (int, float)) or recipe.trained != recipe.base.trained or (recipe.trained and not torch.is_grad_enabled()):
+        return NotImplemented
+    recipe.multiply(Step(func, args[1:]))
+    return args[0]
+
+
+def shape_of(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
+    """What a call gives that takes no other tensor: its shape and dtype; None where it cannot be recorded."""
+    return None if any(map(_holds_tensor, itertools.chain(args, kwargs.values()))) else _try_meta(func, meta, args, kwargs)
+
+
+def _holds_tensor(item: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(item))
+
+
+def _try_meta(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
+    """The result's shape and dtype, or None where the call moves the tensor elsewhere or does not apply."""
+    if func in (Tensor.to, Tensor.type) and any(not isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        devices = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, torch.device))]
+        return None if func is Tensor.type or devices else meta
+    try:
+        return func(meta, *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError, NotImplementedError):
+        return None

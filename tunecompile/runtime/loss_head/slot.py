@@ -1,0 +1,175 @@
+"""What stands in a head's place in a training step, and what it knows of the steps before."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.distributed import fsdp_groups
+from tunecompile._torch.modules import hooked
+from tunecompile.compiler.pass_manager import Tally
+from tunecompile.integrations.accelerate import Placement, place
+from tunecompile.integrations.deepspeed import Gathered, gathered
+from tunecompile.integrations.fsdp import Held, held
+from tunecompile.integrations.loss_caller import labels_are_given
+from tunecompile.runtime.loss_head.deferred import lazily
+from tunecompile.runtime.loss_head.linear_head import NotLinear, Peel, Product
+from tunecompile.runtime.loss_head.logits import Logits
+
+SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
+
+
+@dataclass
+class Labelled:
+    """Which rows have a label. Finding them waits for the device, so that is done only where the last step's share, which was copied
+    without waiting, says that it pays."""
+
+    share: float = 1.0
+    pending: tuple[Tensor, Any, int] | None = None  #: count in pinned memory, the event after its copy, rows
+
+    def rows(self, target: Tensor, ignore_index: int) -> Tensor | None:
+        """Their indices; None: take all. (On a CPU the op itself skips the others.)"""
+        if not target.is_cuda or not target.numel() or torch.cuda.is_current_stream_capturing():
+            return None
+        if self.pending is not None and self.pending[1].query():
+            self.share = self.pending[0].item() / self.pending[2]
+            self.pending = None
+        labelled = target != ignore_index
+        if self.share < SPARSE:
+            found = labelled.nonzero().flatten()
+            self.share = found.numel() / target.numel()
+            return found
+        if self.pending is None:
+            count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(labelled.sum(), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(target.device))
+            self.pending = count, copied, target.numel()
+        return None
+
+
+@dataclass
+class Head:
+    """A head whose logits are deferred, and the tally of what became of them."""
+
+    module: nn.Module
+    tally: Tally
+    padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
+    read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
+    looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
+    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
+    labelled: Labelled = field(default_factory=Labelled)
+    gathered: Gathered | Held | None = None  #: what has its weight gathered while a loss is computed
+    scored: weakref.ref | None = None  #: the hidden states of the last loss
+
+    def note_loss_of(self, hidden: Tensor) -> None:
+        """Of the logits that these hidden states would give."""
+        self.scored = weakref.ref(hidden)
+
+    def has_loss_of(self, hidden: Tensor) -> bool:
+        return self.scored is not None and self.scored() is hidden
+
+    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+        """The head, applied under the autocast dtype that held when it was called (None: under none)."""
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+            return self.module._call_impl(hidden)
+
+    def now(self, product: Product) -> Product:
+        """The same with the weight that is there now: what was there before is another tensor."""
+        return product if self.gathered is None else replace(product, weight=self.module.weight, bias=self.module.bias)
+
+    def try_alone(self, call: Callable[[], Tensor]) -> Tensor:
+        """`attempt`, but where the head's hooks are called, too: what they send other processes expect once."""
+        return self.attempt(call) if self.gathered is None else call()
+
+    def refuse(self, reason: str) -> None:
+        if reason not in self.tally.refused:
+            self.tally.refused.append(reason)
+
+
+def defer(head: Head, hidden: Tensor, product: Product) -> Tensor:
+    """The head's output, deferred."""
+    meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.module.parameters()))
+    return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
+
+
+def _autocast(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class HeadSlot:
+    """What stands in the head's `_compiled_call_impl`.
+
+    `called` tells whether a training step ever did: trainers may compute the loss from the head's weight by themselves.
+    """
+
+    def __init__(self, step: Any, head: Head, passes: tuple = ()):
+        self.step, self.head, self.called = step, head, False
+        self.peel = Peel(head.module, passes)
+        self.placement: Placement | Gathered | Held | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.head.module
+        if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
+            self.called, self.placement = True, place(module) or gathered(module) or held(module)
+        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
+            self.head.read()  # logits of a forward without gradients are real, and anybody's
+        if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return module._call_impl(*args, **kwargs)
+        if self.placement is None:
+            return self._deferred(*args)
+        if self.placement.refused:
+            self.head.refuse(f"the head runs as it is: {self.placement.refused}")
+            return module._call_impl(*args)
+        if isinstance(self.placement, (Gathered, Held)):
+            return self._gathered_later(*args)
+        return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def let_go(self) -> None:
+        if isinstance(self.placement, Gathered):
+            self.placement.let_go()
+
+    def _gathered_later(self, hidden: Tensor) -> Tensor:
+        """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
+        logits pass through other hooks then."""
+        why = "the model computes no loss" if not labels_are_given() else "it is no linear" if not _is_plain(self.head.module) else \
+            "it has other hooks" if self.placement.others() else ""
+        if why:
+            self.head.refuse(f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}")
+            return self.head.module._call_impl(hidden)
+        self.head.gathered = self.placement
+        return self._defer(hidden, self._plain(hidden))
+
+    def _deferred(self, hidden: Tensor) -> Tensor:
+        try:
+            product = self._product(hidden)
+        except NotLinear as reason:
+            self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
+            return self.head.module._call_impl(hidden)
+        return self._defer(hidden, product)
+
+    def _defer(self, hidden: Tensor, product: Product) -> Tensor:
+        for budget in self.step.budgets:
+            budget.settle()
+        return defer(self.head, hidden, product)
+
+    def _product(self, hidden: Tensor) -> Product:
+        module = self.head.module
+        if hooked(module):
+            raise NotLinear("with hooks")
+        return self._plain(hidden) if _is_plain(module) else self.peel.product(hidden)
+
+    def _plain(self, hidden: Tensor) -> Product:
+        module = self.head.module
+        dtype = self.placement.dtype(hidden) if isinstance(self.placement, Held) else torch.promote_types(hidden.dtype, module.weight.dtype)
+        return Product(module.weight, module.bias, _autocast(hidden) or dtype)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    kinds = (type(module), *(type(module).__bases__ if fsdp_groups(module) is not None else ()))  # `fully_shard` makes a class of its own and the module's
+    return nn.Linear in kinds and "forward" not in vars(module)

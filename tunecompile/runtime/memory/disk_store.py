@@ -1,0 +1,204 @@
+"""Where offloaded blocks lie: in host memory, and on disk what that cannot hold. A plain file for each, written and read by one thread."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.runtime.memory.pinned_pool import Copier, Mark, Pool, Room
+
+
+@dataclass
+class File:
+    """A block's file, and the job that is writing or reading it."""
+
+    path: Path
+    job: Future
+    reading: bool = False
+
+
+@dataclass(eq=False)
+class Stay:
+    """A block's copy away from the device."""
+
+    nbytes: int
+    room: Room | None
+    mark: Mark | None = None  #: of the last copy from or to `room`; None before it was ever filled
+    file: File | None = None
+
+
+class Store:
+    """Host memory, and behind it the disk. Blocks are needed again last in, first out, so the oldest go to disk.
+
+    Writing begins when memory for two more layers is not there any longer, so that mostly it has been done when memory is needed.
+    """
+
+    def __init__(self, pool: Pool, copier: Copier, disk: "Disk | None" = None):
+        self.pool, self.copier, self.disk = pool, copier, disk
+        self.stays: deque[Stay] = deque()  #: filled, the oldest first
+        self.blocked_ms = 0.0  #: the host's, waiting for the disk
+        self.written = 0  #: bytes
+        self.failure: str | None = None
+
+    def take(self, nbytes: int) -> Stay | None:
+        """None where there is no place, neither in host memory nor on disk."""
+        room = self.pool.take(nbytes)
+        while room is None and self._free_oldest():
+            room = self.pool.take(nbytes)
+        return Stay(nbytes, room) if room is not None else None
+
+    def why_not(self) -> str:
+        return self.pool.failure or self.failure or "host memory is full"
+
+    def filled(self, stays: Sequence[Stay], mark: Mark) -> None:
+        """Their bytes are there after the mark."""
+        for stay in stays:
+            stay.mark = mark
+        self.stays.extend(stays)
+        if self.disk is not None and self.failure is None:
+            ahead = 2 * sum(stay.nbytes for stay in stays) - self.pool.room
+            for stay in self.stays:
+                if ahead <= 0:
+                    break
+                if stay.room is not None:
+                    self._write(stay)
+                    ahead -= stay.nbytes
+
+    def give(self, stay: Stay) -> None:
+        """Nobody needs it any more."""
+        if stay.file is not None:
+            self._waiting(lambda: self.disk.delete(stay.file))
+        if stay.room is not None:
+            self._give_room(stay)
+        if stay.mark is not None:
+            self.stays.remove(stay)
+
+    def prepare(self, stay: Stay) -> None:
+        """It will be loaded soon: begin to read it, if it is on disk and there is room."""
+        if stay.room is None and (room := self.pool.take(stay.nbytes)) is not None:
+            stay.room = room
+            self.disk.read(stay.file, room, self.copier.fence())
+
+    def ready(self, stay: Stay) -> bool:
+        """Whether `load` would not wait."""
+        return stay.room is not None and not (stay.file is not None and stay.file.reading and not stay.file.job.done())
+
+    def load(self, stay: Stay) -> Room:
+        """Its memory, filled.
+
+        Raises:
+            OSError: what was written cannot be read.
+        """
+        self.prepare(stay)
+        if stay.room is None:  # memory of its own, not pinned: slow, but never refused
+            stay.room = Room(stay.nbytes, [], [torch.empty(stay.nbytes, dtype=torch.uint8)])
+            self.disk.read(stay.file, stay.room, [])
+        if stay.file is not None and stay.file.reading:
+            self._waiting(stay.file.job.result)
+            stay.file.reading = False
+        elif stay.file is not None and stay.file.job.cancel():  # it was to be written, and has not been: it stays here
+            stay.file = None
+        return stay.room
+
+    def _free_oldest(self) -> bool:
+        """Give the memory of the oldest block to others, as soon as it is on disk."""
+        if self.disk is None or self.failure is not None:
+            return False
+        stay = next((stay for stay in self.stays if stay.room is not None and stay.room.extents), None)
+        if stay is None:
+            return False
+        self._write(stay)
+        error = self._waiting(stay.file.job.exception)
+        stay.file.reading = False
+        if error is not None:  # the disk is full: training goes on without it
+            self.failure = f"no more room on disk: {error}"
+            self.disk.delete(stay.file)
+            stay.file = None
+            return False
+        self._give_room(stay)
+        return True
+
+    def _write(self, stay: Stay) -> None:
+        if stay.file is None:
+            stay.file = self.disk.write(stay.room, stay.mark)
+            self.written += stay.nbytes
+
+    def _give_room(self, stay: Stay) -> None:
+        if stay.mark is not None:
+            self.copier.order(stay.mark)
+        self.pool.give(stay.room)
+        stay.room = None
+
+    def _waiting(self, run: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return run()
+        finally:
+            self.blocked_ms += (time.perf_counter() - begun) * 1e3
+
+
+class Disk:
+    """Files in a folder of its own within `folder`, deleted one by one, and all at the interpreter's exit.
+
+    One thread, so that what is asked for first is done first. It waits for the device's copies; nobody else does.
+
+    Raises:
+        OSError: `folder` cannot be written to.
+    """
+
+    def __init__(self, folder: Path):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.folder = tempfile.TemporaryDirectory(prefix="tunecompile-", dir=folder, ignore_cleanup_errors=True)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="tunecompile-offload")
+        self.files = 0
+
+    def write(self, room: Room, after: Mark) -> File:
+        """Write what `room` holds after the mark. The job fails with an OSError where the disk is full."""
+        self.files += 1
+        path = Path(self.folder.name) / str(self.files)
+        return File(path, self.worker.submit(_write, path, room.pieces, after))
+
+    def read(self, file: File, room: Room, after: Sequence[Mark]) -> None:
+        """Read into `room`, whose last owner's copies end with the marks."""
+        file.job, file.reading = self.worker.submit(_read, file.path, room.pieces, after), True
+
+    def delete(self, file: File) -> None:
+        """Once nobody needs it. Waits for a job that is being done: its memory is about to have another owner."""
+        if not file.job.cancel():
+            file.job.exception()
+        file.path.unlink(missing_ok=True)
+
+
+def _write(path: Path, pieces: Sequence[Tensor], after: Mark) -> None:
+    after.synchronize()
+    with open(path, "wb", buffering=0) as file:
+        for piece in pieces:
+            rest = _bytes(piece)
+            while rest:  # the system may write less than it is asked to
+                rest = rest[file.write(rest):]
+
+
+def _read(path: Path, pieces: Sequence[Tensor], after: Sequence[Mark]) -> None:
+    for mark in after:
+        mark.synchronize()
+    with open(path, "rb", buffering=0) as file:
+        for piece in pieces:
+            rest = _bytes(piece)
+            while rest:
+                read = file.readinto(rest)
+                if not read:
+                    raise OSError(f"{path} is shorter than what was written to it")
+                rest = rest[read:]
+
+
+def _bytes(piece: Tensor) -> memoryview:
+    return memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr()))

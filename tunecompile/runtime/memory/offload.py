@@ -1,0 +1,338 @@
+"""What layers save for the backward pass waits in host memory, and is back before it is needed.
+
+Autograd's hooks for saved tensors see what one layer's forward saves. Each storage among it is a block: copied out when the layer
+has run, freed on the device one layer later, and copied back when the backward pass is `ahead` layers away. All of it is ordered by
+events between streams; the host waits for the disk only. Which layer comes next is known from the order of the forward
+calls, last in, first out: so a layer may run several times, under several losses, and be left without a backward.
+
+As autograd does, it refuses a backward through what was changed in place, as long as the change could reach the copy; later
+changes leave the copy, and so the gradients, right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.autograd import saving_is_taken
+from tunecompile._torch.fake_tensors import StorageWeakRef
+from tunecompile.errors import ModifiedInPlace
+from tunecompile.planner.solver import AHEAD
+from tunecompile.runtime.memory.disk_store import Disk, Stay, Store
+from tunecompile.runtime.memory.pinned_pool import Copier, CudaCopier, KeepCopier, Mark, Pool, available
+
+SMALLEST = 1 << 20  #: bytes; smaller storages stay
+
+
+class Call:
+    """One run of one layer's forward. It lives as long as something it saved."""
+
+    def __init__(self, number: int, layer: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None):
+        self.number, self.layer, self.module, self.offloads = number, layer, module, offloads
+        self.weights: set[int] | None = None  #: addresses, known once something is saved
+        self.blocks: list[weakref.ref[Block]] = []
+
+
+class Block:
+    """One storage that layers have saved: on the device, away from it, or both."""
+
+    def __init__(self, layer: int, tensor: Tensor, stay: Stay, dead: deque):
+        storage = tensor.untyped_storage()
+        self.layer, self.stay, self.dead = layer, stay, dead
+        self.identity = StorageWeakRef(storage)  # while it is held, no other storage has this identity
+        self.version = tensor._version
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        self.mark: Mark | None = None  #: of the last copy; before it, nobody may write to `device`, or free it
+        self.watched: list[tuple[Tensor, int]] = []  #: with their versions, until the copy is behind whatever comes
+        self.modified: str | None = None
+        self.handles = 0
+        self.pending: set[int] = set()  #: handles that have not asked for `device` yet
+
+    def add(self, tensor: Tensor) -> int:
+        if self.device is not None:
+            self.watched.append((tensor, tensor._version))
+            self.pending.add(self.handles)
+        self.handles += 1
+        return self.handles - 1
+
+    def check(self) -> None:
+        for tensor, version in self.watched:
+            if tensor._version != version:
+                self.modified = f"{list(tensor.shape)} is at version {tensor._version}; expected version {version}"
+
+    def __del__(self) -> None:
+        self.dead.append((self.stay, self.device, self.mark))
+
+
+class Handle:
+    """What autograd holds in place of a tensor of a block."""
+
+    def __init__(self, call: Call, block: Block, tensor: Tensor):
+        self.call, self.block, self.number = call, block, block.add(tensor)
+        self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def of(self, device: Tensor) -> Tensor:
+        return torch.empty(0, dtype=self.dtype, device=device.device).set_(device.untyped_storage(), *self.view)
+
+
+class Kept:
+    """What autograd holds in place of a tensor that stays: the tensor, with the check that hooks take from autograd."""
+
+    def __init__(self, call: Call, tensor: Tensor):
+        self.call, self.tensor, self.version = call, tensor, tensor._version
+
+
+class Offload:
+    """The saved tensors of one model, on one device.
+
+    Not offloaded are: weights, tensors on other devices or of other classes (4-bit parameters), storages below `smallest` bytes, what
+    outlived the step before, and what neither host nor disk has room for. A storage that is saved several times is copied once.
+    Tensors that a `torch.autograd.Function` keeps as an attribute of its context are invisible here, as they are to autograd.
+
+    Args:
+        device: where the layers run. On a CPU nothing is copied, but counted as if.
+        host_bytes: bytes of host memory (pinned) that may be taken; half of what is available, if None.
+        folder: where files go that hold what host memory cannot; None for no files.
+        ahead: so many layers before their backward tensors are copied back.
+        smallest: bytes; smaller storages stay on the device.
+        copier: who copies; chosen by `device` if None.
+
+    Raises:
+        OSError: `folder` cannot be written to.
+    """
+
+    def __init__(self, device: torch.device, host_bytes: int | None = None, folder: Path | None = None, ahead: int = AHEAD, *,
+                 smallest: int = SMALLEST, copier: Copier | None = None):
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self.ahead, self.smallest = device, ahead, smallest
+        self.copier = copier or (CudaCopier(device) if device.type == "cuda" else KeepCopier())
+        self.pool = Pool(available() // 2 if host_bytes is None else host_bytes, self.copier.allocate)
+        self.store = Store(self.pool, self.copier, Disk(folder) if folder is not None and self.copier.moves else None)
+        self.calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  #: by identity of the storage
+        self.dead: deque[tuple[Stay, Tensor | None, Mark | None]] = deque()  #: of blocks; freed here, since they may die at any moment
+        self.flying: deque[list[weakref.ref[Block]]] = deque()  #: of each call, copied out and not yet freed on the device
+        self.outliving: dict[int, StorageWeakRef] = {}
+        self.number = 0
+        self.reached: int | None = None  #: the call that the backward pass is in
+        self._forget_step()
+        weakref.finalize(self, _give_back, self.dead, self.store, self.copier).atexit = False  # copies may still be under way
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes of a step's will wait in host memory: begin to allocate it."""
+        if self.copier.moves:
+            self.pool.expect(nbytes)
+
+    @contextmanager
+    def layer(self, index: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None = None) -> Iterator[None]:
+        """Around one forward call of a layer: what autograd saves inside is offloaded.
+
+        Wrap layers that keep everything too (`offloads` always false): their backward is when the next ones are fetched.
+
+        Args:
+            index: of the layer, for the report.
+            module: the layer; its parameters and buffers stay.
+            offloads: which of the saved tensors go; None for all.
+        """
+        if not torch.is_grad_enabled():
+            yield
+            return
+        if (why_not := saving_is_taken()) is not None:
+            self.refusals[why_not] += 0
+            yield
+            return
+        self._sweep()
+        self._free(all_but=min(1, self.ahead))
+        self.number += 1
+        call = self.calls[self.number] = Call(self.number, index, module, offloads)
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, call), self._unpack):
+            yield
+        self._send(call)
+
+    def begin_step(self) -> None:
+        """At the model's entry. Copies that nobody came for are dropped on the device, and all counts begin anew.
+
+        A forward whose backward may still come is left as it is: autograd drops it, with its loss.
+        """
+        self.settle()
+        for block in {block for call in list(self.calls.values()) for block in _alive(call.blocks)}:
+            self._drop(block)
+        self.reached = None
+        known = {**self.outliving, **{ref.cdata: ref for ref in self.sent}}
+        self.outliving = {identity: ref for identity, ref in known.items() if not ref.expired()}
+        self._forget_step()
+
+    def settle(self) -> None:
+        """Free on the device all that was copied out: before the head and loss, say, whose memory is the peak."""
+        self._free(all_but=0)
+        self._sweep()
+
+    def report(self) -> dict[str, Any]:
+        """Of the step since `begin_step`, in bytes and milliseconds. Waits for its copies.
+
+        `exposed_ms` is how long the device waited for copies, `blocked_ms` the host for the disk. `refusals` are bytes by reason, or 0
+        where a layer was not looked into.
+        """
+        self._sweep()
+        return {"bytes_out": self.out.total(), "bytes_back": self.back, "bytes_out_by_layer": dict(self.out), "host_bytes": self.pool.used,
+                "peak_host_bytes": self.pool.peak, "pinned_bytes": self.pool.reserved, "disk_bytes": self.store.written,
+                "blocked_ms": self.store.blocked_ms, "refusals": dict(self.refusals), **self.copier.times()}
+
+    def _forget_step(self) -> None:
+        self.out, self.back, self.refusals = Counter(), 0, Counter()
+        self.sent: list[StorageWeakRef] = []
+        self.pool.peak, self.store.blocked_ms, self.store.written = self.pool.used, 0.0, 0
+        self.copier.reset()
+
+    def _pack(self, call: Call, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor
+        block = self._block(call, tensor) if self._goes(call, tensor) else None
+        return Kept(call, tensor) if block is None else Handle(call, block, tensor)
+
+    def _goes(self, call: Call, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        if tensor.device != self.device or storage.nbytes() < self.smallest or tensor.is_conj() or tensor.is_neg():
+            return False
+        if call.weights is None:
+            call.weights = _addresses(call.module)
+        outlived = self.outliving.get(StorageWeakRef(storage).cdata)
+        if storage.data_ptr() in call.weights or (outlived is not None and not outlived.expired()):
+            return False
+        return call.offloads is None or call.offloads(tensor)
+
+    def _block(self, call: Call, tensor: Tensor) -> Block | None:
+        """The block of this tensor's storage. None where there is no place for it."""
+        storage = tensor.untyped_storage()
+        identity = StorageWeakRef(storage).cdata
+        block = self.blocks.get(identity)
+        if block is None or block.version != tensor._version or block.stay.nbytes != storage.nbytes():  # or it was changed since
+            stay = self.store.take(storage.nbytes())
+            if stay is None:
+                self.refusals[self.store.why_not()] += storage.nbytes()
+                return None
+            block = self.blocks[identity] = Block(call.layer, tensor, stay, self.dead)
+        if all(ref() is not block for ref in call.blocks):
+            call.blocks.append(weakref.ref(block))
+        return block
+
+    def _send(self, call: Call) -> None:
+        """Copy out what the layer was the first to save."""
+        call.module = call.weights = call.offloads = None
+        self.flying.append(call.blocks)  # even none: the layer before is freed when the next one comes
+        blocks = [block for block in _alive(call.blocks) if block.mark is None]
+        if not blocks:
+            return
+        mark = self.copier.out([(block.device, block.stay.room) for block in blocks])
+        for block in blocks:
+            block.mark = mark
+            self.sent.append(block.identity)
+            self.out[call.layer] += block.stay.nbytes
+        self.store.filled([block.stay for block in blocks], mark)
+
+    def _free(self, all_but: int) -> None:
+        while len(self.flying) > all_but:
+            for block in _alive(self.flying.popleft()):
+                self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        """Free it on the device, if it is away from it."""
+        if block.mark is None or block.device is None:
+            return
+        block.check()
+        self.copier.wait(block.mark, block.device)
+        block.device = None
+        block.watched.clear()
+
+    def _sweep(self) -> None:
+        _give_back(self.dead, self.store, self.copier)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.call.number != self.reached:
+            self._reach(packed.call)
+        return self._kept(packed) if isinstance(packed, Kept) else self._restored(packed)
+
+    def _kept(self, kept: Kept) -> Tensor:
+        if kept.tensor._version != kept.version:
+            what = f"{list(kept.tensor.shape)} is at version {kept.tensor._version}; expected version {kept.version}"
+            raise ModifiedInPlace(what=what, layer=kept.call.layer)
+        return kept.tensor
+
+    def _restored(self, handle: Handle) -> Tensor:
+        block = handle.block
+        block.check()
+        if block.modified is not None:
+            raise ModifiedInPlace(what=block.modified, layer=handle.call.layer)
+        if block.device is None:
+            self._fetch([block])
+        if block.mark is not None:  # None where the layer's forward failed before it was copied
+            self.copier.wait(block.mark, block.device)
+        tensor = handle.of(block.device)
+        block.pending.discard(handle.number)
+        if not block.pending:  # autograd holds it from here on, and frees it after its last use
+            self._drop(block)
+        return tensor
+
+    def _reach(self, call: Call) -> None:
+        """The backward pass has come to this call: fetch it, if that was not done, and those that it needs next."""
+        self.reached = call.number
+        self._sweep()
+        self._fetch([block for block in _alive(call.blocks) if block.device is None])
+        earlier = sorted((number for number in self.calls.keys() if number < call.number), reverse=True)
+        for distance, number in enumerate(earlier[:max(1, 2 * self.ahead)], 1):
+            if (other := self.calls.get(number)) is not None:
+                absent = [block for block in _alive(other.blocks) if block.device is None]
+                for block in absent:
+                    self.store.prepare(block.stay)
+                if distance <= self.ahead:
+                    self._prefetch([block for block in absent if self.store.ready(block.stay)])
+
+    def _prefetch(self, blocks: Sequence[Block]) -> None:
+        try:
+            self._fetch(blocks)
+        except torch.OutOfMemoryError:  # it may be there when it is needed
+            self.refusals["no memory on the device to fetch ahead"] += sum(block.stay.nbytes for block in blocks)
+
+    def _fetch(self, blocks: Sequence[Block]) -> None:
+        if not blocks:
+            return
+        devices, mark = self.copier.back([self.store.load(block.stay) for block in blocks])
+        for block, device in zip(blocks, devices):
+            block.device, block.mark, block.stay.mark = device, mark, mark
+            block.pending = set(range(block.handles))
+            self.back += block.stay.nbytes
+
+
+def _give_back(dead: deque[tuple[Stay, Tensor | None, Mark | None]], store: Store, copier: Copier) -> None:
+    """What dead blocks held."""
+    while dead:
+        stay, device, mark = dead.popleft()
+        if device is not None and mark is not None:
+            copier.wait(mark, device)
+        store.give(stay)
+
+
+def _alive(refs: Sequence[weakref.ref[Block]]) -> list[Block]:
+    return [block for ref in refs if (block := ref()) is not None]
+
+
+def _addresses(module: nn.Module) -> set[int]:
+    """Of the storages of its parameters and buffers."""
+    found = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in (*module.parameters(), *module.buffers()):
+            try:
+                found.add(tensor.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # a wrapper without memory: what it wraps is saved as a wrapper, too
+                pass
+    return found

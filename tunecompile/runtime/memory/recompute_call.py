@@ -1,0 +1,272 @@
+"""A layer's call that can be made again: one node of the caller's autograd graph. The layer's own graph lies behind it and can be dropped at any time,
+since the node keeps what the layer was called with.
+
+Why a node for each layer, and not one for the model: its gradients are handed to the caller's graph by one layer at a time and `.grad` is touched
+by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, optimizers in hooks after accumulation, DDP and
+`torch.autograd.grad` see what they saw. One layer is repeated, not the step. And what a layer is called with is known, whoever computes the loss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tunecompile._torch.autograd import differentiable_outputs, keeps_graph
+from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
+from tunecompile.runtime.memory.rng_autocast import Surroundings
+
+if TYPE_CHECKING:
+    from tunecompile.runtime.memory.oom_recovery import Recovery
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_WRITE = "write to their arguments or buffers"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class NotExact(Exception):
+    """A layer that could not be repeated with the same result; the message says why."""
+
+
+def requested(error: torch.OutOfMemoryError) -> int:
+    """Bytes that could not be had; 0 where the error does not tell."""
+    found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def full_gpu(error: torch.OutOfMemoryError) -> int | None:
+    """Its number; None where the error does not tell."""
+    found = re.search(r"\bGPU (\d+) has a total capacity", str(error))
+    return int(found[1]) if found else None
+
+
+class _Cut(torch.autograd.Function):
+    """The tensors, without their history: in a list, as arguments of their own would be behind the node, and weights that an earlier layer shares be
+    found there. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+
+class _Node(torch.autograd.Function):
+    """A layer's call in the caller's graph. What it was called with is saved where the layer's own tensors are: on the host, under some plans."""
+
+    @staticmethod
+    def forward(ctx: Any, call: "Call", given: list[Tensor], made: list[Tensor], *_inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        return tuple(tensor.detach() for tensor in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative(name="A model under a memory budget")
+        return None, None, None, *ctx.call.backward(lambda: ctx.saved_tensors, grads)
+
+
+class Call:
+    """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer wrote to an argument or a buffer, it stays.
+
+    Raises:
+        NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
+    """
+
+    def __init__(self, recovery: "Recovery", slot: Any, start: Surroundings, args: tuple, kwargs: dict):
+        self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
+        self.leaves, self.form = _flat((args, kwargs), "are given")
+        self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
+        self.inside = slot.inside
+        self.before = [(tensor, tensor._version) for tensor in self._writable()]
+        self.repeatable = True
+        self.edges: list[GradientEdge] | None = None  #: of what the layer returned
+        self.outputs = 0  #: how many these are
+        self.sources: list[GradientEdge] = []  #: of what it was called with
+        self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
+
+    def _writable(self) -> list[Tensor]:
+        """What a layer might write to."""
+        return self.given + self.inside.buffers()
+
+    def through(self) -> tuple[tuple, dict]:
+        """The layer's arguments for its first call, in the caller's graph: nothing has to be undone where it turns out that it cannot be repeated. Cut off, it
+        would have to run again, and leave something behind each time: a loss in a list, a count in a buffer."""
+        return self._called([tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in self.given])
+
+    def cut(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
+        """The layer's arguments, cut off from whoever made them."""
+        moving = [tensor for tensor in given if tensor.requires_grad]
+        cut = list(_Cut.apply(self.recovery.anchor, moving)) if moving else []
+        return self._called([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
+
+    def _called(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
+        self.sources = [get_gradient_edge(tensor) for tensor in given if tensor.requires_grad]
+        tensors = iter(given)
+        return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
+
+    def first(self, output: Any) -> Any:
+        """What the layer returned in its first call, as the caller sees it: as it is, where it cannot be repeated."""
+        self.recovery.looked.add(id(self.slot))
+        self.recovery.open += 1
+        try:
+            made = self._look(output)
+            if made and not self.repeatable:
+                raise NotExact(_WRITE)
+        except NotExact as reason:
+            self.recovery.refuse(self.slot, str(reason))
+            return output
+        if self._shares():
+            return output
+        self.recovery.open -= 1
+        return self._joined(output, made)
+
+    def _shares(self) -> bool:
+        """Whether weights of it are behind its arguments, too, as those of a layer before it: gradients that they get from there would be counted as its own."""
+        behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
+        return not {id(leaf) for leaf in behind}.isdisjoint(id(edge.node.variable) for edge, _ in self.weights)
+
+    def join(self, output: Any) -> Any:
+        """What the layer returned in a later call.
+
+        Raises:
+            NotExact: it is part of a graph beyond its arguments and the layer's parameters.
+        """
+        made = self._look(output)
+        if not self.repeatable:  # from the next call on; this one was cut off, and keeps its graph
+            self.recovery.refuse(self.slot, _WRITE)
+        return self._joined(output, made)
+
+    def _look(self, output: Any) -> list[Tensor]:
+        """What of the output has a gradient, and whether the layer can be repeated.
+
+        Raises:
+            NotExact: it cannot be told apart from what is around it.
+        """
+        made = _differentiable(_flat(output, "return")[0])
+        after = self._writable()
+        self.repeatable = len(after) == len(self.before) and all(new is old and new._version == version for new, (old, version) in zip(after, self.before))
+        self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
+        weights = self._weights() if made else []
+        if not self.inside.owns(weights):
+            raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
+        if any(weight._backward_hooks for weight in weights):  # they would be called here, and once more in the caller's graph
+            raise NotExact("have hooks on their parameters")
+        self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
+        return made
+
+    def _joined(self, output: Any, made: list[Tensor]) -> Any:
+        """The output, as a node of the caller's graph."""
+        given, self.given, self.before = self.given, [], []
+        if not made:
+            return output
+        self.recovery.calls.add(self)
+        self.recovery.open += 1
+        inputs = [tensor for tensor in given if tensor.requires_grad] + [edge.node.variable for edge, _ in self.weights]
+        seen = {id(inner): outer for inner, outer in zip(made, _Node.apply(self, given, made, *inputs))}
+        if self.recovery.bare:
+            self.drop()
+        leaves, form = _flat(output, "return")
+        return tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
+
+    def _weights(self) -> list[Tensor]:
+        """The leaves that the layer's graph ends in.
+
+        Raises:
+            NotExact: parts of it can be reached otherwise than by what the layer returned, or it cannot be told.
+        """
+        found, reached = walk(self.edges, self.sources)
+        compiled = [(made, used) for node, used in reached.items() if (made := differentiable_outputs(node)) is not None]
+        if len(compiled) != 1:
+            raise NotExact("are not compiled as one graph, beside which nobody sees what they hand out")
+        if any(made - used for made, used in compiled):
+            # A loss that uses them (a router's, left in an attribute) goes through the layer's own graph.
+            raise NotExact("hand out tensors with a gradient beside what they return")
+        return found
+
+    def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of what the layer was called with, and of its parameters. Where the caller retains their graph, so is the layer's, until memory runs out."""
+        tries, self.recovery.running = 0, self.slot.budget
+        while True:
+            try:
+                if self.edges is None:
+                    self._repeat(given())
+                found = self._gradients(grads)
+                break
+            except (NothingFits, StepLost):
+                raise
+            except torch.OutOfMemoryError as error:
+                missing, full = requested(error), self.recovery.full(error)
+            self.edges = None  # of which a part is used up
+            tries += 1
+            if not self.recovery.make_room(missing, tries, full) or not self.repeatable:
+                raise self.recovery.given_up(missing)
+        self.edges = self.edges if keeps_graph() else None
+        self.recovery.open -= 1
+        self.recovery.tell()
+        return found
+
+    def _gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        reached = [(edge, grad) for edge, grad in zip(self.edges, grads) if grad is not None]
+        inputs = [*self.sources, *(edge for edge, _ in self.weights)]
+        if not reached or not inputs:
+            return [None] * len(inputs)
+        edges, grads = zip(*reached)
+        return torch.autograd.grad(edges, inputs, grads, retain_graph=keeps_graph(), allow_unused=True)
+
+    def _repeat(self, given: Sequence[Tensor]) -> None:
+        name = self.slot.region.name
+        for edge, version in self.weights:
+            if (weight := edge.node.variable)._version != version:
+                what = f"{list(weight.shape)} is at version {weight._version}; expected version {version}"
+                raise ModifiedInPlace(what=what, layer=name)
+        if self.slot.layer.training is not self.training:
+            raise LayerChanged(layer=name, what="it was switched between training and evaluation")
+        with self.start.again():
+            args, kwargs = self.cut(given)
+            made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return")[0])
+        self.edges = [get_gradient_edge(tensor) for tensor in made]
+        found, _ = walk(self.edges, self.sources)
+        if len(made) != self.outputs or {id(leaf) for leaf in found} != {id(edge.node.variable) for edge, _ in self.weights}:
+            self.edges = None
+            raise LayerChanged(layer=name, what="other weights of it are trained")
+
+    def drop(self) -> bool:
+        """Give up the layer's graph, if it can be made again. Whether there was one."""
+        dropped = self.edges is not None and self.repeatable
+        self.edges = None if dropped else self.edges
+        return dropped
+
+
+def _flat(value: Any, verb: str) -> tuple[list, Any]:
+    """Tensors and plain values, and the form they are in. Nothing else is looked into, or rebuilt."""
+    leaves, form = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN) and type(leaf) not in (Tensor, nn.Parameter):
+            raise NotExact(f"{verb} a {type(leaf).__name__}")
+    return leaves, form
+
+
+def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
+
+
+def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Tensor], dict[Node, set[int]]]:
+    """The leaves that a graph ends in, and its nodes, each with its outputs that are used. Nothing behind `stops`."""
+    leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
+    reached = {stop.node: set() for stop in stops}
+    while pending:
+        node, output = pending.pop()
+        if node in reached:
+            reached[node].add(output)
+            continue
+        reached[node] = {output}
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        pending.extend(following for following in node.next_functions if following[0] is not None)
+    return leaves, reached

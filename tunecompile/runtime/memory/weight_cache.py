@@ -1,0 +1,233 @@
+"""Frozen weights in one matrix with their adapters: 4-bit ones stay dequantised where a budget leaves room for that, dense ones move in (moved.py).
+
+Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]: its upper part is what the forward pass multiplies by, its
+left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written before a step's
+first layer, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds. That of dense weights is [W; A].
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.compiler.weight_layout import Position
+from tunecompile.ir.op import has_triton
+from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.runtime.memory.weight_move import matrix_of, move_in, move_out, stand
+
+Run = Callable[[list], Sequence[Any]]
+
+
+class Matrix:
+    """Whose values are in one product's matrix. It lives as long as the tensor does, also where only a pending backward holds that."""
+
+    def __init__(self, weights: Sequence[Tensor], columns: int):
+        self.columns = columns
+        self.weights, self.versions = [weakref.ref(weight) for weight in weights], [weight._version for weight in weights]
+        self.a: list[Tensor] = []
+        self.b: list[Tensor] = []
+        self.scales: tuple[float, ...] = ()
+
+    def holds(self, weights: Sequence[Tensor]) -> bool:
+        return all(ref() is weight and version == weight._version for ref, weight, version in zip(self.weights, weights, self.versions))
+
+    def adapted(self, a: Sequence[Tensor], b: Sequence[Tensor], scales: tuple[float, ...]) -> bool:
+        mine, given = (*self.a, *self.b), (*a, *b)
+        return self.scales == scales and len(mine) == len(given) and all(x.data_ptr() == y.data_ptr() for x, y in zip(mine, given))
+
+    def adapt(self, values: Tensor, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
+        self.a, self.b, self.scales = a, b, scales
+        values = values.data  # behind autograd's back: what a pending backward reads is what is written again
+        values[:, self.columns:] = 0
+        values[sum(m.shape[0] for m in b):] = 0
+        writer(self.pieces(values))()
+
+    def pieces(self, values: Tensor) -> list[tuple[Tensor, Tensor, float]]:
+        """(adapter, where it stands, factor)."""
+        found, row, column = [], 0, self.columns
+        height, target = sum(m.shape[0] for m in self.b), values.data
+        for a, b, scale in zip(self.a, self.b, self.scales):
+            rank = a.shape[0]
+            below = height + column - self.columns
+            if target.shape[1] > self.columns:
+                found.append((b.detach(), target[row:row + b.shape[0], column:column + rank], scale))
+            found.append((a.detach(), target[below:below + rank, :self.columns], 1.0))
+            row, column = row + b.shape[0], column + rank
+        return found
+
+
+class Kept:
+    """All matrices of one model."""
+
+    def __init__(self, moves: bool | None = None) -> None:
+        self.moves = moves  #: whether dense weights may move; None as long as that is not known
+        self.last = 0  #: place of the layer that ran last; more than any other's before a step
+        self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
+        self.moved: dict[tuple, Matrix] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
+        self.write_all: Callable[[], None] | None = None
+        self.addresses: list[int] = []  #: of what it writes
+
+    @property
+    def bytes(self) -> int:
+        """That are there beside the weights."""
+        return sum(values.nbytes for values in self.matrices.values())
+
+    def release(self) -> None:
+        """A backward that is still to come keeps what it needs."""
+        self.matrices.clear()
+        self.write_all = None
+
+    def move_out(self) -> None:
+        """Dense weights are as they were."""
+        for key, matrix in self.moved.items():
+            for weight in [ref() for ref in matrix.weights] if _stands(key, matrix) else []:
+                move_out(weight)
+        self.moved.clear()
+        self.release()
+
+    def expect(self) -> None:
+        """A step begins."""
+        self.last = sys.maxsize
+
+    def enter(self, place: int) -> None:
+        """Before a layer's call: whether it is a step's first (layers may be called by themselves) tells its place among them."""
+        if place <= self.last and torch._C._current_graph_task_id() == -1:  # checkpoints call layers in the backward pass
+            self.begin()
+        self.last = place
+
+    def begin(self) -> None:
+        """Before a step's first layer: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
+        if not self.matrices and not self.moved:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
+            self._prune()
+            matrices = [*(values._matrix for values in self.matrices.values()), *self.moved.values()]
+            addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
+            if self.write_all is None or addresses != self.addresses:
+                found = [*((values, values._matrix) for values in self.matrices.values()), *((matrix_of(key[1], matrix.weights[0]()), matrix) for key, matrix in self.moved.items())]
+                self.write_all, self.addresses = writer([piece for values, matrix in found for piece in matrix.pieces(values)]), addresses
+            self.write_all()
+
+    def _prune(self) -> None:
+        """Weights may have been replaced, or moved; memory of adapters may have been taken away."""
+        for found in (self.matrices, self.moved):
+            for key, held in list(found.items()):
+                matrix = held if found is self.moved else held._matrix
+                stays = _stands(key, matrix) if found is self.moved else _at(key, matrix)
+                if not stays or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
+                    del found[key]
+                    self.write_all = None
+
+    def forward(self, run: Run, positions: Sequence[Position]) -> Run:
+        kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+
+        def call(inputs: list) -> Sequence[Any]:
+            with torch._C.DisableTorchFunctionSubclass():
+                for position, values in [(position, kept()._values(position, inputs)) for position in positions]:
+                    inputs[position.place] = values
+            return run(inputs)
+
+        return call
+
+    def backward(self, run: Run, positions: Sequence[Position]) -> Run:
+        """Matrices come as what the forward saved; another adapter may have run in between."""
+        kept = weakref.ref(self)
+
+        def call(inputs: list) -> Sequence[Any]:
+            with torch._C.DisableTorchFunctionSubclass():
+                for position in positions:
+                    if _adapt(inputs[position.place], position, inputs) and kept() is not None:
+                        kept().write_all = None
+            return run(inputs)
+
+        return call
+
+    def _values(self, position: Position, inputs: list) -> Tensor:
+        weights = [inputs[weight[0]] for weight in position.weights]
+        values = self._standing(position, weights) if position.dense else self._dequantized(position, inputs, weights)
+        if _adapt(values, position, inputs):
+            self.write_all = None
+        return values
+
+    def _dequantized(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
+        key = _key(position, weights)
+        values = self.matrices.get(key)
+        if values is None or not values._matrix.holds(weights):
+            values = self.matrices[key] = self._made(position, inputs, weights)
+        return values
+
+    def _made(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
+        values = torch.zeros(position.shape, dtype=position.dtype, device=weights[0].device)
+        row = 0
+        for weight in position.weights:
+            row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight])
+        values._matrix = Matrix(weights, position.columns)
+        return values
+
+    def _standing(self, position: Position, weights: list[Tensor]) -> Tensor:
+        matrix = self.moved.get(_key(position, weights))
+        if not stand(weights, position.shape):
+            move_in(weights, position.shape)
+            matrix = None
+        if matrix is None:
+            matrix = self.moved[_key(position, weights)] = Matrix(weights, position.columns)
+        values = matrix_of(position.shape, weights[0])
+        values._matrix = matrix
+        return values
+
+
+def _at(key: tuple, matrix: Matrix) -> bool:
+    """Whether the weights are where they were."""
+    return all((weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0]))
+
+
+def _stands(key: tuple, matrix: Matrix) -> bool:
+    """Whether dense weights are, in the matrix that they were in."""
+    return _at(key, matrix) and matrix.weights[0]().untyped_storage().nbytes() == math.prod(key[1]) * key[3].itemsize
+
+
+def _key(position: Position, weights: Sequence[Tensor]) -> tuple:
+    return tuple(weight.data_ptr() for weight in weights), position.shape, position.columns, position.dtype
+
+
+def _adapt(values: Tensor, position: Position, inputs: list) -> bool:
+    """Let the matrix hold these adapters. Whether it held others."""
+    a, b = ([inputs[i] for i in places] for places in (position.a, position.b))
+    matrix = getattr(values, "_matrix", None)
+    if matrix is None or matrix.adapted(a, b, position.scales):
+        return False
+    matrix.adapt(values, a, b, position.scales)
+    return True
+
+
+def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
+    """Into rows `row`.. and the first columns. Returns how many rows."""
+    packed, absmax, code, scale, offset, rows, _, blocksize, quant_type, dtype = weight
+    if out.is_cuda and has_triton():
+        from tunecompile.templates import nf4
+
+        nf4.dequantize_siblings([nf4.Weight(packed.detach(), absmax, code, scale, offset, rows)], columns, out, blocksize=blocksize,
+                                quant_type=quant_type, row=row)
+    else:
+        out[row:row + rows, :columns] = dequantize_4bit.choose(weight).run(*weight)
+    return rows
+
+
+def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]:
+    """A function that writes adapters where they stand, times their factors, whenever it is called."""
+    if pieces and pieces[0][0].is_cuda and has_triton():
+        from tunecompile.templates import lora
+
+        if all(source.stride(1) == 1 and {source.dtype, target.dtype} <= set(lora.DTYPES) for source, target, _ in pieces):
+            return lora.write_pieces(pieces)
+
+    def write() -> None:
+        for source, target, factor in pieces:
+            target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
+
+    return write

@@ -1,0 +1,61 @@
+"""Frozen dense weights that move together, at the first training step.
+
+The products of adapted linears read siblings' weights below each other, and the backward A below them: [W; A] (tunecompile/ops/lora.py). Parameters that are
+views of one such matrix need not be copied into one at every call. They stay contiguous, so nothing else knows. (With B beside them, forward products would
+not copy them either; but strided parameters cannot be saved by transformers, nor flattened by `view(-1)`.) What is written into a parameter is in the
+matrix, and one that was given other memory moves in again when it is next used.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.ops.frozen_weights import Frozen
+
+
+def is_dense(product: Frozen) -> bool:
+    """Whether its weights are matrices of one dtype that a graph takes as they are."""
+    weights = [weight[0] for weight in product.weights]
+    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
+        return False
+    values = [weight.meta["val"] for weight in weights]
+    return all(value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype for value in values)
+
+
+def stand(weights: Sequence[Tensor], shape: tuple[int, int]) -> bool:
+    """Whether all of them are rows of one matrix of this shape, below each other from the first on."""
+    first = weights[0]
+    storage, pitch = first.untyped_storage(), shape[1] * first.element_size()
+    if storage.nbytes() != shape[0] * pitch:
+        return False
+    address = storage.data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != address or not weight.is_contiguous():
+            return False
+        address += weight.shape[0] * pitch
+    return True
+
+
+def matrix_of(shape: tuple[int, int], first: Tensor) -> Tensor:
+    """The matrix whose first rows these are. (No view: AOTAutograd would save another tensor for the backward.)"""
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage(), 0, shape)
+
+
+def move_in(weights: Sequence[Tensor], shape: tuple[int, int]) -> None:
+    """Make a matrix of them, with zeros below. They give back what they were in."""
+    values, row = weights[0].data.new_zeros(shape), 0
+    for weight in weights:
+        place = values[row:row + weight.shape[0]]
+        place.copy_(weight.data)
+        weight.data = place
+        row += weight.shape[0]
+    if values.is_cuda:
+        torch.cuda.empty_cache()  # what they were in has other sizes than what is to come
+
+
+def move_out(weight: Tensor) -> None:
+    """Into memory of its own."""
+    weight.data = weight.data.clone()

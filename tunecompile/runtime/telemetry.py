@@ -1,0 +1,84 @@
+"""The training process's side: counts steps and tokens on the host's clock, and tells a monitor where one asks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from tunecompile.planner.device_memory import Spec, gauge
+from tunecompile.runtime import telemetry_files
+
+WINDOW = 20  #: steps over which speed is taken
+EVERY = 1.0  #: seconds between two looks for a monitor
+
+
+@dataclass
+class Pulse:
+    """Of one optimized model. `describe` gives the fields of its `Status` that are not counted here; it is called when somebody asks."""
+
+    describe: Callable[[], dict]
+    steps: int = 0
+    begun: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))  #: (when, tokens) of the last steps
+    next_look: float = 0.0
+    file: Path | None = None
+
+    def beat(self, tokens: int) -> None:
+        """A step of so many tokens begins. Never raises: a figure on a screen is not worth a training run."""
+        now = time.perf_counter()
+        self.steps += 1
+        if self.steps > 1:  # the first one compiles
+            self.begun.append((now, tokens))
+        if now < self.next_look:
+            return
+        self.next_look = now + EVERY
+        with contextlib.suppress(Exception):
+            if telemetry_files.asked():
+                self.file = telemetry_files.write(self.status(), f"{os.getpid()}-{id(self):x}.json")
+
+    @property
+    def step_ms(self) -> float | None:
+        """From one step's beginning to the next one's, optimizer and data included: the median, which pauses do not move."""
+        times = [begun for begun, _ in self.begun]
+        return 1e3 * statistics.median(after - before for before, after in zip(times, times[1:])) if len(times) > 1 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the last steps; the one that has just begun does not count."""
+        if len(self.begun) < 2:
+            return None
+        return sum(tokens for _, tokens in list(self.begun)[:-1]) / (self.begun[-1][0] - self.begun[0][0])
+
+    def status(self) -> telemetry_files.Status:
+        pid, rank = os.getpid(), os.environ.get("RANK", "")
+        return telemetry_files.Status(pid=pid, born=telemetry_files.born(pid), updated=time.time(), rank=int(rank) if rank.isdigit() else None, steps=self.steps,
+                             tokens_per_s=self.tokens_per_s, step_ms=self.step_ms, **self.describe())
+
+    def stop(self) -> None:
+        """The model is no longer optimized."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
+    """What a monitor is told of a model. The host knows all of it: nothing waits for the device."""
+    device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
+    on, plan = gauge(device), budget and budget.admitted
+    peak = budget.measured if budget else on.peak()[0]
+    return {"model": type(model).__name__, "device": str(device), "gpu": _uuid(device), "memory": None if memory is None else str(memory),
+            "budget": budget.limit if budget and budget.limit != "auto" else None, "predicted_peak": plan.peak if plan else None,
+            "measured_peak": peak or None, "allocated": on.allocated() or None}
+
+
+def _uuid(device: torch.device) -> str | None:
+    """By which NVML knows the device: its numbers are others where CUDA_VISIBLE_DEVICES is set."""
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
+    return f"GPU-{found}" if found is not None else None

@@ -1,0 +1,1 @@
+"""Padding is removed before the layers and restored behind them."""

@@ -1,0 +1,160 @@
+"""The same model once more, for a step beside its own: eager, or in high precision, in little more memory than one layer takes.
+
+A twin has new modules around the same frozen weights, and trained weights of its own. Its layers are checkpointed, and hold their weights
+in another precision only while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from tunecompile._torch.modules import linear, reparametrized
+from tunecompile.errors import CannotVerify, summary
+from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.unpad.packed_masks import keeps_apart, seeing_all, tokens_of
+
+
+class Float64(TorchFunctionMode):
+    """Model code casts to fp32 where it wants precision (norms, softmax, loss), or makes tensors without saying of which dtype: under this mode it gets fp64."""
+
+    def __enter__(self):
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        torch.set_default_dtype(self.default)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def wider(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        elif function in (torch._grouped_mm, getattr(nn.functional, "grouped_mm", None)):
+            function = _grouped_mm
+        return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Of rows with the matrix of their group, in any dtype: torch's has no fp64. a: [T, K]; b: [G, K, N]; offs: [G], int32, where each group ends;
+    without it, products one by one."""
+    if offs is None:
+        return a @ b
+    begins, made = 0, []
+    for group, ends in enumerate(offs.tolist()):
+        rows = a[begins:ends] @ b[group]
+        made.append(rows if bias is None else rows + bias[group])
+        begins = ends
+    return torch.cat([*made, a.new_zeros(len(a) - begins, b.shape[-1])])
+
+
+def mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    return Float64() if dtype is torch.float64 else contextlib.nullcontext()
+
+
+def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = True) -> nn.Module:
+    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, unless they may not be, and hold their weights in
+    `dtype` as long as they run; what is outside of them does for good. dtype None: as they are."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    bound = (type(None), types.MethodType, functools.partial)  # which a copy binds to itself
+    if (replaced := next((name or "the model" for name, module in model.named_modules() if not isinstance(vars(module).get("forward"), bound)), None)) is not None:
+        raise CannotVerify(reason=f"the forward of {replaced} was replaced by a function that knows this object. Verify before that")
+    try:
+        twin = copy.deepcopy(model, memo).train(model.training)
+    except Exception as error:
+        raise CannotVerify(reason=f"the model cannot be copied: {summary(error)}") from error
+    if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
+        twin.forward = twin._original_forward
+    if getattr(getattr(twin, "config", None), "use_cache", None):
+        twin.config.use_cache = False  # a layer that is computed again would fill it twice
+        for stack in find_layers(twin):
+            stack.owner.register_forward_pre_hook(functools.partial(_as_with_cache, list(stack.members)), with_kwargs=True)
+    for module in twin.modules():
+        if getattr(module, "gradient_checkpointing", None) is True:
+            module.gradient_checkpointing = False  # layers are checkpointed here
+    layers = [layer for stack in find_layers(twin) for layer in stack.members]
+    if dtype is not None:
+        _dequantize(twin, dtype)
+        _widen(twin, {id(p) for layer in layers for p in layer.parameters()}, dtype)
+    for layer in layers:
+        layer.forward = functools.partial(_layer, layer, layer.forward, dtype, checkpointed)
+    return twin
+
+
+def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Packed sequences see each other where transformers makes a cache. Without one, a mask has to say so."""
+    tokens = args[0] if args and args[0] is not None else tokens_of(kwargs)
+    if tokens is None or kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not None:
+        return None
+    if keeps_apart(owner, layers, {**kwargs, "use_cache": True}, tokens) is not False:
+        return None
+    return args, seeing_all(kwargs, tokens)
+
+
+def _layer(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # parameters: what PEFT's wrapper of experts puts back is a buffer otherwise, which would stay as it is when the layer is computed again
+        wide = {name: nn.Parameter(p.to(dtype), requires_grad=False) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
+        with mode(dtype), reparametrized(layer, wide):  # the mode here, since a layer is computed again by another thread
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Frozen, and made of the numbers it stands for."""
+    return not parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_floating_point()
+
+
+@torch.no_grad()
+def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
+    """What is trained, and all that is frozen outside of the layers. (A parameter that two modules share stays shared.)"""
+    made: dict[int, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+            elif id(parameter) not in inside and _is_plain(parameter):
+                wide = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+                module._parameters[name] = wide
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
+    """4-bit linears compute with the values they stand for."""
+    with contextlib.suppress(ImportError):
+        import bitsandbytes as bnb
+
+        for path, module in list(twin.named_modules()):
+            if isinstance(module, bnb.nn.Linear4bit) and not list(module.children()):
+                parent, _, name = path.rpartition(".")
+                setattr(twin.get_submodule(parent), name, _Dequantized(module, dtype))
+
+
+class _Dequantized(nn.Module):
+    """A frozen 4-bit linear whose product is one of the values in `dtype`."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.bias, self.dtype = module.weight, module.bias, dtype
+        self.in_features, self.out_features = module.in_features, module.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        import bitsandbytes as bnb
+
+        with torch._C.DisableTorchFunction():  # `Float64` would ask for fp64: upstream.DEQUANTIZED_IN_FP64
+            weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
+        return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
