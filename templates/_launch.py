@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tunecompile._torch.fake_tensors import dispatch_mode
 
 __all__ = ["is_aligned", "is_tracing", "launch", "multiprocessors", "next_power_of_2"]
 
@@ -30,7 +31,7 @@ def is_tracing(args: Sequence[Any] = ()) -> bool:
     Returns:
         True where a dispatch mode is active, or an argument has no storage to read.
     """
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or dispatch_mode() is not None:
         return True
     return any(isinstance(a, torch.Tensor) and type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args)
 
@@ -92,3 +93,5 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+

@@ -11,17 +11,41 @@ passes of a package stand. What `report` and `verify` return is in `tunecompile.
 """
 
 from tunecompile.api import optimize, report, restore
-from tunecompile.compiler.pass_manager import Pass
+from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
 from tunecompile.export.gguf import save_gguf
 from tunecompile.export.safetensors import save_merged
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.rewrite import rewrite
+from tunecompile.planner.liveness import tensor_bytes
 from tunecompile.report.explain import explain
 from tunecompile.report.memory_timeline import memory_timeline
-from tunecompile.verification.check_pass import Example, Finding, check
+from tunecompile.verification.check_pass import Example, Finding, check, compiled
 from tunecompile.verification.verify import Verification, verify
 
 __version__ = "0.1.0"
-__all__ = ["Cost", "Estimate", "Example", "Finding", "Pass", "Verification", "check", "estimate", "explain", "memory_timeline", "op", "optimize", "report", "restore", "rewrite", "save_gguf", "save_merged",
-           "verify"]
+__all__ = [
+    "Context",
+    "Cost",
+    "Estimate",
+    "Example",
+    "Finding",
+    "Pass",
+    "Verification",
+    "check",
+    "compiled",
+    "estimate",
+    "explain",
+    "memory_timeline",
+    "op",
+    "optimize",
+    "recognize",
+    "refuse_gpu",
+    "report",
+    "restore",
+    "rewrite",
+    "save_gguf",
+    "save_merged",
+    "tensor_bytes",
+    "verify",
+]

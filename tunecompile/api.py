@@ -8,15 +8,17 @@ from typing import get_args
 
 from torch import nn
 
-from tunecompile._torch.inductor import start_compile_workers
+from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
-from tunecompile.compiler.compile_cache import link_read_only
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
 from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes
-from tunecompile.report.report import Report
-from tunecompile.runtime.memory.host_embedding import HostTables
-from tunecompile.runtime.model_state import ATTRIBUTE, Precision, State, state_of
+from tunecompile.report.report import Report, summarize
+from tunecompile.runtime.attach import attach, restore
+from tunecompile.runtime.model_state import Precision, is_optimized, state_of
+from tunecompile.verification import verify as verification
+
+__all__ = ["optimize", "report", "restore"]
 
 
 def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None, offload_dir: str | os.PathLike | None = None,
@@ -75,35 +77,11 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
         raise UnknownPrecision(given=precision)
     budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
-    if os.environ.get("TUNECOMPILE") == "0" or getattr(model, ATTRIBUTE, None) is not None:
-        return model
-    linked = link_read_only() if executor == "inductor" else []
-    if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
-        start_compile_workers()
-    state = State(model, pipeline(), executor, precision, memory, host_bytes, Path(offload_dir) if offload_dir is not None else None,
-                  HostTables() if host_embedding else None, check=verify)
-    state.notes += linked
-    state.attach()
-    model.__dict__[ATTRIBUTE] = state
-    return model
-
-
-def restore(model: nn.Module) -> nn.Module:
-    """Undo `optimize` exactly: every slot, hook and checkpointing function is put back.
-
-    Args:
-        model: that was optimized, or a wrapper that adapters put around it since.
-
-    Returns:
-        `model` itself.
-
-    Raises:
-        NotOptimized: neither `model` nor the model its adapters wrap was optimized.
-    """
-    state = state_of(model)
-    state.detach()
-    del state.model.__dict__[ATTRIBUTE]  # `model` may be an adapter's wrapper, made after `optimize`
-    return model
+    if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
+        return model  # before passes of installed packages are looked for
+    return attach(model, pipeline(own_passes.PIPELINE), executor=executor, precision=precision, memory=memory, host_bytes=host_bytes,
+                  offload_dir=Path(offload_dir) if offload_dir is not None else None, host_embedding=host_embedding,
+                  verify=verification.verify if verify else None)
 
 
 def report(model: nn.Module) -> Report:
@@ -118,4 +96,4 @@ def report(model: nn.Module) -> Report:
     Raises:
         NotOptimized: `model` is not the object that was optimized.
     """
-    return state_of(model).report()
+    return summarize(state_of(model))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, Pass, Tally
 from tunecompile.ir.canonicalize import dtype_of, is_barrier, value
@@ -33,7 +34,7 @@ def _inner_gemm(graph: Graph, call: Node) -> dict | None:
     for node in body.graph.nodes:
         if node.op == "call_method" and node.target == "view" and node.args[0] in outer:  # of the packed weight
             outer[node] = outer[node.args[0]]
-        elif is_barrier(node) and node.target is not torch._C._set_grad_enabled:
+        elif is_barrier(node) and node.target is not set_grad_enabled:
             return None
     (output,) = (node for node in body.graph.nodes if node.op == "output")
     others_read = any(user.args[1] != 0 and user.users for user in call.users)  # torch 2.11 returns saved views as well
@@ -92,3 +93,5 @@ def run(graph: Graph, context: Context) -> None:
 
 
 PASS = Pass("nf4", "recognize", run, provides=frozenset({"nf4"}))
+
+

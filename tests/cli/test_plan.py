@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tunecompile.cli.compare.shapes import shape_config
 from tunecompile.cli.main import app
+from tunecompile.estimate.known_shapes import shape_config
 
 pytest.importorskip("peft")
 

@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tunecompile.runtime import region
+from tunecompile.runtime import layer_slot
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -28,7 +28,7 @@ def saved_bytes(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("family, adapted", [("llama", True), pytest.param("gemma2", False, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_eager(family, adapted, monkeypatch):
-    monkeypatch.setattr(region, "LARGE", 0)
+    monkeypatch.setattr(layer_slot, "LARGE", 0)
     model = zoo.adapt(zoo.make(family)) if adapted else zoo.make(family)
     plain = copy.deepcopy(model)
     tunecompile.optimize(model, executor="eager")
@@ -44,7 +44,7 @@ def test_small_batches_and_evaluation_are_left_alone(monkeypatch):
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
     zoo.step(model, zoo.batch())
     assert not compiled(model)
-    monkeypatch.setattr(region, "LARGE", 0)
+    monkeypatch.setattr(layer_slot, "LARGE", 0)
     with torch.no_grad():
         model.eval()(**zoo.batch())
     assert not compiled(model)
@@ -58,7 +58,7 @@ def test_fewer_bytes_are_saved(monkeypatch):
     """Of hidden states in half precision, no copy in fp32."""
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama").to(torch.bfloat16)), executor="eager")
     before = saved_bytes(model)
-    monkeypatch.setattr(region, "LARGE", 0)
+    monkeypatch.setattr(layer_slot, "LARGE", 0)
     zoo.step(model, zoo.batch(rows=2, length=64))
     hidden = 2 * 64 * zoo.SMALL["hidden_size"]
     assert saved_bytes(model) <= before - 2 * hidden

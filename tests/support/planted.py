@@ -230,7 +230,7 @@ def an_attention(window, model) -> Subject:
     return Subject("attention", "varlen_attention", lambda q, k, v: attention(q, k, v, window),
                    lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
                    lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
-                   (("tunecompile.runtime.unpad.unpad", "_varlen"),), model=model)
+                   (("tunecompile.integrations.varlen_attention", "_varlen"),), model=model)
 
 
 def quantised(rows: int = 6, columns: int = 128) -> torch.nn.Module:

@@ -56,3 +56,13 @@ def others_trace() -> bool:
     """Whether the model runs in a trace that is not ours: compiled from outside, or under a transform of `torch.func` or of forward-mode derivatives. Tensors
     of these have no storage, and ordinary autograd functions, as compiled code is one, refuse them."""
     return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way in this thread: what is called now is recomputed by a checkpoint, or called by a hook."""
+    return torch._C._current_graph_task_id() != -1
+
+
+set_grad_enabled = torch._C._set_grad_enabled  #: what `with torch.no_grad()` leaves in a graph
+plain_functions = torch._C.DisableTorchFunction  #: inside, no `__torch_function__` is asked, modes' neither
+plain_tensors = torch._C.DisableTorchFunctionSubclass  #: inside, subclasses are asked as tensors: 4-bit parameters would answer each question in Python

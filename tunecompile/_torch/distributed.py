@@ -42,3 +42,8 @@ def fsdp_groups_behind(hook: Any) -> tuple[Any, ...] | None:
 def _groups_of(state: Any) -> tuple[Any, ...]:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
     return tuple(group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None)
+
+
+def several() -> bool:
+    """Whether this process is one of several ranks."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

@@ -74,3 +74,17 @@ def current_frame() -> int | None:
     """Which function Dynamo compiles now: the same one once more keeps its number. None outside of a compilation."""
     made = CompileContext.current_compile_id()
     return made and made.frame_id
+
+
+def graph_limit() -> int:
+    """How many graphs of one code object Dynamo makes before it leaves calls eager."""
+    return torch._dynamo.config.recompile_limit
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: int | list[int]) -> None:
+    """Sizes along these dimensions may change: symbols, where Dynamo can. Nothing where the tensor is marked already."""
+    if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+        torch._dynamo.maybe_mark_dynamic(tensor, dims)
+
+
+reset = torch._dynamo.reset  #: forget all graphs

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunecompile._torch.autograd import no_autocast
 
@@ -35,3 +36,11 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 def size_hint(size: int | torch.SymInt) -> int:
     """A size, or of a symbol the size it was compiled for; 0 without one."""
     return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 0
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(value, FakeTensor)
+
+
+dispatch_mode = _get_current_dispatch_mode  #: the innermost mode that sees every operation, None where there is none

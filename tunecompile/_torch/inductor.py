@@ -19,6 +19,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 
+from tunecompile._torch import known_bugs
+
 __all__ = ["CustomGraphPass", "CustomPartitionerFn", "Keep", "Turn", "Wrap", "cache_folder", "compile_eager", "compile_inductor", "default_cache_folder", "is_a_tensor", "is_tracing", "keeps_code", "min_cut_rematerialization_partition", "replacing", "start_compile_workers", "trace_artifact", "triton_kernel_wrap"]
 
 def start_compile_workers() -> None:
@@ -148,3 +150,5 @@ def keeps_code() -> bool:
 def default_cache_folder() -> Path:
     """The same where nobody says where."""
     return Path(default_cache_dir())
+
+

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
@@ -24,3 +24,31 @@ def hooked(module: torch.nn.Module) -> bool:
 
 def is_of(hook: Callable, packages: tuple[str, ...]) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(packages)
+
+
+def slot_of(module: torch.nn.Module) -> Callable | None:
+    """What calls of the module run in place of its own code: what `module.compile()` fills, and we do. None where nobody did."""
+    return module._compiled_call_impl
+
+
+def fill(module: torch.nn.Module, slot: Callable | None) -> None:
+    """Have calls of the module run `slot`; None for its own code."""
+    module._compiled_call_impl = slot
+
+
+def empty(module: torch.nn.Module, slot: Callable | None) -> None:
+    """Take our slot out, as if it had never been filled. (`module.compile()` called since then stays.)"""
+    if module.__dict__.get("_compiled_call_impl") is slot:
+        del module.__dict__["_compiled_call_impl"]
+
+
+def fill_own(module: torch.nn.Module, slot: Callable | None) -> None:
+    """The same of a copy that shares its class's or its original's slot (a replica of `nn.DataParallel`)."""
+    module.__dict__["_compiled_call_impl"] = slot
+
+
+def call_original(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the module's own code with its hooks, whatever stands in its slot."""
+    return module._call_impl(*args, **kwargs)
+
+

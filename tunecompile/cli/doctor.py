@@ -19,6 +19,7 @@ from typing import Callable, Literal
 import torch
 from torch.torch_version import TorchVersion
 
+from tunecompile import passes as own_passes
 from tunecompile._torch import known_bugs
 from tunecompile._torch.inductor import cache_folder
 from tunecompile.cli.monitor.gpu import Nvml
@@ -243,7 +244,7 @@ def environment() -> Line:
 def packages() -> Line:
     name = "packages of passes"
     try:
-        plugins.pipeline()
+        plugins.pipeline(own_passes.PIPELINE)
         found = [f"{entry.name} of {plugins.label(entry)}" for entry in plugins.chosen(os.environ.get(plugins.CHOICE))]
     except TunecompileError as error:
         return Line(name, "fail", summary(error), f"Update or remove the package, or set {plugins.CHOICE}=none.")
@@ -272,3 +273,5 @@ def examine() -> list[Line]:
         except Exception as error:
             lines.append(Line(name, "fail", f"the check failed: {summary(error)}", "Please report this, with the line."))
     return lines
+
+

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tunecompile.estimate.multi_gpu import EnginePlan, PlanReport
 from tunecompile.planner.device_memory import shown
-from tunecompile.runtime.memory.budget import in_words
+from tunecompile.planner.solver import in_words
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights trained"}
 COLUMNS = ("engine", "rows a GPU", "weights", "gradients", "optimizer", "activations", "peak", "allowed", "step, ms", "sending, ms", "waits", "tokens/s", "rows that fit")

@@ -7,7 +7,7 @@ import logging
 import types
 import weakref
 from functools import partial
-from typing import Callable, Literal, Sequence
+from typing import Callable, Literal, Protocol, Sequence
 
 import torch
 from torch.fx import GraphModule
@@ -23,15 +23,44 @@ from tunecompile.compiler.graph_snapshot import replacements, snapshot
 from tunecompile.compiler.kernel_access_cache import Answers, asked_once
 from tunecompile.compiler.partitioner import Decide, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
-from tunecompile.compiler.weight_layout import give_matrices
+from tunecompile.compiler.weight_layout import Position, give_matrices
 from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.planner.solver import KEEP, Plan
-from tunecompile.runtime.cuda_graphs.replay import Replays
-from tunecompile.runtime.memory.weight_cache import Kept
 
 log = logging.getLogger("tunecompile")
 Executor = Literal["inductor", "eager"]
+
+
+class GraphRecorder(Protocol):
+    """What records launch-bound graphs and replays them: `runtime.cuda_graphs` has it."""
+
+    @property
+    def device(self) -> str:
+        """The type of device whose graphs are recorded."""
+        ...
+
+    def forward(self, run: Callable, outputs: int, parameters: Sequence[int]) -> Callable:
+        """What to run in place of a compiled forward. parameters: positions of its inputs that are parameters."""
+        ...
+
+    def backward(self, run: Callable) -> Callable:
+        """The same of its backward."""
+        ...
+
+
+class WeightProvider(Protocol):
+    """What hands weights to graphs in the layout that their products read: `runtime.memory.weight_cache` has it."""
+
+    moves: bool | None  #: whether dense weights may move into one matrix; None before that is decided
+
+    def forward(self, run: Callable, positions: Sequence[Position]) -> Callable:
+        """What to run in place of a compiled forward that reads such weights."""
+        ...
+
+    def backward(self, run: Callable, positions: Sequence[Position]) -> Callable:
+        """The same of its backward."""
+        ...
 
 
 class Backend:
@@ -42,7 +71,7 @@ class Backend:
     """
 
     def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", plan: Plan | None = KEEP,
-                 replays: Replays | None = None, precision: str | None = None, decide: Decide | None = None, kept: Kept | None = None):
+                 replays: GraphRecorder | None = None, precision: str | None = None, decide: Decide | None = None, kept: WeightProvider | None = None):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
@@ -148,7 +177,7 @@ class Backend:
     def _replay(self, context: Context, device: str) -> Wrap | None:
         """Launch-bound graphs are recorded once they run."""
         replays = self.replays
-        if replays is None or replays.recorder.device != device:
+        if replays is None or replays.device != device:
             return None
 
         def wrap(run: Callable, kind: str, parameters: Sequence[int]) -> Callable:

@@ -17,8 +17,8 @@ try:
 except ImportError:  # on Windows nobody waits
     fcntl = None
 
+from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import cache_folder, default_cache_folder, keeps_code
-from tunecompile.integrations.rank_store import several
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  #: torch's environment variable
 LONGEST = 120.0  #: seconds that a process waits for another's code before it compiles by itself

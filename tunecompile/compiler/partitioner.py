@@ -23,7 +23,6 @@ from tunecompile.planner.candidates import Cut
 from tunecompile.planner.recompute_attention import compute_again
 from tunecompile.planner.solver import Plan
 
-
 HASHED = ("_torch", "ir", "ops", "planner", "compiler", "passes", "templates")  #: packages whose source decides what code is generated
 
 

@@ -27,8 +27,11 @@ GROUP = "tunecompile.passes"  #: of entry points
 CHOICE = "TUNECOMPILE_PASSES"  #: environment variable: names of entry points, separated by commas, or "none"; all where it is not set
 
 
-def pipeline() -> tuple[Pass, ...]:
+def pipeline(own: Sequence[Pass]) -> tuple[Pass, ...]:
     """All passes for one model: those that come with tunecompile, and those of installed packages.
+
+    Args:
+        own: the former, in order (`tunecompile.passes.PIPELINE`).
 
     Returns:
         Passes in order, each of a package with that package.
@@ -37,8 +40,6 @@ def pipeline() -> tuple[Pass, ...]:
         InvalidPackage: passes of a package cannot be used.
         UnknownEntryPoint: the environment asks for one that is not installed.
     """
-    from tunecompile.passes import PIPELINE
-
     entries = chosen(os.environ.get(CHOICE))
     brought = []
     for entry in entries:
@@ -46,8 +47,8 @@ def pipeline() -> tuple[Pass, ...]:
             brought.append(load(entry))
         except Exception as error:
             raise _invalid(entry, entries, f"{entry.value} cannot be loaded ({summary(error)})") from error
-    everything = [*PIPELINE, *(p for passes in brought for p in passes)]
-    made = compose(validate(PIPELINE), everything[len(PIPELINE):])
+    everything = [*own, *(p for passes in brought for p in passes)]
+    made = compose(validate(own), everything[len(own):])
     for entry, passes in zip(entries, brought):
         for p in passes:
             if (reason := fault(p, everything, made)) is not None:

@@ -13,10 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import returns_view
-from tunecompile.ops.frozen_weights import Frozen, frozen, on_matrices
+from tunecompile.ops.frozen_weights import Frozen, frozen, is_dense, on_matrices
 from tunecompile.ops.lora import padded
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.runtime.memory.weight_move import is_dense
 
 
 def replaceable(graph: Graph) -> dict[str, Frozen]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tunecompile._torch.dynamo import static_shapes
 from tunecompile._torch.fake_tensors import FakeTensorMode, size_hint
+from tunecompile._torch.modules import fill
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.partitioner import Decide
 from tunecompile.compiler.weight_layout import growth, matrix_bytes
@@ -32,13 +33,15 @@ from tunecompile.planner.device_memory import Gauge
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
 from tunecompile.runtime.dynamic_shapes import Sizes, tensors_in
+from tunecompile.runtime.layer_slot import Slot
 from tunecompile.runtime.memory.budget import Budget, Menu
 from tunecompile.runtime.memory.graph_allowance import RECORDED
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.memory.weight_cache import Kept
 from tunecompile.runtime.model_state import State
-from tunecompile.runtime.region import Region, Slot, Variant
+from tunecompile.runtime.region import Region
+from tunecompile.runtime.variant import Variant
 
 UNBOUNDED = 1 << 60  #: bytes
 
@@ -264,9 +267,9 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
     stage.step.budgets = (rehearsal,)
     seen: dict[tuple, tuple[Glimpse, Any]] = {}
     for slot in stage.slots:
-        slot.layer._compiled_call_impl = GlimpseSlot(slot, rehearsal, fakes, seen)
+        fill(slot.layer, GlimpseSlot(slot, rehearsal, fakes, seen))
     for slot in stage.norms:
-        slot.layer._compiled_call_impl = None
+        fill(slot.layer, None)
     failure: Exception | None = None
     with fakes:
         ids = torch.empty(tuple(shape), dtype=torch.int64, device=device)
@@ -302,3 +305,5 @@ def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: 
 UNFUSED = "attention is traced without a fused kernel: its scores are counted, which grow with the square of the length"
 ABSENT = "traced as on a CPU: the GPU's context (about 0.5 GiB) is not counted, and nothing waits on the host"
 NO_TRITON = "Triton is not installed here, so tunecompile's own kernels are left out: a step on the GPU is faster and smaller"
+
+

@@ -8,6 +8,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
+from tunecompile import passes as own_passes
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.estimate.dry_run import Ledger, Rehearsal, rehearse
@@ -24,7 +25,7 @@ from tunecompile.planner.device_memory import (
     part_bytes,
     shown,
 )
-from tunecompile.report.report import plan_lines
+from tunecompile.planner.solver import plan_lines
 from tunecompile.runtime.memory.host_embedding import tables
 from tunecompile.runtime.model_state import ATTRIBUTE, State
 
@@ -136,7 +137,7 @@ def stage_of(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     memory = done.memory if memory is None and done is not None else memory
     budget_bytes(memory, HostGauge())
     host = done.host_bytes if host_memory is None and done is not None else 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
-    passes = done.passes if done is not None else pipeline()
+    passes = done.passes if done is not None else pipeline(own_passes.PIPELINE)
     return State(model, passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
 
 
@@ -167,3 +168,5 @@ def _host_bytes(model: nn.Module, asked: bool | None) -> int:
     done: State | None = getattr(model, ATTRIBUTE, None)
     asked = done is not None and done.tables is not None if asked is None else asked
     return sum(table.nbytes for _, table in tables(model)[0]) if asked else 0
+
+

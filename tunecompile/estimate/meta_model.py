@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tunecompile.cli.compare.shapes import SHAPES, empty_model, shape_config
-from tunecompile.cli.compare.spec import TARGETS
 from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
+from tunecompile.estimate.known_shapes import SHAPES, TARGETS, empty_model, shape_config
 from tunecompile.estimate.meta_nf4 import BLOCK, hollow
 
 DTYPE = torch.bfloat16  #: of weights that are not quantised, and of what is computed

@@ -7,11 +7,12 @@ hidden states, and reads them where it likes; and of a call that failed they are
 from __future__ import annotations
 
 import functools
-import sys
 from types import FrameType
-from typing import Any, Iterator
+from typing import Any
 
 from torch import Tensor, nn
+
+from tunecompile._torch.frames import under_way
 
 UNLABELLED = "no labels are given to the model, so a loss may read what stands at padding"
 _LOSSES = ("transformers.", "trl.trainer.utils", "liger_kernel.")  #: whose forwards that take labels read labelled rows only
@@ -20,7 +21,7 @@ _BETWEEN = {"torch", "transformers", "accelerate", "peft", "deepspeed", "tunecom
 
 def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
     """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or why that is not known."""
-    for frame in _under_way():
+    for frame in under_way():
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)
         if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
@@ -30,7 +31,7 @@ def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
 
 def labels_are_given() -> bool:
     """Whether a module whose forward is under way got labels, whatever it does with them."""
-    return any(_takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in _under_way())
+    return any(_takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way())
 
 
 def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn.Module | None]:
@@ -43,14 +44,6 @@ def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn
         return None, "shift_labels are given, which the loss may read in place of labels", None
     labels = frame.f_locals.get("labels")
     return (labels, "", model) if isinstance(labels, Tensor) else (None, UNLABELLED, None)
-
-
-def _under_way() -> Iterator[FrameType]:
-    """Functions, from the innermost outwards."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _takes_labels(frame: FrameType) -> nn.Module | None:
@@ -72,3 +65,5 @@ def home_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
+
+

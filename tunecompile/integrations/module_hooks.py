@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator
 
 from torch import nn
 
-from tunecompile._torch.modules import HOOKS
+from tunecompile._torch.modules import HOOKS, call_original
 
 
 def call_around(layer: nn.Module, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
@@ -21,7 +21,7 @@ def call_around(layer: nn.Module, run: Callable[[tuple, dict], Any], args: tuple
 
     layer.__dict__["forward"] = forward
     try:
-        return layer._call_impl(*args, **kwargs)
+        return call_original(layer, *args, **kwargs)
     finally:
         _put(layer, own)
 
@@ -45,3 +45,5 @@ def aside(layer: nn.Module, inside: tuple[nn.Module, ...] = (), stays: Callable[
     finally:
         for module, name, hooks in found:
             vars(module)[name] = hooks
+
+

@@ -15,14 +15,9 @@ from typing import Any, Callable, Iterator, TypeVar
 import torch
 from torch import nn
 
-from tunecompile._torch.distributed import meeting_store
+from tunecompile._torch.distributed import meeting_store, several
 
 T = TypeVar("T")
-
-
-def several() -> bool:
-    """Whether this process is one of several ranks."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 @dataclass

@@ -10,10 +10,9 @@ from typing import Any, Callable, Hashable
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from tunecompile._torch.fake_tensors import fake_mode_of, free_unbacked_symbols
+from tunecompile._torch.fake_tensors import FakeTensor, fake_mode_of, free_unbacked_symbols
 
 
 def signature(values: Any) -> Hashable | None:

@@ -95,3 +95,12 @@ def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
     members = zip(args["packed"], args["absmax"], args["code"] or blank, args["scale"] or blank, args["offset"] or blank, args["rows"])
     widths = [columns, columns, args["rows"][0]] if "activation" in args else [columns] * len(args["rows"])
     return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
+
+
+def is_dense(product: Frozen) -> bool:
+    """Whether its weights are matrices of one dtype that a graph takes as they are."""
+    weights = [weight[0] for weight in product.weights]
+    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
+        return False
+    values = [weight.meta["val"] for weight in weights]
+    return all(value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype for value in values)

@@ -8,6 +8,7 @@ from typing import Iterator, Optional
 import torch
 from torch import Tensor
 
+from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
 from tunecompile.ir.op import Cost, has_triton, op
 
@@ -99,7 +100,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor],
     dbias = torch.zeros(weight.shape[:1] if train_weight and bias is not None else (0,), dtype=wide, device=weight.device)
     dinner, douter = (torch.zeros(m.shape if m is not None else (0,), dtype=wide, device=hidden.device) for m in (inner, outer))
     loss = torch.zeros((), dtype=wide, device=hidden.device)
-    if isinstance(labels, torch._subclasses.FakeTensor):
+    if is_fake(labels):
         return loss, dhidden, dweight, dbias, dinner, douter
     for part in _parts(_step(weight, train_weight), labels, ignore_index):
         x, target = hidden[part], labels[part]
@@ -239,7 +240,7 @@ def linear_cross_entropy_rows(hidden: Tensor, weight: Tensor, bias: Optional[Ten
     losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
     dhidden = torch.zeros(hidden.shape if train_hidden and not train_weight and inner is None else (0,), dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
                           device=hidden.device)
-    if isinstance(labels, torch._subclasses.FakeTensor):
+    if is_fake(labels):
         return losses, dhidden
     for part in _parts(_step(weight, False), labels, ignore_index):
         logits = _logits(hidden[part], weight, bias, inner, outer, part)
@@ -271,9 +272,11 @@ def linear_cross_entropy_rows_backward(grad: Tensor, hidden: Tensor, weight: Ten
     trained = (train_hidden, train_weight, train_weight, True, True)
     made = [torch.zeros(of.shape if of is not None and wanted else (0,), dtype=hidden.dtype if of is hidden else wide, device=hidden.device)
             for of, wanted in zip(like, trained)]
-    if not isinstance(labels, torch._subclasses.FakeTensor):
+    if not is_fake(labels):
         for part in _parts(_step(weight, train_weight), labels, ignore_index):
             logits = _logits(hidden[part], weight, bias, inner, outer, part)
             _, dlogits = _losses_and_gradient(logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous())
             _add(dlogits, hidden[part], weight, inner, outer, part, *made)
     return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]
+
+

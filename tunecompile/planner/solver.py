@@ -12,7 +12,7 @@ few ceilings on it, from none to the lowest there is, and the fastest choice tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Any, Sequence
 
 
 @dataclass(frozen=True)
@@ -264,3 +264,16 @@ def _moves(stacks: Sequence[Stack], at: Sequence[Sequence[Option]], ways: Sequen
                 ways[s][now] = onward(stacks[s].options, now)
             if (then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)) is not None:
                 yield _price(now, then), s, taken.index(now), then
+
+
+def in_words(plan: dict[str, Any]) -> str:
+    """What an entry of `plans_by_layer` says, as a sentence's predicate."""
+    said = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
+    said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
+    waiting = "all but the largest tensor" if plan["largest_stays"] else "the rest"
+    return f"{said}; {waiting} waits on the host" if plan["offload"] else said
+
+
+def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
+    """How many layers do what."""
+    return [f"    {plan['layers']:3d} layers {in_words(plan)}" for plan in plans]

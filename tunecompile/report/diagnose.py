@@ -6,13 +6,20 @@ from typing import Sequence
 
 from torch import nn
 
+from tunecompile._torch.modules import slot_of
+from tunecompile.compiler.plugins import said
+from tunecompile.integrations import peft_parametrize
+from tunecompile.integrations.rank_store import Board
 from tunecompile.runtime.find_layers import Layers, find_layers
+from tunecompile.runtime.layer_slot import Slot
+from tunecompile.runtime.model_state import VERIFIED, State
 from tunecompile.runtime.region import Region
+from tunecompile.runtime.step import StepFlag
 
 
 def note_new_layers(model: nn.Module) -> list[str]:
     """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
-    new = [layer for stack in find_layers(model) for layer in stack.members if all(module._compiled_call_impl is None for module in layer.modules())]
+    new = [layer for stack in find_layers(model) for layer in stack.members if all(slot_of(module) is None for module in layer.modules())]
     return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
 
 
@@ -39,3 +46,71 @@ def note_sharded(model: nn.Module, stacks: Sequence[Layers]) -> list[str]:
     if not parts or any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         return []
     return ["linears of the layers are parts of linears (tensor parallelism): what they send stays as it is, and adapters beside them are not joined with them"]
+
+
+def model_notes(state: State) -> list[str]:
+    """All there is to say beside the regions, in the order in which it is printed."""
+    model, stacks = state.model, find_layers(state.model)
+    return [
+        *said(state.passes),
+        *state.notes,
+        *(note_outside(model, stacks, state.embeddings) if stacks else []),
+        *note_other_ranks(state.board),
+        *peft_parametrize.said(state.parametrising),
+        *(note for padding in state.paddings for note in padding.report()),
+        *note_eval_mode(model, state.step.in_eval, state.regions),
+        *note_new_layers(model),
+        *note_sharded(model, stacks),
+        *note_outer(state.step),
+        *note_checkpointing(state.slots),
+        *note_unused_heads(state),
+        *note_replicas(state.replicated),
+        *(state.tables.said() if state.tables else []),
+        *state.replays.notes(),
+        *note_budgets(state.step),
+    ]
+
+
+def note_other_ranks(board: Board | None) -> list[str]:
+    """How the first step was on them."""
+    others = [(rank, *told) for rank, told in board.said(VERIFIED).items() if rank != board.rank] if board is not None else []
+    broken = [f"rank {rank}: {told}" for rank, passed, told in others if not passed]
+    return [f"verified on {len(others)} of {board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"] if others else []
+
+
+def note_replicas(replicated: bool) -> list[str]:
+    """Whether nn.DataParallel ran copies of the model."""
+    return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if replicated else []
+
+
+def note_outer(step: StepFlag) -> list[str]:
+    """Whether steps ran in a trace that is not ours."""
+    told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": step.outer,
+            "torch.func, or forward-mode differentiation, transformed the model": step.transformed}
+    return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
+
+
+def note_checkpointing(slots: Sequence[Slot]) -> list[str]:
+    """Whether a function of the user's is called around compiled layers."""
+    count = sum(slot.checkpointed_by is not None for slot in slots)
+    return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
+            "memory= plans recomputation and copies itself"] if count else []
+
+
+def note_unused_heads(state: State) -> list[str]:
+    """A head that no training step called, where there were steps."""
+    if not any(region.variants for region in state.regions):
+        return []
+    forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
+    where = getattr(forward, "__globals__", {}).get("__name__", "another package")  # `__module__` is the wrapped function's
+    who = f"{where} replaced the model's forward and" if forward else "the loop"
+    return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in state.unused_heads()]
+
+
+def note_budgets(step: StepFlag) -> list[str]:
+    """What budgets have to say, and how often memory ran out."""
+    budgets = step.budgets
+    told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]
+    return told + step.recovery.said() if budgets else []
+
+

@@ -15,9 +15,12 @@ from tunecompile.compiler.graph_snapshot import Snapshot
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import MissingExtra
 from tunecompile.planner.device_memory import shown
+from tunecompile.planner.solver import plan_lines
 from tunecompile.report.graph_layout import Drawing, side_by_side
-from tunecompile.report.report import RegionReport, contexts_of, plan_lines, saved_bytes
+from tunecompile.report.html import make_environment
+from tunecompile.report.report import RegionReport, saved_bytes, summarize
 from tunecompile.runtime.model_state import State, state_of
+from tunecompile.runtime.region import contexts_of
 
 COLOURS = ("#60a5fa", "#34d399", "#fbbf24", "#c084fc", "#f472b6", "#22d3ee", "#fb923c", "#a3e635", "#818cf8", "#2dd4bf")
 
@@ -54,10 +57,8 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
     """
     if importlib.util.find_spec("jinja2") is None:
         raise MissingExtra(what="explain", package="jinja2", extra="cli")
-    from tunecompile.cli.compare.render import make_environment
-
     state = state_of(model)
-    page = make_environment("tunecompile.drawing").get_template("explain.html.jinja")
+    page = make_environment("tunecompile.report").get_template("explain.html.jinja")
     path = Path(path)
     path.write_text(page.render(fields(state)), encoding="utf-8")
     return path
@@ -65,11 +66,11 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
 
 def fields(state: State) -> dict[str, Any]:
     """What the page shows."""
-    report = state.report()
+    report = summarize(state)
     regions = [{"report": region, "facts": facts(region), "graphs": [about(context, region.layers) for context in graphs(contexts_of(compiled))]}
                for region, compiled in zip(report.regions, state.compiled(), strict=True)]
     memory = report.memory or {}
-    return {"model": type(state._base()).__name__, "report": report, "regions": regions, "tails": [head.tally for head in state.heads],
+    return {"model": type(state.base()).__name__, "report": report, "regions": regions, "tails": [head.tally for head in state.heads],
             "plans": plan_lines(memory["plans"]) if memory else [],
             "peaks": {name: shown(memory[f"{name}_peak"]) for name in ("predicted", "measured") if memory and memory[f"{name}_peak"]}}
 
@@ -133,3 +134,5 @@ def attention(context: Context) -> dict[str, Any] | None:
     why = next((note.partition(": ")[2] for note in context.notes if note.startswith(f"attention of {context.region}: ")), "")
     best = min(context.attention_ms.values(), default=0.0)
     return {"taken": context.attention[0], "why": why, "rows": [{"kernel": name, "ms": ms, "times": ms / best} for name, ms in context.attention_ms.items()]}
+
+

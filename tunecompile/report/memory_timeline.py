@@ -13,6 +13,7 @@ from torch import nn
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Option, copies
+from tunecompile.report.html import draw, make_environment
 from tunecompile.runtime.memory.budget import Budget
 from tunecompile.runtime.memory.timeline_trace import Kind
 from tunecompile.runtime.model_state import State, state_of
@@ -60,13 +61,11 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(what="memory_timeline", package=package, extra="cli")
-    from tunecompile.cli.compare.render import make_environment
-
     state = state_of(model)
-    page = make_environment("tunecompile.memory").get_template("timeline.html.jinja")
+    page = make_environment("tunecompile.report").get_template("memory_timeline.html.jinja")
     parts = [{"device": str(budget.device), "picture": picture(budget), "totals": totals(budget, state.pulse.step_ms), "rows": rows(budget), "notes": notes(budget)}
              for budget in planned(state)]
-    html = page.render(model=type(state._base()).__name__, devices=parts)
+    html = page.render(model=type(state.base()).__name__, devices=parts)
     path = Path(path)
     path.write_text(html, encoding="utf-8")
     return path
@@ -115,8 +114,6 @@ def _manner(option: Option | None) -> str:
 
 def picture(budget: Budget) -> str:
     """Memory over the step, as an image in a data URI."""
-    from tunecompile.cli.compare.plots import draw
-
     return draw(lambda axes: paint(axes, budget), width=10.4, height=4.6)
 
 
@@ -222,3 +219,5 @@ def notes(budget: Budget) -> list[str]:
     said.append("The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
                 "what is predicted is by its kernels alone, and by AdamW: on a GPU only.")
     return said + budget.said()
+
+

@@ -9,10 +9,13 @@ from typing import Any, Sequence
 from torch import nn
 
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.compiler.pass_manager import Change, Context, Tally
+from tunecompile._torch.modules import slot_of
+from tunecompile.compiler.pass_manager import Change, Tally
 from tunecompile.planner.device_memory import shown
-from tunecompile.runtime.memory.budget import in_words
-from tunecompile.runtime.region import Region
+from tunecompile.planner.solver import plan_lines
+from tunecompile.report.diagnose import model_notes
+from tunecompile.runtime.model_state import State
+from tunecompile.runtime.region import Region, contexts_of, pieces_of
 
 __all__ = ["RegionReport", "Report"]
 
@@ -86,64 +89,57 @@ def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
     return lines + plan_lines(memory["plans"]) + kept + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
 
 
-def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
-    """How many layers do what."""
-    return [f"    {plan['layers']:3d} layers {in_words(plan)}" for plan in plans]
-
-
-def summarize(model: nn.Module, regions: Sequence[Region], tails: Sequence[Tally], notes: Sequence[str],
-              memory: dict[str, Any] | None = None, elsewhere: Sequence[dict[str, Any]] = ()) -> Report:
+def summarize(state: State) -> Report:
     """Collect what the backends of all regions recorded."""
-    made, matches, notes = [], {}, list(notes)
+    model, regions = state.model, state.compiled()
     layers = _layer_counts(model)
-    for region in regions:
-        contexts = [c for backend in region.backends.values() for c in backend.contexts]
-        notes += region.notes()
-        notes += [note for context in contexts for note in context.notes]
-        training, pieces = contexts_of(region), pieces_of(region)
-        notes += [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
-                  for c in training if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
-        providers: Counter[str] = sum((c.providers for c in pieces), Counter())
-        reasons: dict[str, dict[str, None]] = {}
-        for name, said in (item for c in pieces for item in c.reasons.items()):
-            reasons.setdefault(name, {}).update(said)
-        recompiles = [reason for variant in region.variants.values() for reason in variant.recompiles]
-        saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]  # not by `==`: sizes may be symbols
-        made.append(RegionReport(region.name, layers.get(id(region), 1), len(contexts), recompiles, [*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
-                                 dict(providers), {name: [reason for reason in said if reason] for name, said in reasons.items()},
-                                 [change for c in pieces for change in c.changes], [reason for variant in region.variants.values() for reason in variant.breaks]))
-        for tally in (tally for c in pieces for tally in c.tallies):
-            total = matches.setdefault(tally.family, Tally(tally.family))
-            total.found += tally.found
-            total.rewritten += tally.rewritten
-            total.refused += tally.refused
-            total.places += tally.places
-    for tally in tails:  # the head's loss is joined outside the regions
-        total = matches.setdefault(tally.family, Tally(tally.family))
-        total.found, total.rewritten, total.refused = total.found + tally.found, total.rewritten + tally.rewritten, total.refused + tally.refused
-    return Report(type(model).__name__, made, list(matches.values()), list(dict.fromkeys(notes)), memory, list(elsewhere))
+    made = [_region_report(region, layers.get(id(region), 1)) for region in regions]
+    notes = [*model_notes(state), *(note for region in regions for note in _region_notes(region))]
+    return Report(type(model).__name__, made, state.matches(), list(dict.fromkeys(notes)), *_memory(state))
 
 
-def contexts_of(region: Region) -> list[Context]:
-    """What was recorded of the graphs that save anything for a backward, or of all where none does; the last compiled comes last."""
+def _region_notes(region: Region) -> list[str]:
     contexts = [c for backend in region.backends.values() for c in backend.contexts]
-    return [c for c in contexts if c.saved] or contexts
+    notes = region.notes() + [note for context in contexts for note in context.notes]
+    return notes + [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
+                    for c in contexts_of(region) if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
 
 
-def pieces_of(region: Region) -> list[Context]:
-    """What was recorded of the layer that was compiled last: one graph, or one for each piece of it, under one plan and for one kind of call."""
-    variants = [variant.contexts for variant in region.variants.values() if variant.contexts]
-    last = next((made for made in reversed(variants) if any(c.saved for c in made)), variants[-1] if variants else [])
-    if len({c.frame for c in last}) < 2:
-        return ([c for c in last if c.saved] or last)[-1:]
-    return list({c.frame: c for c in last}.values())
+def _region_report(region: Region, layers: int) -> RegionReport:
+    training, pieces = contexts_of(region), pieces_of(region)
+    reasons: dict[str, dict[str, None]] = {}
+    for name, said in (item for c in pieces for item in c.reasons.items()):
+        reasons.setdefault(name, {}).update(said)
+    saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]  # not by `==`: sizes may be symbols
+    return RegionReport(
+        name=region.name,
+        layers=layers,
+        compiles=sum(len(backend.contexts) for backend in region.backends.values()),
+        recompiles=[reason for variant in region.variants.values() for reason in variant.recompiles],
+        saved_bytes=[*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
+        providers=dict(sum((c.providers for c in pieces), Counter())),
+        reasons={name: [reason for reason in said if reason] for name, said in reasons.items()},
+        changes=[change for c in pieces for change in c.changes],
+        breaks=[reason for variant in region.variants.values() for reason in variant.breaks],
+    )
+
+
+def _memory(state: State) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """What the first device's budget says, and what a step took; and the other devices'."""
+    planned = [told for budget in state.step.budgets if (told := budget.summary()) is not None]
+    each = [told["predicted_ms"] for told in planned]
+    step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": state.pulse.step_ms}  # devices take turns
+    planned = [told | step for told in planned]
+    return (planned[0] if planned else None), planned[1:]
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:
-    slots = [m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None]
+    slots = [slot_of(m) for m in model.modules() if slot_of(m) is not None]
     return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
 
 
 def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     return sum(size_hint(nbytes) for _, nbytes in saved)
+
+

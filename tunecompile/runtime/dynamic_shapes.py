@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from tunecompile.runtime.unpad.unpad import LONGEST, OFFSETS
+from tunecompile._torch.dynamo import mark_dynamic
+from tunecompile.integrations.varlen_attention import LONGEST, OFFSETS
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
@@ -58,8 +58,8 @@ class Sizes:
             return
         for where, tensor in tensors:
             dims = self.following.get(where)
-            if dims and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-                torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+            if dims:
+                mark_dynamic(tensor, list(dims))
 
     def _learn(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
         self.last = sizes
@@ -74,5 +74,7 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
     """A flattened batch, [1, N], has another N nearly every time: symbolic from the first on, as its number of rows is."""
     for where, tensor in tensors:
         dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
-        if dim is not None and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        if dim is not None:
+            mark_dynamic(tensor, dim)
+
+

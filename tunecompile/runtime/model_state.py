@@ -6,33 +6,32 @@ import inspect
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Callable, Literal, Mapping, Protocol
 
 import torch
 from torch import nn
 
 from tunecompile._torch.autograd import others_trace
+from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.pass_manager import Tally
-from tunecompile.compiler.plugins import said
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.integrations import bitsandbytes, peft_parametrize
 from tunecompile.integrations.loss_caller import causal_labels
 from tunecompile.integrations.peft_trace import substitute
 from tunecompile.integrations.rank_store import Board
 from tunecompile.planner.device_memory import Spec
-from tunecompile.report.diagnose import note_eval_mode, note_new_layers, note_outside, note_sharded
-from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.cuda_graphs.replay import Replays
 from tunecompile.runtime.dynamic_shapes import batch_tokens
 from tunecompile.runtime.find_layers import Layers, find_layers, find_norms, structure
+from tunecompile.runtime.layer_slot import NormSlot, Slot
 from tunecompile.runtime.loss_head import Head, HeadSlot
 from tunecompile.runtime.memory.across_ranks import Agreement
 from tunecompile.runtime.memory.host_embedding import HostTables
 from tunecompile.runtime.memory.oom_recovery import Recovery
 from tunecompile.runtime.memory.per_device import make_budgets
 from tunecompile.runtime.memory.weight_cache import Kept
-from tunecompile.runtime.region import NormSlot, Region, Slot
+from tunecompile.runtime.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.step import (
     EntryHook,
     NotCopied,
@@ -52,6 +51,22 @@ MOVES_ON = (["cuda"],)  #: types of devices on which dense weights move: all of 
 Precision = Literal["fp8"]
 
 
+class Verdicts(Protocol):
+    """What a verification found."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and gradients are right."""
+        ...
+
+    def summary(self) -> str:
+        """In a line."""
+        ...
+
+
+Verify = Callable[[nn.Module, Mapping[str, Any]], Verdicts]  #: of a model and one batch
+
+
 def state_of(model: nn.Module) -> "State":
     """What `optimize` attached to this model.
 
@@ -62,6 +77,11 @@ def state_of(model: nn.Module) -> "State":
     if state is None:
         raise NotOptimized(type=type(model).__name__)
     return state
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether `optimize` attached anything to this very object."""
+    return getattr(model, ATTRIBUTE, None) is not None
 
 
 @dataclass
@@ -76,7 +96,7 @@ class State(NotCopied):
     host_bytes: int | None = None
     offload_dir: Path | None = None
     tables: HostTables | None = None
-    check: bool = False  #: whether the first training step is to be verified
+    verify: Verify | None = None  #: what verifies the first training step, until it has
     board: Board | None = None  #: of the ranks that train the model
     step: StepFlag = field(default_factory=StepFlag)
     regions: list[Region] = field(default_factory=list)
@@ -97,7 +117,7 @@ class State(NotCopied):
         return type(None), ()
 
     def __post_init__(self) -> None:
-        self.pulse = Pulse(lambda: describe(self._base(), self.memory, self.step.budget))
+        self.pulse = Pulse(lambda: describe(self.base(), self.memory, self.step.budget))
 
     def attach(self) -> None:
         self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
@@ -112,16 +132,15 @@ class State(NotCopied):
             self.notes.append("no repeated layers were found: the model is compiled as one region")
             self._attach_whole()
             return
-        if self.check:
+        if self.verify is not None:
             self.handles.append(self.model.register_forward_pre_hook(VerifyHook(self), with_kwargs=True))
         self.handles.append(self.model.register_forward_pre_hook(ReplicaHook(self)))
         self._attach_head()
-        self.notes += note_outside(self.model, stacks, self.embeddings)
 
     def _attach_layers(self, stack: Layers, counts: bool) -> None:
         kinds: dict[tuple, Region] = {}
         for index, layer in enumerate(stack.members):
-            if layer._compiled_call_impl is not None:
+            if slot_of(layer) is not None:
                 self.notes.append(f"{stack.path}.{index} is compiled already and left as it is")
                 continue
             kind = structure(layer)
@@ -131,38 +150,39 @@ class State(NotCopied):
                 self.regions.append(kinds[kind])
             slot = Slot(self.step, layer, kinds[kind])
             slot.place = len(self.slots)
-            layer._compiled_call_impl = slot
+            fill(layer, slot)
             self.slots.append(slot)
             self.parametrising += peft_parametrize.keep_from_dynamo(layer)
         self._attach_norms(stack)
         self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner, counts), with_kwargs=True))
-        if stack.owner._compiled_call_impl is None:
+        if slot_of(stack.owner) is None:
             self._attach_padding(stack)
-        elif isinstance(slot := stack.owner._compiled_call_impl, OwnerSlot):
+        elif isinstance(slot := slot_of(stack.owner), OwnerSlot):
             slot.padding.refused = "one module owns several lists of layers"
 
     def _attach_norms(self, stack: Layers) -> None:
         for norm in find_norms(stack.owner):
-            if norm._compiled_call_impl is None:
+            if slot_of(norm) is None:
                 name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
-                norm._compiled_call_impl = slot = NormSlot(self.step, norm, Region(name, self.passes, self.executor))
+                slot = NormSlot(self.step, norm, Region(name, self.passes, self.executor))
+                fill(norm, slot)
                 self.norms.append(slot)
 
     def _attach_padding(self, stack: Layers) -> None:
-        padding = Padding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self._unused_heads()) < len(self.heads))
-        stack.owner._compiled_call_impl = OwnerSlot(padding)
+        padding = Padding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self.unused_heads()) < len(self.heads))
+        fill(stack.owner, OwnerSlot(padding))
         self.paddings.append(padding)
         for slot in self.slots:
             slot.padding = padding if slot.layer in stack.members else slot.padding
 
     def _attach_whole(self) -> None:
-        if self.model._compiled_call_impl is not None:
+        if slot_of(self.model) is not None:
             self.notes.append("the model is compiled already and left as it is")
             return
         region = Region(type(self.model).__name__, self.passes, self.executor, self.replays, self.precision, self.kept)
         slot = WholeSlot(self, region)
         self.regions.append(region)
-        self.model._compiled_call_impl = slot
+        fill(self.model, slot)
         self.slots.append(slot)
 
     def _attach_head(self) -> None:
@@ -171,12 +191,12 @@ class State(NotCopied):
         if not isinstance(module, nn.Module):
             self.notes.append("no output embedding was found: head and loss run as they are")
             return
-        if module._compiled_call_impl is not None:
+        if slot_of(module) is not None:
             self.notes.append("the head is compiled already and left as it is")
             return
         head = Head(module, Tally("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
                     lambda: causal_labels()[0] is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
-        module._compiled_call_impl = HeadSlot(self.step, head, self.passes)
+        fill(module, HeadSlot(self.step, head, self.passes))
         self.heads.append(head)
 
     def _logits_are_read(self) -> None:
@@ -246,11 +266,9 @@ class State(NotCopied):
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
         """The first training step, before it is taken."""
-        if not self.check or not self.model.training or not torch.is_grad_enabled() or others_trace():
+        if self.verify is None or not self.model.training or not torch.is_grad_enabled() or others_trace():
             return
-        self.check = False
-        from tunecompile.verification.verify import verify
-
+        verify, self.verify = self.verify, None
         try:
             names = [name for name, p in inspect.signature(self.model.forward).parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             if len(args) > len(names):
@@ -284,10 +302,10 @@ class State(NotCopied):
         for handle in self.handles:
             handle.remove()
         for slot in self.norms:
-            _empty(slot.layer, slot)
+            empty(slot.layer, slot)
             slot.let_go()
         for slot in self.slots:
-            _empty(slot.layer, slot)
+            empty(slot.layer, slot)
             slot.let_go()
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if isinstance(function, PassThrough):
@@ -297,48 +315,21 @@ class State(NotCopied):
         for module in self.unpacked:
             bitsandbytes.may_pack(module)
         for padding in self.paddings:
-            if isinstance(slot := padding.owner._compiled_call_impl, OwnerSlot):
-                _empty(padding.owner, slot)
+            if isinstance(slot := slot_of(padding.owner), OwnerSlot):
+                empty(padding.owner, slot)
         self._detach_heads()
 
     def _detach_heads(self) -> None:
         for head in self.heads:
-            if isinstance(slot := head.module._compiled_call_impl, HeadSlot):
-                _empty(head.module, slot)
+            if isinstance(slot := slot_of(head.module), HeadSlot):
+                empty(head.module, slot)
                 slot.let_go()
         self.heads.clear()
 
-    def _note_other_ranks(self) -> list[str]:
-        """How the first step was on them."""
-        others = [(rank, *said) for rank, said in self.board.said(VERIFIED).items() if rank != self.board.rank] if self.board is not None else []
-        broken = [f"rank {rank}: {said}" for rank, passed, said in others if not passed]
-        return [f"verified on {len(others)} of {self.board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"] if others else []
+    def unused_heads(self) -> list[Head]:
+        return [head for head in self.heads if not getattr(slot_of(head.module), "called", True)]
 
-    def _note_replicas(self) -> list[str]:
-        return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if self.replicated else []
-
-    def _note_outer(self) -> list[str]:
-        told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": self.step.outer, "torch.func, or forward-mode differentiation, transformed the model": self.step.transformed}
-        return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
-
-    def _note_checkpointing(self) -> list[str]:
-        count = sum(slot.checkpointed_by is not None for slot in self.slots)
-        return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
-                "memory= plans recomputation and copies itself"] if count else []
-
-    def _note_unused_heads(self) -> list[str]:
-        """A head that no training step called, where there were steps."""
-        if not any(region.variants for region in self.regions):
-            return []
-        forward = self.model.__dict__.get("forward") or getattr(self._base(), "__dict__", {}).get("forward")
-        where = getattr(forward, "__globals__", {}).get("__name__", "another package")  # `__module__` is the wrapped function's
-        who = f"{where} replaced the model's forward and" if forward else "the loop"
-        return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in self._unused_heads()]
-
-    def _unused_heads(self) -> list[Head]:
-        return [head for head in self.heads if not getattr(head.module._compiled_call_impl, "called", True)]
-
-    def _base(self) -> Any:
+    def base(self) -> Any:
         """The model below adapters."""
         find = getattr(self.model, "get_base_model", None)
         return find() if callable(find) else self.model
@@ -347,30 +338,11 @@ class State(NotCopied):
         """What the report tells of: norms outside the layers only where they run compiled."""
         return self.regions + [slot.region for slot in self.norms if slot.region.variants]
 
-    def report(self) -> Report:
-        return summarize(self.model, self.compiled(), [head.tally for head in self.heads],
-                         said(self.passes) + self.notes + self._note_other_ranks() + peft_parametrize.said(self.parametrising) + [note for padding in self.paddings for note in padding.report()]
-                         + note_eval_mode(self.model, self.step.in_eval, self.regions) + note_new_layers(self.model) + note_sharded(self.model, find_layers(self.model)) + self._note_outer() + self._note_checkpointing() + self._note_unused_heads() + self._note_replicas()
-                         + (self.tables.said() if self.tables else []) + self.replays.notes() + self._budgets_said(), *self._memory())
-
-    def _budgets_said(self) -> list[str]:
-        budgets = self.step.budgets
-        told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]
-        return told + self.step.recovery.said() if budgets else []
-
-    def _memory(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """What the first device's budget says, and what a step took; and the other devices'."""
-        planned = [told for budget in self.step.budgets if (told := budget.summary()) is not None]
-        each = [told["predicted_ms"] for told in planned]
-        step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": self.pulse.step_ms}  # devices take turns
-        planned = [told | step for told in planned]
-        return (planned[0] if planned else None), planned[1:]
-
-
-def _empty(module: nn.Module, slot: Any) -> None:
-    """Take our slot out, as if it had never been filled. (`module.compile()` called since then stays.)"""
-    if module.__dict__.get("_compiled_call_impl") is slot:
-        del module.__dict__["_compiled_call_impl"]
+    def matches(self) -> list[Tally]:
+        """What was found and rewritten, a family each, counted a layer, in the last graph compiled of each region; and of heads, whose losses are joined
+        outside the regions."""
+        tallies = [tally for region in self.compiled() for context in pieces_of(region) for tally in context.tallies]
+        return merge_tallies(tallies, [head.tally for head in self.heads])
 
 
 class WholeSlot(Slot):
@@ -382,8 +354,8 @@ class WholeSlot(Slot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.state.verify_once(args, kwargs)
-        if self.layer._compiled_call_impl is not self:  # a rewrite was switched off
-            return self.layer._compiled_call_impl(*args, **kwargs)
+        if slot_of(self.layer) is not self:  # a rewrite was switched off
+            return slot_of(self.layer)(*args, **kwargs)
         self.step.enter(self.layer)
         if not self.step.active or self.step.recovery is None:
             return self._again(args, kwargs)
@@ -402,3 +374,5 @@ class WholeSlot(Slot):
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, None]:
         """There are no other layers to be like."""
         return args, kwargs, None
+
+

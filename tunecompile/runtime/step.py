@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.dynamo import is_compiling
+from tunecompile._torch.modules import fill_own
 from tunecompile.integrations.peft_trace import substitute
 from tunecompile.runtime.dynamic_shapes import batch_tokens
 from tunecompile.runtime.memory.budget import Budget
@@ -127,7 +128,7 @@ class ReplicaHook(NotCopied):
         if getattr(module, "_is_replica", False):
             self.state.replicated = True
             for part in module.modules():  # replicas are shallow copies: the original keeps its slots
-                part.__dict__["_compiled_call_impl"] = None
+                fill_own(part, None)
 
 
 class VerifyHook(NotCopied):
@@ -164,3 +165,5 @@ def only_checkpoints(function: Any) -> bool:
 
 def _identity(value: Any) -> Any:
     return value
+
+

@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tunecompile.api import optimize
+from tunecompile import passes as own_passes
+from tunecompile._torch.dynamo import reset
 from tunecompile.compiler.backend import Backend, Executor
 from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
+from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.ir.op import OPS, Op
 from tunecompile.ir.rewrite import annotate
-from tunecompile.runtime.model_state import ATTRIBUTE
+from tunecompile.runtime.attach import attach
+from tunecompile.runtime.model_state import state_of
 from tunecompile.verification.verify import verify
 
 __all__ = ["CLOSE", "FACTOR", "Example", "Finding", "check", "compiled"]
@@ -89,7 +92,7 @@ def check(passes: Sequence[Pass], examples: Sequence[Example], seed: int = 0) ->
     for example in examples:
         for net, run in (("pass", _graphs), ("spelling", _spellings), ("near miss", _near_misses), ("op", _ops), ("model", _model)):
             torch.manual_seed(seed)
-            torch._dynamo.reset()
+            reset()
             try:
                 for asked, passed, detail in run(passes, example):
                     yield Finding(net, str(example), asked, passed, detail)
@@ -114,7 +117,7 @@ def rewritten(passes: Sequence[Pass], gm: GraphModule) -> tuple[GraphModule, Con
 
 def through(function: Callable, change: Callable[[GraphModule], Callable]) -> Callable:
     """The function with its graph, which Dynamo makes, put through `change`."""
-    torch._dynamo.reset()
+    reset()
     return torch.compile(function, backend=lambda gm, _: change(gm), fullgraph=True, dynamic=False)
 
 
@@ -129,10 +132,8 @@ def compiled(function: Callable, passes: Sequence[Pass], executor: Executor = "i
     Returns:
         A function of the same arguments.
     """
-    from tunecompile.passes import PIPELINE
-
-    torch._dynamo.reset()
-    return torch.compile(function, backend=Backend("example", [*passes, *PIPELINE], executor), fullgraph=True, dynamic=False)
+    reset()
+    return torch.compile(function, backend=Backend("example", [*passes, *own_passes.PIPELINE], executor), fullgraph=True, dynamic=False)
 
 
 def captured(function: Callable, args: Sequence[Any]) -> tuple[GraphModule, list[Any]]:
@@ -387,11 +388,13 @@ class _Model(nn.Module):
 
 def _model(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """One training step of two layers, verified as a user's would be."""
-    model = optimize(_Model(example).train(), executor="eager")
-    state = getattr(model, ATTRIBUTE)
-    state.again_with((*passes, *(p for p in state.passes if p.name not in {own.name for own in passes})))
+    own = {p.name for p in passes}
+    model = attach(_Model(example).train(), (*passes, *(p for p in pipeline(own_passes.PIPELINE) if p.name not in own)), executor="eager")
+    state = state_of(model)
     result = verify(model, {"x": torch.ones(1)}, loss=lambda model, batch: model(**batch))
-    found = {tally.family: tally.rewritten for tally in state.report().matches}
+    found = {tally.family: tally.rewritten for tally in state.matches()}
     if not result.faults:  # for one at fault is switched off by now
         yield "found in a model's layers", any(found.get(p.name) for p in passes), ", ".join(f"{name} {count}" for name, count in found.items() if count)
     yield "a training step is verified", result.passed, result.summary()
+
+

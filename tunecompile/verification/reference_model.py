@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.runtime.find_layers import find_layers
@@ -155,6 +156,8 @@ class _Dequantized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         import bitsandbytes as bnb
 
-        with torch._C.DisableTorchFunction():  # `Float64` would ask for fp64: upstream.DEQUANTIZED_IN_FP64
+        with plain_functions():  # `Float64` would ask for fp64: known_bugs.DEQUANTIZED_IN_FP64
             weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
         return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+
+

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from tunecompile._torch.distributed import around_now
-from tunecompile.api import optimize, restore
+from tunecompile import passes as own_passes
+from tunecompile._torch.distributed import around_now, several
+from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import CannotVerify
-from tunecompile.integrations.rank_store import several
 from tunecompile.ir.op import HALF
+from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.model_state import ATTRIBUTE, State
+from tunecompile.runtime.model_state import ATTRIBUTE, State, is_optimized
 from tunecompile.verification.bisect import find, without
 from tunecompile.verification.reference_model import mode, twin_of
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
@@ -117,14 +118,14 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
         raise CannotVerify(reason="its weights are shared with other processes (FSDP, ZeRO-3, tensor parallelism), which would have to take each of its steps "
                                   "together. Verify on one process, before they are")
     batch = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), dict(batch))  # its makers see no gradient of this
-    visiting = getattr(model, ATTRIBUTE, None) is None
+    visiting = not is_optimized(model)
     faults: list[dict[str, Any]] = []
     with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
             with _watching_autocast(model) as autocast:
-                ours = _step(optimize(model) if visiting else model, batch, measure, seed)
+                ours = _step(attach(model, pipeline(own_passes.PIPELINE)) if visiting else model, batch, measure, seed)
         finally:
-            if visiting and getattr(model, ATTRIBUTE, None) is not None:  # TUNECOMPILE=0
+            if visiting and is_optimized(model):  # TUNECOMPILE=0
                 restore(model)
         kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
         dtype = torch.float64 if computed in (torch.float32, torch.float64) and not _is_half(model) else torch.float32
@@ -167,7 +168,7 @@ def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[str]) -
 
 def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
     passes, before = state.passes, [note for note in state.notes if "switched off" in note]
-    places = {place for tally in state.report().matches for place in tally.places}
+    places = {place for tally in state.matches() for place in tally.places}
 
     def wrong(pipeline: tuple) -> bool:
         state.again_with(pipeline)

@@ -13,10 +13,10 @@ from tests.runtime.memory.test_budget import LAYERS, same
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
+from tunecompile.runtime.layer_slot import Slot
 from tunecompile.runtime.memory import per_device
 from tunecompile.runtime.memory.budget import Budget
 from tunecompile.runtime.memory.rng_autocast import Surroundings
-from tunecompile.runtime.region import Slot
 
 pytest.importorskip("transformers")
 FIRST, LAST = torch.device("cpu", 1), torch.device("cpu")  #: the head is on the last

@@ -12,8 +12,9 @@ from torch import nn
 
 from tunecompile.cli.compare.data import prepare_tokenizer
 from tunecompile.cli.compare.errors import ModelNotFound
-from tunecompile.cli.compare.shapes import SHAPES, build_shape_model
-from tunecompile.cli.compare.spec import REFERENCE, TARGETS, Job
+from tunecompile.cli.compare.shapes import build_shape_model
+from tunecompile.cli.compare.spec import REFERENCE, Job
+from tunecompile.estimate.known_shapes import SHAPES, TARGETS
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64
 

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
-
 from tunecompile.cli.compare.curves import differences
 from tunecompile.cli.compare.seeds import timed
+from tunecompile.report.html import draw
 
 COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "compile-layers": "#fbbf24", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
            "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "unsloth-padding-free": "#34d399", "tunecompile": "#2563eb",
            "tunecompile-fp8": "#db2777", "reference": "#111827"}
-STYLE = {"font.size": 10, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#9ca3af",
-         "axes.labelcolor": "#374151", "xtick.color": "#6b7280", "ytick.color": "#6b7280", "axes.grid": True, "grid.color": "#eef0f3",
-         "axes.axisbelow": True, "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "tunecompile"}
 
 
 def colour(system: str) -> str:
     """Of a system; under a budget (tunecompile@20GiB) a lighter one than without."""
     return COLOURS.get(system, "#60a5fa" if system.startswith("tunecompile@") else "#9ca3af")
-
-
-def draw(paint, width: float = 6.2, height: float = 3.4) -> str:
-    """Run `paint(axes)` on a fresh figure and return it as a data URI."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-        paint(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def loss_curves(runs: list[dict], reference: dict | None) -> str:
@@ -133,3 +112,5 @@ def gradient_scatter(rows: list[dict], limit: float) -> str:
         axes.legend(loc="upper left")
 
     return draw(paint, width=5.2, height=4.4)
+
+

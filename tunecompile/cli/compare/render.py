@@ -9,6 +9,7 @@ from tunecompile.cli.compare import curves, plots
 from tunecompile.cli.compare.gradients import families
 from tunecompile.cli.compare.meters import median
 from tunecompile.cli.compare.seeds import merge_seeds
+from tunecompile.report.html import make_environment
 from tunecompile.verification.tolerance import LIMIT, ORDER
 
 COLUMNS = (  # heading, how to read it off a run
@@ -192,14 +193,6 @@ def figures(result: dict) -> list[tuple[str, str]]:
     return made
 
 
-def make_environment(package: str = "tunecompile.cli.compare"):
-    """Of the templates that lie in this package."""
-    from jinja2 import Environment, PackageLoader, select_autoescape
-
-    return Environment(loader=PackageLoader(package, "."), autoescape=select_autoescape(["html.jinja", "html"]),
-                       trim_blocks=True, lstrip_blocks=True)
-
-
 def write_reports(result: dict, out: Path) -> dict[str, Path]:
     """Write the three files and return where they are."""
     out.mkdir(parents=True, exist_ok=True)
@@ -212,10 +205,12 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     if "against" in result:
         since_head, since_rows = against_table(result["against"]["rows"])
         fields |= {"since": against_title(result), "since_head": since_head, "since_rows": since_rows}
-    environment = make_environment()
+    environment = make_environment("tunecompile.cli.compare")
     paths = {kind: out / f"report.{kind}" for kind in ("json", "md", "html")}
     paths["json"].write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     paths["md"].write_text(environment.get_template("report.md.jinja").render(fields), encoding="utf-8")
     html = environment.get_template("report.html.jinja").render(fields, figures=figures(result))
     paths["html"].write_text(html, encoding="utf-8")
     return paths
+
+

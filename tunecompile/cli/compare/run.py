@@ -18,9 +18,10 @@ from tunecompile.cli.compare.errors import BadOption, DataMissing, MissingExtra,
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.processes import Listener, Worker, run_workers
 from tunecompile.cli.compare.seeds import merge_seeds
-from tunecompile.cli.compare.shapes import SHAPES, save_shape_model
+from tunecompile.cli.compare.shapes import save_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job, System, parse_shape
 from tunecompile.errors import TunecompileError
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 

@@ -13,41 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tunecompile.cli.compare.spec import TARGETS
-
-LLAMA3 = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
-              rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, head_dim=128,
-             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-
-
-def _size(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
-    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=False) | more
-
-
-SHAPES = {
-    "llama-3.2-1b": LLAMA3 | _size(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
-    "llama-3.1-8b": LLAMA3 | _size(4096, 14336, 32, 32, 8),
-    "llama-3.3-70b": LLAMA3 | _size(8192, 28672, 80, 64, 8),
-    "qwen3-14b": QWEN3 | _size(5120, 17408, 40, 40, 8),
-    "qwen3-32b": QWEN3 | _size(5120, 25600, 64, 64, 8),
-    "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
-    "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trying things out
-}
-
-
-def shape_config(name: str, layers: int | None = None):
-    """The transformers config of a shape, `layers` layers deep."""
-    from transformers import AutoConfig
-
-    fields = dict(SHAPES[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    if layers:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    return config
+from tunecompile.estimate.known_shapes import TARGETS, empty_model, shape_config
 
 
 def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch.Tensor:
@@ -57,15 +23,6 @@ def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch
         return make(shape, device=device, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-
-
-def empty_model(config) -> nn.Module:
-    """The model with parameters that take no memory, and with real buffers (rotary frequencies are no parameters)."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype, storage: torch.dtype) -> nn.Module:
@@ -170,3 +127,5 @@ def save_tiny_tokenizer(folder: Path) -> None:
     tokenizer.train_from_iterator(["a few words"], trainers.BpeTrainer(special_tokens=special, vocab_size=300))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
                             unk_token="<unk>").save_pretrained(folder)
+
+

@@ -11,7 +11,6 @@ from tunecompile.cli.compare.errors import BadShape, UnknownSystem
 
 REFERENCE = "reference"  # the high-precision run that the others are judged against; not a system a user picks
 PARALLEL = ("ddp", "fsdp2", "zero3", "device_map", "alone")  # what joins several GPUs; alone: nothing does, and each trains a model of its own
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 DISTRIBUTIONS = {"compile": "torch", "compile-layers": "torch", "tunecompile": "tunecompile"}  # of engines that need no package of their own; others are transformers' code

@@ -18,6 +18,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
@@ -136,6 +137,11 @@ class Replays:
         self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: what recordings made the process take from the device
+
+    @property
+    def device(self) -> str:
+        """The type of device whose graphs are recorded."""
+        return self.recorder.device
 
     def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
         made = Forward(self, run, handed, frozenset(parameters))
@@ -277,7 +283,7 @@ class Forward:
     def __call__(self, inputs: list) -> Sequence[Any]:
         if not self.enabled:
             return self.run(inputs)
-        with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
+        with plain_tensors():  # 4-bit parameters would answer each question in Python
             return self._call(inputs)
 
     def _call(self, inputs: list) -> Sequence[Any]:
@@ -335,7 +341,7 @@ class Backward:
         self.shared, self.run, self.enabled = shared, run, True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return self._call(inputs)
 
     def _call(self, inputs: list) -> Sequence[Any]:
@@ -359,3 +365,5 @@ class Backward:
             fixed = {i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() in stays}
             forward.backward = self.shared.record(self, inputs, fixed, None)
         self.enabled = forward.backward is not None
+
+

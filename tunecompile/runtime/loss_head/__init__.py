@@ -6,7 +6,7 @@ log-probability of each token, is made of them, the recorded chain (`chain`) bec
 computes the logits as if nothing had been deferred. Whoever asks for the gradient at logits gets it, or is told why not (`gradients`).
 """
 
-from tunecompile.runtime.loss_head import gradients, log_probs, losses  # noqa: F401: they say which calls are recorded, and which are losses
+from tunecompile.runtime.loss_head import gradients, log_probs, losses  # noqa: F401  they say which calls are recorded, and which are losses
 from tunecompile.runtime.loss_head.slot import Head, HeadSlot
 
 __all__ = ["Head", "HeadSlot"]

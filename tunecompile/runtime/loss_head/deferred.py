@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from tunecompile._torch.autograd import plain_tensors
 from tunecompile.errors import NoGradient
 
 
@@ -177,7 +178,7 @@ def recipe_of(value: Any) -> Any:
 
 def natively(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """What torch makes of a call when a deferred tensor is one like any other: it is where its place in the graph is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return func(*args, **kwargs)
 
 
@@ -254,3 +255,5 @@ def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Lazy) and leaf.recipe.padded and not (func in MASKS and MASKS[func](leaf, args, kwargs)):
             leaf.recipe.head.read()
+
+

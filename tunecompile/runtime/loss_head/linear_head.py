@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.dynamo import call_compiled
-from tunecompile._torch.modules import linear
+from tunecompile._torch.modules import call_original, linear
 from tunecompile.compiler.backend import Forgotten, own_code
 from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
@@ -51,7 +51,7 @@ class Product:
 
 
 def _head(module: nn.Module, hidden: Tensor) -> Tensor:
-    return module._call_impl(hidden)
+    return call_original(module, hidden)
 
 
 class Peel:
@@ -161,3 +161,5 @@ def _source(node: Node, path: set[Node], exact: torch.dtype | None = None) -> No
         path.add(node)
         node = node.args[0]
     return node
+
+

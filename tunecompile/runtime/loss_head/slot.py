@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.distributed import fsdp_groups
-from tunecompile._torch.modules import hooked
+from tunecompile._torch.modules import call_original, hooked
 from tunecompile.compiler.pass_manager import Tally
 from tunecompile.integrations.accelerate import Placement, place
 from tunecompile.integrations.deepspeed import Gathered, gathered
@@ -75,7 +75,7 @@ class Head:
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
         """The head, applied under the autocast dtype that held when it was called (None: under none)."""
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-            return self.module._call_impl(hidden)
+            return call_original(self.module, hidden)
 
     def now(self, product: Product) -> Product:
         """The same with the weight that is there now: what was there before is another tensor."""
@@ -120,12 +120,12 @@ class HeadSlot:
         if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
             self.head.read()  # logits of a forward without gradients are real, and anybody's
         if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            return module._call_impl(*args, **kwargs)
+            return call_original(module, *args, **kwargs)
         if self.placement is None:
             return self._deferred(*args)
         if self.placement.refused:
             self.head.refuse(f"the head runs as it is: {self.placement.refused}")
-            return module._call_impl(*args)
+            return call_original(module, *args)
         if isinstance(self.placement, (Gathered, Held)):
             return self._gathered_later(*args)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
@@ -141,7 +141,7 @@ class HeadSlot:
             "it has other hooks" if self.placement.others() else ""
         if why:
             self.head.refuse(f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}")
-            return self.head.module._call_impl(hidden)
+            return call_original(self.head.module, hidden)
         self.head.gathered = self.placement
         return self._defer(hidden, self._plain(hidden))
 
@@ -150,7 +150,7 @@ class HeadSlot:
             product = self._product(hidden)
         except NotLinear as reason:
             self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
-            return self.head.module._call_impl(hidden)
+            return call_original(self.head.module, hidden)
         return self._defer(hidden, product)
 
     def _defer(self, hidden: Tensor, product: Product) -> Tensor:
@@ -173,3 +173,5 @@ class HeadSlot:
 def _is_plain(module: nn.Module) -> bool:
     kinds = (type(module), *(type(module).__bases__ if fsdp_groups(module) is not None else ()))  # `fully_shard` makes a class of its own and the module's
     return nn.Linear in kinds and "forward" not in vars(module)
+
+

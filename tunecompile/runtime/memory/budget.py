@@ -382,9 +382,3 @@ class Budget(Room):
         return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
 
 
-def in_words(plan: dict[str, Any]) -> str:
-    """What an entry of `plans_by_layer` says, as a sentence's predicate."""
-    said = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
-    said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
-    waiting = "all but the largest tensor" if plan["largest_stays"] else "the rest"
-    return f"{said}; {waiting} waits on the host" if plan["offload"] else said

@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.autograd import saving_is_taken
+from tunecompile._torch.autograd import plain_tensors, saving_is_taken
 from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.planner.solver import AHEAD
@@ -329,10 +329,12 @@ def _alive(refs: Sequence[weakref.ref[Block]]) -> list[Block]:
 def _addresses(module: nn.Module) -> set[int]:
     """Of the storages of its parameters and buffers."""
     found = set()
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         for tensor in (*module.parameters(), *module.buffers()):
             try:
                 found.add(tensor.untyped_storage().data_ptr())
             except (RuntimeError, NotImplementedError):  # a wrapper without memory: what it wraps is saved as a wrapper, too
                 pass
     return found
+
+

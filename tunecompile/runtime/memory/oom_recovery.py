@@ -26,8 +26,9 @@ from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.rank_store import Board
 from tunecompile.planner.device_memory import shown
+from tunecompile.planner.solver import in_words
 from tunecompile.runtime.memory.across_ranks import Agreement
-from tunecompile.runtime.memory.budget import Budget, in_words
+from tunecompile.runtime.memory.budget import Budget
 from tunecompile.runtime.memory.recompute_call import Call, NotExact, full_gpu, requested
 from tunecompile.runtime.memory.rng_autocast import Surroundings
 

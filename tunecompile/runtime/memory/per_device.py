@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterable, Sequence
+from pathlib import Path
+from typing import Iterable, Protocol, Sequence
 
 import torch
+from torch import nn
 
 from tunecompile._torch.cuda import grow_segments
-from tunecompile.planner.device_memory import gauge
+from tunecompile.planner.device_memory import Spec, gauge
+from tunecompile.runtime.cuda_graphs.replay import Replays
+from tunecompile.runtime.layer_slot import Slot
+from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.budget import Budget
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.memory.pinned_pool import available
+from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.region import Region
 
-if TYPE_CHECKING:
-    from tunecompile.runtime.model_state import State
+
+class Planned(Protocol):
+    """What a model's state says of the memory that its layers may take."""
+
+    model: nn.Module
+    memory: Spec
+    host_bytes: int | None
+    offload_dir: Path | None
+    precision: str | None
+    slots: list[Slot]
+    heads: list[Head]
+    regions: list[Region]
+    replays: Replays
+    kept: Kept
+    notes: list[str]
 
 
-def make_budgets(state: State) -> tuple[Budget, ...]:
+def make_budgets(state: Planned) -> tuple[Budget, ...]:
     """As `memory=` has it: the same for each device, and host memory in equal shares. Empty where nothing can be planned."""
     placed = by_device(state.slots)
     if left := len(state.slots) - sum(map(len, placed.values())):
@@ -39,9 +59,9 @@ def make_budgets(state: State) -> tuple[Budget, ...]:
     return tuple(made)
 
 
-def by_device(slots: Sequence[Any]) -> dict[torch.device, list[Any]]:
+def by_device(slots: Sequence[Slot]) -> dict[torch.device, list[Slot]]:
     """Layers whose weights stay somewhere. Where there are GPUs, those on them: a CPU has no bounds to keep."""
-    found: dict[torch.device, list[Any]] = {}
+    found: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         if (device := slot.device) is not None:
             found.setdefault(device, []).append(slot)
@@ -49,7 +69,7 @@ def by_device(slots: Sequence[Any]) -> dict[torch.device, list[Any]]:
     return gpus or found
 
 
-def _offload(state: State, device: torch.device, devices: int) -> Offload | None:
+def _offload(state: Planned, device: torch.device, devices: int) -> Offload | None:
     """On a CPU there is nowhere else to go."""
     if device.type != "cuda" or state.host_bytes == 0:
         return None
@@ -57,9 +77,11 @@ def _offload(state: State, device: torch.device, devices: int) -> Offload | None
     return Offload(device, host, state.offload_dir)
 
 
-def _leave_out_recordings(state: State, devices: Iterable[torch.device]) -> None:
+def _leave_out_recordings(state: Planned, devices: Iterable[torch.device]) -> None:
     """A budget counts their memory on its own device only."""
     for region in state.regions:
         region.replays = None
     if any(device.type == state.replays.recorder.device for device in devices):
         state.replays.failures.append("no CUDA graph: layers are on several devices, each with a budget of its own")
+
+

@@ -9,7 +9,7 @@ by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,40 @@ from tunecompile._torch.autograd import differentiable_outputs, keeps_graph
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.runtime.memory.rng_autocast import Surroundings
 
-if TYPE_CHECKING:
-    from tunecompile.runtime.memory.oom_recovery import Recovery
-
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _WRITE = "write to their arguments or buffers"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class RecomputeHost(Protocol):
+    """What a call reports to, and asks when memory runs out: `oom_recovery.Recovery`."""
+
+    anchor: Tensor  #: a leaf that requires a gradient, so that what is cut off has a node
+    looked: set[int]  #: slots whose first call was looked at
+    calls: Any  #: a weak set of calls whose graphs can be dropped
+    open: int  #: calls whose backward pass is still to come
+    running: Any  #: the budget of the layer whose backward runs
+    bare: bool  #: whether graphs are dropped as soon as they are made
+
+    def refuse(self, slot: Any, reason: str) -> None:
+        """From now on this layer is not repeated."""
+        ...
+
+    def full(self, error: torch.OutOfMemoryError) -> Any:
+        """Whose device is full."""
+        ...
+
+    def make_room(self, missing: int, tries: int, full: Any) -> bool:
+        """Drop graphs and plan anew; whether it makes sense to try again."""
+        ...
+
+    def given_up(self, missing: int) -> Exception:
+        """What to raise where it does not."""
+        ...
+
+    def tell(self) -> None:
+        """Note what happened, once the step went on."""
+        ...
 
 
 class NotExact(Exception):
@@ -77,7 +105,7 @@ class Call:
         NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
     """
 
-    def __init__(self, recovery: "Recovery", slot: Any, start: Surroundings, args: tuple, kwargs: dict):
+    def __init__(self, recovery: RecomputeHost, slot: Any, start: Surroundings, args: tuple, kwargs: dict):
         self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

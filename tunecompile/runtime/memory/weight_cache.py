@@ -15,6 +15,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile._torch.autograd import in_backward, plain_tensors
 from tunecompile.compiler.weight_layout import Position
 from tunecompile.ir.op import has_triton
 from tunecompile.ops.nf4 import dequantize_4bit
@@ -96,7 +97,7 @@ class Kept:
 
     def enter(self, place: int) -> None:
         """Before a layer's call: whether it is a step's first (layers may be called by themselves) tells its place among them."""
-        if place <= self.last and torch._C._current_graph_task_id() == -1:  # checkpoints call layers in the backward pass
+        if place <= self.last and not in_backward():  # checkpoints call layers in the backward pass
             self.begin()
         self.last = place
 
@@ -104,7 +105,7 @@ class Kept:
         """Before a step's first layer: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
         if not self.matrices and not self.moved:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # 4-bit parameters would answer each question in Python
+        with plain_tensors():  # 4-bit parameters would answer each question in Python
             self._prune()
             matrices = [*(values._matrix for values in self.matrices.values()), *self.moved.values()]
             addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
@@ -127,7 +128,7 @@ class Kept:
         kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
 
         def call(inputs: list) -> Sequence[Any]:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensors():
                 for position, values in [(position, kept()._values(position, inputs)) for position in positions]:
                     inputs[position.place] = values
             return run(inputs)
@@ -139,7 +140,7 @@ class Kept:
         kept = weakref.ref(self)
 
         def call(inputs: list) -> Sequence[Any]:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensors():
                 for position in positions:
                     if _adapt(inputs[position.place], position, inputs) and kept() is not None:
                         kept().write_all = None
@@ -231,3 +232,5 @@ def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]
             target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
 
     return write
+
+

@@ -13,17 +13,6 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.ops.frozen_weights import Frozen
-
-
-def is_dense(product: Frozen) -> bool:
-    """Whether its weights are matrices of one dtype that a graph takes as they are."""
-    weights = [weight[0] for weight in product.weights]
-    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
-        return False
-    values = [weight.meta["val"] for weight in weights]
-    return all(value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype for value in values)
-
 
 def stand(weights: Sequence[Tensor], shape: tuple[int, int]) -> bool:
     """Whether all of them are rows of one matrix of this shape, below each other from the first on."""

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunecompile._torch.modules import call_original, fill, slot_of
+
 SEQUENCE = 3  #: tokens of each of the two sequences that the model is asked about
 
 
@@ -50,17 +52,17 @@ def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, 
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     positions = torch.arange(SEQUENCE, device=tokens.device).repeat(2)[None]
     masks: list[Tensor | None] = []
-    before = [layer._compiled_call_impl for layer in layers]
+    before = [slot_of(layer) for layer in layers]
     for layer in layers:
-        layer._compiled_call_impl = _reads_mask(masks)
+        fill(layer, _reads_mask(masks))
     try:
         with torch.no_grad(), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
-            owner._call_impl(**{**given, name: few, "position_ids": positions})
+            call_original(owner, **{**given, name: few, "position_ids": positions})
     except Exception:  # its layers return something else than hidden states, say
         return None
     finally:
         for layer, slot in zip(layers, before):
-            layer._compiled_call_impl = slot
+            fill(layer, slot)
     found = {_apart(mask) for mask in masks}
     return found.pop() if len(masks) >= len(layers) and len(found) == 1 else None
 
@@ -85,3 +87,5 @@ def _apart(mask: Tensor | None) -> bool | None:
         if any(bool((visible == ((back >= 0) & (back < window) & allowed)).all()) for window in range(2, 2 * SEQUENCE + 1)):
             return apart
     return None
+
+

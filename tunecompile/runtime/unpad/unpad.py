@@ -16,154 +16,26 @@ import contextlib
 import inspect
 import logging
 import sys
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunecompile._torch.autograd import in_checkpoint, others_trace
+from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
+from tunecompile._torch.modules import call_original
 from tunecompile.integrations import context_parallel, loss_caller
+from tunecompile.integrations.varlen_attention import INTERFACE, NO_KERNEL, CannotFlatten, attention
 from tunecompile.ir.op import HALF
-from tunecompile.ops import varlen_attention
 from tunecompile.runtime.unpad import packed_masks, refusals
+from tunecompile.runtime.unpad.flat_batch import Flat
 
 log = logging.getLogger(__name__)
 
-INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
-OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
-LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
 IGNORED = -100
 TOGETHER = "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = False makes none)"
 PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
-#: a constant: Dynamo, which traces `attention`, cannot put a dtype into a string everywhere
-NO_KERNEL = "no kernel computes attention in this precision, or with heads this wide, without padding"
 UNPADDED = 8  #: so many batches are looked at to say why a padded one would not be flattened
-
-_varlen = varlen_attention.overload
-
-
-class CannotFlatten(Exception):
-    """The layers cannot run without padding; the message says why."""
-
-
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0,
-              scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-    """What layers call through transformers' attention interface. query: [1, H, N, D], key and value: [1, K, N, D]; gives [1, N, H, D].
-
-    Raises:
-        CannotFlatten: the offsets did not come through, or this is no plain causal attention. Met while the layer is traced.
-    """
-    offsets, longest = kwargs.get(OFFSETS), kwargs.get(LONGEST)
-    if reason := _why_not(module, query, value, attention_mask, dropout, is_causal, kwargs):
-        raise CannotFlatten(reason)
-    if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and (query.dtype not in HALF or query.shape[-1] % 8 or query.shape[-1] > 256):
-        raise CannotFlatten(NO_KERNEL)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
-    return out[None], None
-
-
-def _why_not(module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, kwargs: dict) -> str:
-    if kwargs.get(OFFSETS) is None or kwargs.get(LONGEST) is None:
-        return "its layers do not hand keyword arguments on to attention"
-    if mask is not None:
-        return "its layers make a mask of their own"
-    if dropout:
-        return "it has dropout in attention"
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        return "its attention is not causal"
-    if value.shape[-1] != query.shape[-1]:
-        return "the heads of values are not as wide as those of queries"
-    for name in kwargs:  # soft-caps, sinks, biases
-        given = kwargs[name]
-        if name == "softcap" and given is not None:
-            return "its attention is soft-capped"
-        if isinstance(given, Tensor) and given.dim() and name not in (OFFSETS, LONGEST, "position_ids"):
-            return f"its attention takes {name}"
-    return ""
-
-
-def attends(gm: torch.fx.GraphModule) -> bool:
-    """Whether a graph, or the body of one of its operators, holds our attention."""
-    return any(node.target is _varlen for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
-
-
-@dataclass(frozen=True)
-class Flat:
-    """One batch's real tokens among its [B, T] places."""
-
-    index: Tensor  #: int64 [N]: the place of each token; beyond the last real token, place 0
-    offsets: Tensor
-    longest: Tensor
-    real: int
-    shape: tuple[int, int]
-
-    @staticmethod
-    def of(real: Tensor, count: int) -> "Flat":
-        """From where tokens are, [B, T], and how many."""
-        rows, length = real.shape
-        total = _rounded(count, real.device)
-        order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
-        offsets = torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)])
-        longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
-        return Flat(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
-
-    @staticmethod
-    def packed(starts: Tensor, device: torch.device) -> "Flat":
-        """From where sequences begin, bool [B, T] on the host: every row's first token, and others."""
-        count, total = starts.numel(), _rounded(starts.numel(), device)
-        offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
-        longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
-        return Flat(F.pad(torch.arange(count, device=device), (0, total - count)), offsets.to(device, torch.int32), longest, count, tuple(starts.shape))
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether hidden states of padding are not computed."""
-        return self.real < self.shape[0] * self.shape[1]
-
-    def flatten(self, values: Tensor) -> Tensor:
-        """[B, T, ...] -> [1, N, ...]"""
-        return values.flatten(0, 1).index_select(0, self.index)[None]
-
-    def unflatten(self, values: Tensor) -> Tensor:
-        """[1, N, ...] -> [B, T, ...], zero at padding."""
-        rows, length = self.shape
-        blank = values.new_zeros(rows * length, *values.shape[2:])
-        return blank.index_copy(0, self.index[:self.real], values[0, :self.real]).unflatten(0, (rows, length))
-
-    def inputs(self, kwargs: dict) -> dict:
-        """The owner's arguments, flattened. Without positions of the caller's a token has that of its place in the row."""
-        rows, length = self.shape
-        tokens = {name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
-        given = kwargs.get("position_ids")
-        positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
-        others = {name: value for name, value in kwargs.items() if name not in refusals.BOUNDARIES}
-        return {**others, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
-
-    def outputs(self, output: Any) -> Any:
-        """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
-        if isinstance(output, Tensor):
-            if output.dim() < 3 or output.shape[:2] != (1, len(self.index)):
-                raise CannotFlatten("its output holds something beside hidden states")
-            return self.unflatten(output)
-        if output is None:
-            return None
-        if isinstance(output, tuple):
-            return type(output)(self.outputs(item) for item in output)
-        if not hasattr(output, "items"):
-            raise CannotFlatten(f"its output is a {type(output).__name__}")
-        return type(output)(**{name: self.outputs(item) for name, item in output.items()})
-
-
-def _rounded(count: int, device: torch.device) -> int:
-    """What comes in many sizes costs plans and recordings."""
-    multiple = 128 if device.type == "cuda" else 8
-    return -(-count // multiple) * multiple
 
 
 class Padding:
@@ -206,15 +78,15 @@ class Padding:
             self.packed if given.get("attention_mask") is None else self.flattened and not self.head_is_called() and loss_caller.causal_labels()[0] is not None)
         flat = self.decide(given) if asks else None
         self.flat = flat is not None and flat.gives_up
-        return self.owner._call_impl(*args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
+        return call_original(self.owner, *args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
 
     def _without_padding(self, flat: Flat, given: dict, args: tuple, kwargs: dict) -> Any:
         try:
             with self.attention():
-                return flat.outputs(self.owner._call_impl(**flat.inputs(given)))
+                return flat.outputs(call_original(self.owner, **flat.inputs(given)))
         except CannotFlatten as reason:
             self.refuse(str(reason), PADDED if flat.gives_up else PACKED)
-            return self.owner._call_impl(*args, **kwargs)
+            return call_original(self.owner, *args, **kwargs)
 
     def refuse(self, reason: str, batches: str = PADDED) -> None:
         """From now on every batch runs as it comes."""
@@ -245,7 +117,7 @@ class Padding:
     def decide(self, given: dict) -> Flat | None:
         """The batch without its padding, or None where it has none or must keep it."""
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation: its forward was padded, see `_changed`
+        if in_backward():  # a checkpoint's recomputation: its forward was padded, see `_changed`
             return None
         tokens = packed_masks.tokens_of(given)
         if mask is None and isinstance(tokens, Tensor) and isinstance(positions, Tensor):
@@ -294,8 +166,8 @@ class Padding:
         """Without a cache, see `EntryHook`, sequences would no longer see each other: a mask keeps it so."""
         tokens = packed_masks.tokens_of(given)
         if given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None and self._keeps_apart(given, tokens) is False:
-            return self.owner._call_impl(**packed_masks.seeing_all(given, tokens))
-        return self.owner._call_impl(*args, **kwargs)
+            return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
+        return call_original(self.owner, *args, **kwargs)
 
     def _look(self, plain: Tensor, reason: str, batches: str = PADDED) -> None:
         """Note the reason if there is padding, or packing, at all: a host read, so only for the first batches."""
@@ -348,10 +220,12 @@ class OwnerSlot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.padding.owner
         if not owner.training or others_trace():
-            return owner._call_impl(*args, **kwargs)
+            return call_original(owner, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self.padding.score(args, kwargs)
         recovery = self.padding.step.recovery
         if recovery is None:
             return self.padding.call(args, kwargs)
         return recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
+
+

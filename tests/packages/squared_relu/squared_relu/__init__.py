@@ -7,10 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tunecompile import Cost, Example, Pass, op, rewrite
-from tunecompile.compiler.pass_manager import recognize
-from tunecompile.ir.op import refuse_gpu
-from tunecompile.planner.liveness import tensor_bytes
+from tunecompile import Cost, Example, Pass, op, recognize, refuse_gpu, rewrite, tensor_bytes
 
 
 @op(cost=Cost.POINTWISE)

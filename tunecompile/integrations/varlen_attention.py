@@ -1,0 +1,75 @@
+"""Attention without padding, as transformers' attention interface calls it: what it needs, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile.ir.op import HALF
+from tunecompile.ops import varlen_attention
+
+INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
+
+
+OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
+
+
+LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
+
+
+#: a constant: Dynamo, which traces `attention`, cannot put a dtype into a string everywhere
+NO_KERNEL = "no kernel computes attention in this precision, or with heads this wide, without padding"
+
+
+_varlen = varlen_attention.overload
+
+
+class CannotFlatten(Exception):
+    """The layers cannot run without padding; the message says why."""
+
+
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0,
+              scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """What layers call through transformers' attention interface. query: [1, H, N, D], key and value: [1, K, N, D]; gives [1, N, H, D].
+
+    Raises:
+        CannotFlatten: the offsets did not come through, or this is no plain causal attention. Met while the layer is traced.
+    """
+    offsets, longest = kwargs.get(OFFSETS), kwargs.get(LONGEST)
+    if reason := _why_not(module, query, value, attention_mask, dropout, is_causal, kwargs):
+        raise CannotFlatten(reason)
+    if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.is_cuda and (query.dtype not in HALF or query.shape[-1] % 8 or query.shape[-1] > 256):
+        raise CannotFlatten(NO_KERNEL)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
+    return out[None], None
+
+
+def _why_not(module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, kwargs: dict) -> str:
+    if kwargs.get(OFFSETS) is None or kwargs.get(LONGEST) is None:
+        return "its layers do not hand keyword arguments on to attention"
+    if mask is not None:
+        return "its layers make a mask of their own"
+    if dropout:
+        return "it has dropout in attention"
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return "its attention is not causal"
+    if value.shape[-1] != query.shape[-1]:
+        return "the heads of values are not as wide as those of queries"
+    for name in kwargs:  # soft-caps, sinks, biases
+        given = kwargs[name]
+        if name == "softcap" and given is not None:
+            return "its attention is soft-capped"
+        if isinstance(given, Tensor) and given.dim() and name not in (OFFSETS, LONGEST, "position_ids"):
+            return f"its attention takes {name}"
+    return ""
+
+
+def attends(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph, or the body of one of its operators, holds our attention."""
+    return any(node.target is _varlen for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)

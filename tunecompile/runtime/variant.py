@@ -1,0 +1,81 @@
+"""One compiled function of a region: under one plan, for one kind of call."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, recompile_reason
+from tunecompile._torch.modules import call_original, slot_of
+from tunecompile.compiler.backend import Backend, Forgotten, own_code
+from tunecompile.compiler.pass_manager import Context
+from tunecompile.errors import summary
+from tunecompile.integrations.varlen_attention import attends
+
+
+def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
+        slot_of(layer).note_eager()
+    return call_original(layer, *args, **kwargs)
+
+
+class Variant:
+    """A region under one plan, for one kind of call, with a code object of its own: so that a few kinds of calls (with a mask,
+    without a gradient, of one row) and a few adapters do not add up to Dynamo's limit, beyond which layers run eagerly."""
+
+    def __init__(self, name: str, backend: Backend):
+        self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
+        self.recompiles: list[str] = []
+        self.contexts: list[Context] = []
+        self.attends = False  #: whether its attention is ours, which knows of offsets
+        self.refused = ""  #: why it cannot be traced
+        self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
+        self._compiled = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
+
+    def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output. Where an op refuses fake tensors, and would take real ones (known_bugs.GROUPED_MM_IN_FP32), by the layer's own code."""
+        refused = self.refused
+        if not refused:
+            try:
+                output = call_whole(self._compiled, layer, *args, **kwargs)
+                if not self.graphs and (code := getattr(type(layer).forward, "__code__", None)) is not None and is_full(code):
+                    self.full = code.co_name
+                return output
+            except TorchRuntimeError as error:
+                refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
+        output = call_original(layer, *args, **kwargs)  # a mistake of the caller's raises here as well, and is forgotten
+        slot_of(layer).note_eager()
+        self.refused = refused
+        return output
+
+    def compile(self, gm: GraphModule, inputs: list) -> Callable:
+        self.graphs += 1
+        self.attends = self.attends or attends(gm)
+        if (why := recompile_reason()) is not None:
+            self.recompiles.append(why.strip().splitlines()[0].partition(": ")[2][:200])  # without the number of the graph
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        if getattr(reason, "graph_break", False):
+            self.breaks.append(_one_line(reason))
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            # Passes evaluate what they rewrite. A checkpoint around the layer would count what that saves, and then miss it in
+            # the recomputation, which compiles nothing.
+            before = len(self.backend.contexts)
+            compiled = self.backend(gm, inputs)
+            self.contexts += self.backend.contexts[before:]
+            return compiled
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _one_line(reason: Any) -> str:
+    """A graph break's reason and the user's line."""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    text = str(reason.reason).strip().splitlines()[0][:200]
+    return f"{text} at {frame.filename}:{frame.lineno}" if frame else text
+
+
