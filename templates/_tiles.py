@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Row", "TABLE", "Tile", "find", "pick"]
+__all__ = ["TileRow", "TABLE", "Tile", "find", "pick"]
 
 
 class Tile(NamedTuple):
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     step: int = 1  #: rows at a time, where a program loops over them
 
 
-class Row(NamedTuple):
+class TileRow(NamedTuple):
     """A tile, and where it fits."""
 
     tile: Tile  #: to take there
@@ -33,57 +33,57 @@ class Row(NamedTuple):
 
 
 #: kernel -> rows, of which the first that fits is taken
-TABLE: dict[str, tuple[Row, ...]] = {
+TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
     "nf4": (
-        Row(Tile(256, num_warps=2)),
+        TileRow(Tile(256, num_warps=2)),
     ),
     # size: columns. A row a program, all of it in registers.
     "fp8_quantize": (
-        Row(Tile(0, num_warps=4), upto=4096),
-        Row(Tile(0, num_warps=8), upto=16384),
-        Row(Tile(0, num_warps=16), upto=32768),
-        Row(Tile(0, num_warps=32)),
+        TileRow(Tile(0, num_warps=4), upto=4096),
+        TileRow(Tile(0, num_warps=8), upto=16384),
+        TileRow(Tile(0, num_warps=16), upto=32768),
+        TileRow(Tile(0, num_warps=32)),
     ),
     # size: rows. `block` of them a program.
     "fp8_adapter": (
-        Row(Tile(64, num_warps=4)),
+        TileRow(Tile(64, num_warps=4)),
     ),
     # size: weights. `rows` x `block` of them a program.
     "fp8_dense": (
-        Row(Tile(64, rows=64, num_warps=4)),
+        TileRow(Tile(64, rows=64, num_warps=4)),
     ),
     "fp8_nf4": (
-        Row(Tile(1024, rows=4, num_warps=4)),
+        TileRow(Tile(1024, rows=4, num_warps=4)),
     ),
     "fp8_nf4_transposed": (
-        Row(Tile(64, rows=128, num_warps=4)),
+        TileRow(Tile(64, rows=128, num_warps=4)),
     ),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (
-        Row(Tile(16384, num_warps=32, num_stages=1), cc=90, itemsize=2),
-        Row(Tile(8192, num_warps=16, num_stages=2)),
+        TileRow(Tile(16384, num_warps=32, num_stages=1), cc=90, itemsize=2),
+        TileRow(Tile(8192, num_warps=16, num_stages=2)),
     ),
     # size: hidden size. Wide rows: a program a row. Narrow ones (q and k norms): several rows a program.
     "rms_norm": (
-        Row(Tile(0, rows=16, num_warps=4), upto=128),
-        Row(Tile(0, rows=8, num_warps=4), upto=256),
-        Row(Tile(0, rows=1, num_warps=4), upto=2048),
-        Row(Tile(0, rows=1, num_warps=8), upto=8192),
-        Row(Tile(0, rows=1, num_warps=16), upto=16384),
-        Row(Tile(0, rows=1, num_warps=32)),
+        TileRow(Tile(0, rows=16, num_warps=4), upto=128),
+        TileRow(Tile(0, rows=8, num_warps=4), upto=256),
+        TileRow(Tile(0, rows=1, num_warps=4), upto=2048),
+        TileRow(Tile(0, rows=1, num_warps=8), upto=8192),
+        TileRow(Tile(0, rows=1, num_warps=16), upto=16384),
+        TileRow(Tile(0, rows=1, num_warps=32)),
     ),
     # size: columns of gate. `block` columns of one row a program.
     "swiglu": (
-        Row(Tile(1024, num_warps=4), itemsize=4),
-        Row(Tile(1024, num_warps=4), upto=2048),
-        Row(Tile(2048, num_warps=8)),
+        TileRow(Tile(1024, num_warps=4), itemsize=4),
+        TileRow(Tile(1024, num_warps=4), upto=2048),
+        TileRow(Tile(2048, num_warps=8)),
     ),
     # size: the padded rank. `block` columns of gate, `rows` rows a program, `step` of them at a time.
     "lora_mlp": (
-        Row(Tile(64, rows=512, num_warps=4, step=32), upto=32),
-        Row(Tile(64, rows=512, num_warps=4, step=16)),
+        TileRow(Tile(64, rows=512, num_warps=4, step=32), upto=32),
+        TileRow(Tile(64, rows=512, num_warps=4, step=16)),
     ),
 }
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import is_mutation, value
 from tunecompile.ir.match import Match
 from tunecompile.ir.rewrite import apply, rewrite
@@ -34,7 +34,7 @@ def residual_norm(x, residual, weight, eps, offset, round_first):
 def run(graph, context: Context) -> None:
     anchors = [n for n in graph.nodes if n.target is rms_norm.overload and n.args[0].target is residual_norm.pattern.outputs[1].target]
     places, refused = apply(residual_norm, graph)
-    context.tallies.append(Tally("add_rms_norm", len(anchors), len(places), refused, places))
+    context.tallies.append(MatchCount("add_rms_norm", len(anchors), len(places), refused, places))
 
 
 PASS = Pass("add_rms_norm", "recognize", run, requires=frozenset({"rms_norm"}), provides=frozenset({"add_rms_norm"}))

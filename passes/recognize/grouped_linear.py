@@ -6,7 +6,7 @@ from typing import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import is_barrier, is_mutation, value
 from tunecompile.ir.rewrite import annotate
 from tunecompile.ops import gated_activation, lora_linear
@@ -92,7 +92,7 @@ def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = Tally("grouped_linear")
+    tally = MatchCount("grouped_linear")
     for group in _siblings(graph):
         tally.found += len(group)
         order = {node: i for i, node in enumerate(graph.nodes)}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile._torch.modules import linear
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
@@ -89,7 +89,7 @@ def _refuse(node: Node, arguments: dict) -> str | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = Tally("linear_cross_entropy")
+    tally = MatchCount("linear_cross_entropy")
     for node in [n for n in graph.nodes if n.target is F.cross_entropy]:
         tally.found += 1
         arguments = _arguments(node)

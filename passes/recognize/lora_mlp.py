@@ -5,7 +5,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import is_barrier, value
 from tunecompile.ir.rewrite import annotate, erase_dead, where_from
 from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
@@ -81,7 +81,7 @@ def _match(down: Node) -> tuple | str | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = Tally("lora_mlp")
+    tally = MatchCount("lora_mlp")
     for down in [node for node in graph.nodes if node.target in _LINEARS]:
         match = _match(down)
         if isinstance(match, str):

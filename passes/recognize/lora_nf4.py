@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -21,7 +21,7 @@ def _same_format(node: Node, weights: list[Node]) -> bool:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = Tally("lora_nf4")
+    tally = MatchCount("lora_nf4")
     for node in list(graph.nodes):
         if node.target is not lora_linear.overload or not on_gpu(value(node.args[0])) or not has_triton():
             continue

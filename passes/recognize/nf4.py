@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, is_barrier, value
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import dequantize_4bit
@@ -68,7 +68,7 @@ def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, co
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = Tally("nf4")
+    tally = MatchCount("nf4")
     for node in list(graph.nodes):
         function = str(node.target) == "autograd_function_apply"
         arguments = _inner_gemm(graph, node) if function else _arguments(node) if _is_gemm(node) else None

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tunecompile._torch import known_bugs
 from tunecompile.cli import doctor
 from tunecompile.cli.main import app
-from tunecompile.cli.monitor.gpu import Gpu
+from tunecompile.cli.monitor.gpu import GpuReading
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def versions(monkeypatch):
 def nvml(monkeypatch):
     """A driver for CUDA 12.8 with one GPU, whatever torch can do with it."""
     library = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "570.1", nvmlSystemGetCudaDriverVersion=lambda: 12080)
-    fake = SimpleNamespace(handles=[object()], missing=None, library=library, gpus=lambda: (Gpu(0, "", "H200", 0, 1 << 37, 0),))
+    fake = SimpleNamespace(handles=[object()], missing=None, library=library, gpus=lambda: (GpuReading(0, "", "H200", 0, 1 << 37, 0),))
     monkeypatch.setattr(doctor, "Nvml", lambda: fake)
 
 

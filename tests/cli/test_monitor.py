@@ -15,7 +15,7 @@ import torch
 
 import tunecompile
 from tests.runtime.memory.stack import Stack
-from tunecompile.cli.monitor.gpu import Gpu, Machine, Nvml, Process, Snapshot
+from tunecompile.cli.monitor.gpu import GpuReading, MachineReader, MachineSnapshot, Nvml, Process
 from tunecompile.errors import UnsafeFolder
 from tunecompile.runtime import telemetry, telemetry_files
 
@@ -93,7 +93,7 @@ def test_files_are_written_once_a_second(monkeypatch):
     telemetry_files.ask()
     wrote = []
     monkeypatch.setattr(telemetry_files, "write", lambda *given: wrote.append(given))
-    beats = telemetry.Pulse(lambda: dict.fromkeys(("model", "device", "gpu", "memory", "budget", "predicted_peak", "measured_peak", "allocated")))
+    beats = telemetry.Telemetry(lambda: dict.fromkeys(("model", "device", "gpu", "memory", "budget", "predicted_peak", "measured_peak", "allocated")))
     now = 1000.0
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: now)
     for _ in range(41):  # of 0.1 s each
@@ -172,7 +172,7 @@ def fake_nvml(monkeypatch, **answers):
 
 def test_gpus_by_nvml(monkeypatch):
     fake_nvml(monkeypatch)
-    assert Nvml().gpus() == (Gpu(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), Gpu(1, "", "NVIDIA H200", None, None, None))
+    assert Nvml().gpus() == (GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), GpuReading(1, "", "NVIDIA H200", None, None, None))
 
 
 def test_machines_without_a_gpu_say_so(monkeypatch):
@@ -182,18 +182,18 @@ def test_machines_without_a_gpu_say_so(monkeypatch):
         return init
 
     fake_nvml(monkeypatch, nvmlInit=no_driver)
-    assert Machine().look(0.0).why_no_gpu == "no NVIDIA GPU here (Driver Not Loaded)"
+    assert MachineReader().look(0.0).why_no_gpu == "no NVIDIA GPU here (Driver Not Loaded)"
     fake_nvml(monkeypatch, nvmlDeviceGetCount=lambda error: lambda: 0)
-    assert Machine().look(0.0).why_no_gpu == "no NVIDIA GPU here"
+    assert MachineReader().look(0.0).why_no_gpu == "no NVIDIA GPU here"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "tunecompile[monitor]" in Machine().look(0.0).why_no_gpu
+    assert "tunecompile[monitor]" in MachineReader().look(0.0).why_no_gpu
 
 
 def shot():
-    gpus = (Gpu(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), Gpu(1, "", "NVIDIA H200", None, None, None))
+    gpus = (GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), GpuReading(1, "", "NVIDIA H200", None, None, None))
     bare = told(device="cpu", gpu=None, rank=None, allocated=None, measured_peak=None, budget=None, memory=None, predicted_peak=None,
                 tokens_per_s=None, step_ms=None, updated=time.time() - 100)
-    return Snapshot(time.time(), gpus, None, (Process(told(), 3 * GIB), Process(bare, 2 * GIB)), 30 * GIB, 128 * GIB)
+    return MachineSnapshot(time.time(), gpus, None, (Process(told(), 3 * GIB), Process(bare, 2 * GIB)), 30 * GIB, 128 * GIB)
 
 
 def test_the_table_fits_a_narrow_terminal():
@@ -276,7 +276,7 @@ def test_it_looks_and_asks_until_interrupted(monkeypatch, terminal):
 
     asked, slept = [], []
     monkeypatch.setattr(watch.status, "ask", lambda: asked.append(True))
-    monkeypatch.setattr(Machine, "look", lambda self, now: shot())
+    monkeypatch.setattr(MachineReader, "look", lambda self, now: shot())
 
     def sleep(seconds):
         slept.append(seconds)

@@ -12,12 +12,12 @@ from tests.support import zoo
 from tunecompile._torch.cuda import attention_order
 from tunecompile.compiler import attention_backend, tuning_cache
 from tunecompile.compiler import backend as backend_module
-from tunecompile.compiler.attention_backend import Call, rank
+from tunecompile.compiler.attention_backend import AttentionCall, rank
 from tunecompile.compiler.backend import Backend
 from tunecompile.passes import PIPELINE
 
 CUDA = torch.device("cuda", 0)
-CALL = Call(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False)
+CALL = AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False)
 TIMES = {"cudnn": 1.15, "flash": 2.14, "efficient": 4.0}
 
 
@@ -80,11 +80,11 @@ def test_measured_once_and_then_read():
     assert first.asked == ["cudnn", "flash", "efficient"]
     later = Clock(flash=0.1)  # another process
     assert decide(later).why.endswith("measured before)") and not later.asked
-    masked = Call(**{**CALL.__dict__, "causal": False, "mask": ((4, 1, 2048, 2048), "bool")})
+    masked = AttentionCall(**{**CALL.__dict__, "causal": False, "mask": ((4, 1, 2048, 2048), "bool")})
     assert "dense mask, measured)" in decide(Clock(efficient=3.0), call=masked).why
     assert "dense mask, measured before)" in decide(Clock(), call=masked).why
     assert decide(Clock(flash=1.0), flash="FA3").order[0] == "flash"  # another implementation under the same name
-    assert decide(Clock(flash=1.0), call=Call(**{**CALL.__dict__, "length": 512})).order[0] == "flash"
+    assert decide(Clock(flash=1.0), call=AttentionCall(**{**CALL.__dict__, "length": 512})).order[0] == "flash"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "value": 2}', None])
@@ -154,12 +154,12 @@ def test_what_a_call_is():
     gm = capture(lambda q, k: attention(q, k, k, is_causal=True, enable_gqa=True, scale=0.1), q, k)
     (node,) = attention_backend._nodes(gm)
     call, device = attention_backend._call(node)
-    assert call == Call(2, 6, 3, 5, 5, 16, 16, "float32", True, None, False) and device.type == "cpu"
+    assert call == AttentionCall(2, 6, 3, 5, 5, 16, 16, "float32", True, None, False) and device.type == "cpu"
     gm = capture(lambda q, mask: attention(q, q, q, mask, dropout_p=0.2), q, torch.ones(2, 1, 5, 5, dtype=torch.bool))
     (node,) = attention_backend._nodes(gm)
     with torch.autocast("cpu", torch.bfloat16):
         call, _ = attention_backend._call(node)
-    assert call == Call(2, 6, 6, 5, 5, 16, 16, "bfloat16", False, ((2, 1, 5, 5), "bool"), True)
+    assert call == AttentionCall(2, 6, 6, 5, 5, 16, 16, "bfloat16", False, ((2, 1, 5, 5), "bool"), True)
 
 
 def test_calls_in_a_checkpoint_and_of_symbolic_sizes_count():
@@ -209,7 +209,7 @@ def test_the_timer_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     state = torch.get_rng_state()
     for mask in (None, ((1, 1, 6, 6), "bool"), ((6, 6), "bfloat16")):
-        call = Call(1, 4, 2, 6, 6, 8, 8, "bfloat16", mask is None, mask, False)
+        call = AttentionCall(1, 4, 2, 6, 6, 8, 8, "bfloat16", mask is None, mask, False)
         with torch._subclasses.FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", torch.float16):
             assert attention_backend.time_on_gpu(call, "math", torch.device("cpu")) == 1.0
         assert torch.equal(state, torch.get_rng_state())

@@ -78,7 +78,7 @@ def test_every_pass_that_changed_a_graph_leaves_a_file(monkeypatch, tmp_path):
     assert after.startswith(f"# region layers_Layer, stage recognize, dynamo graph, process {os.getpid()}\n"
                             "# after pass rms_norm: +1 tunecompile.rms_norm  -1 add  -1 mean  -2 mul  -1 pow  -1 rsqrt\n")
     assert "rsqrt" in before.split("\n\n", 1)[1] and "tunecompile.rms_norm" not in before
-    assert "torch.ops.tunecompile.rms_norm" in after and "test_dump.py" in after, "with the user's lines"
+    assert "torch.ops.tunecompile.rms_norm" in after and "test_graph_dump.py" in after, "with the user's lines"
     assert "MUST_SAVE" in (folder / names[5]).read_text(encoding="utf-8"), "tags are shown"
 
 
@@ -125,7 +125,7 @@ def test_a_graph_that_cannot_be_printed_is_compiled_all_the_same(monkeypatch, tm
 
 def test_nobody_asked(monkeypatch):
     monkeypatch.delenv("TUNECOMPILE_DUMP", raising=False)
-    monkeypatch.setattr(graph_dump.Dump, "show", lambda *_: pytest.fail("shown"))
+    monkeypatch.setattr(graph_dump.GraphDump, "show", lambda *_: pytest.fail("shown"))
     trained()
 
 
@@ -137,7 +137,7 @@ def test_trials_of_a_planner_are_not_shown(monkeypatch, tmp_path):
 
 
 def test_what_is_shown_comes_from_no_cache(tmp_path):
-    shown, traced, plain = Context("layer", dump=graph_dump.Dump("layer", tmp_path, False)), Context("layer", dump=graph_dump.Dump("layer", None, True)), Context("layer")
+    shown, traced, plain = Context("layer", dump=graph_dump.GraphDump("layer", tmp_path, False)), Context("layer", dump=graph_dump.GraphDump("layer", None, True)), Context("layer")
     assert Lowering(PIPELINE, shown).uuid() is None
     assert Lowering(PIPELINE, traced).uuid() == Lowering(PIPELINE, plain).uuid() is not None
 
@@ -155,7 +155,7 @@ def test_the_report_tells_what_each_pass_did():
 
 
 TRACED = """
-from tests.test_dump import trained
+from tests.compiler.test_graph_dump import trained
 trained()
 """
 

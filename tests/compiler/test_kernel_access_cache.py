@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tunecompile
 from tests.models.test_gpu import build
 from tests.support import zoo
-from tunecompile.compiler.kernel_access_cache import Answers, asked_once, told_apart
+from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once, told_apart
 
 ANALYSIS = next(name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name))
 
@@ -40,7 +40,7 @@ def fake(*sizes, dtype=torch.bfloat16):
 
 def test_one_answer_for_arguments_alike(asked):
     kernel = object()
-    with asked_once(Answers()):
+    with asked_once(AccessCache()):
         first = ask(kernel, {"x": fake(4, 8), "n": 8, "BLOCK": 64})
         assert ask(kernel, {"BLOCK": 64, "n": 8, "x": fake(2)}) == first == ["x"]
     assert len(asked) == 1
@@ -48,7 +48,7 @@ def test_one_answer_for_arguments_alike(asked):
 
 def test_what_a_caller_changes_is_its_own(asked):
     kernel = object()
-    with asked_once(Answers()):
+    with asked_once(AccessCache()):
         ask(kernel, {"x": fake(4)}).append("y")
         assert ask(kernel, {"x": fake(4)}) == ["x"]
 
@@ -58,14 +58,14 @@ def test_what_a_caller_changes_is_its_own(asked):
     {"x": fake(4), "n": 8.0, "on": True}, {"x": None, "n": 8, "on": True}, {"y": fake(4), "n": 8, "on": True}])
 def test_no_answer_for_what_differs(asked, other):
     kernel = object()
-    with asked_once(Answers()):
+    with asked_once(AccessCache()):
         ask(kernel, {"x": fake(4), "n": 8, "on": True})
         ask(kernel, other)
     assert len(asked) == 2
 
 
 def test_each_kernel_is_asked_for_itself(asked):
-    with asked_once(Answers()):
+    with asked_once(AccessCache()):
         ask(object(), {"x": fake(4)})
         ask(object(), {"x": fake(4)})
     assert len(asked) == 2
@@ -96,7 +96,7 @@ def test_numbers_that_triton_looks_at_are_not(other):
 @pytest.mark.parametrize("kwargs, descriptors", [({"x": [1]}, {}), ({"x": 1}, {"x": "a TMA descriptor"})])
 def test_what_is_not_known_is_asked_each_time(asked, kwargs, descriptors):
     kernel = object()
-    with asked_once(Answers()):
+    with asked_once(AccessCache()):
         ask(kernel, kwargs, descriptors)
         ask(kernel, kwargs, descriptors)
     assert len(asked) == 2
@@ -104,7 +104,7 @@ def test_what_is_not_known_is_asked_each_time(asked, kwargs, descriptors):
 
 def test_torch_is_as_it_was(asked):
     before = getattr(triton_kernel_wrap, ANALYSIS)
-    with pytest.raises(RuntimeError), asked_once(Answers()):
+    with pytest.raises(RuntimeError), asked_once(AccessCache()):
         raise RuntimeError
     assert getattr(triton_kernel_wrap, ANALYSIS) is before
 
@@ -113,7 +113,7 @@ def test_torch_is_as_it_was(asked):
 def test_answers_are_torchs_own(monkeypatch):
     """Of every kernel in a layer's forward and backward."""
     counted = {"asked": 0, "analysed": 0}
-    answered = Answers.ask
+    answered = AccessCache.ask
 
     def ask_both(self, analyse, kernel, kwargs, descriptors):
         before = len(self._known)
@@ -123,7 +123,7 @@ def test_answers_are_torchs_own(monkeypatch):
         assert told_apart(kernel, kwargs, descriptors) is None or str(answer) == str(analyse(kernel, kwargs, descriptors))
         return answer
 
-    monkeypatch.setattr(Answers, "ask", ask_both)
+    monkeypatch.setattr(AccessCache, "ask", ask_both)
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
     notes = tunecompile.report(model).notes

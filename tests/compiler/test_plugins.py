@@ -19,7 +19,7 @@ from tests.support import zoo
 from tunecompile import passes
 from tunecompile.compiler.partitioner import Lowering
 from tunecompile.compiler.pass_manager import Context, Pass
-from tunecompile.compiler.plugin_sandbox import Snapshot
+from tunecompile.compiler.plugin_sandbox import GraphBackup
 from tunecompile.compiler.plugins import compose, pipeline
 from tunecompile.errors import InvalidPackage, UnknownEntryPoint
 
@@ -311,7 +311,7 @@ def test_a_graph_is_restored_to_the_letter():
     def state():
         return str(graph), [(node.name, node.op, node.target, node.meta["val"]) for node in graph.nodes]
 
-    before, snapshot = state(), Snapshot(graph)
+    before, snapshot = state(), GraphBackup(graph)
     x, y, added, *_ = graph.nodes
     graph.inserting_before(added)
     wrong = graph.call_function(torch.neg, (x,))

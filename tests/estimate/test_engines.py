@@ -4,8 +4,8 @@ import pytest
 
 from tunecompile.estimate.engines import (
     AHEAD,
-    Part,
-    Parts,
+    ModelBytes,
+    ShardedBytes,
     ddp_cost,
     fsdp_cost,
     gathered,
@@ -15,20 +15,20 @@ from tunecompile.estimate.engines import (
     whole,
 )
 from tunecompile.estimate.meta_model import hollow_model
-from tunecompile.estimate.multi_gpu import Planner, Question, plan
+from tunecompile.estimate.multi_gpu import MultiGpuPlanner, Question, plan
 from tunecompile.estimate.network import Network
-from tunecompile.planner.datasheets import CONTEXT, GPUS, Sheet, find_gpu
+from tunecompile.planner.datasheets import CONTEXT, GPUS, DatasheetGauge, find_gpu
 
 pytest.importorskip("peft")
 H100 = find_gpu("h100")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def parts(trained: float, layers: int = 32) -> Parts:
+def parts(trained: float, layers: int = 32) -> ModelBytes:
     """Of 14 GiB of weights in layers, so much of them trained."""
     each = 2**30 * 14 // layers
-    layer = Part(each, each, int(trained * each), int(4 * trained * each))
-    return Parts((layer,) * layers, Part(2**30, 2**30, 0, 0), Part(2**30, 2**30, 0, 0))
+    layer = ShardedBytes(each, each, int(trained * each), int(4 * trained * each))
+    return ModelBytes((layer,) * layers, ShardedBytes(2**30, 2**30, 0, 0), ShardedBytes(2**30, 2**30, 0, 0))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -67,7 +67,7 @@ def test_what_fsdp_gathers_is_hidden_but_for_the_first():
 
 
 def test_what_each_gpu_holds():
-    all_, sheet = parts(1.0), Sheet(H100)
+    all_, sheet = parts(1.0), DatasheetGauge(H100)
     one, ddp, fsdp = whole(all_, sheet), replicated(all_, sheet), sharded(all_, 8, sheet)
     assert one.weights == ddp.weights == 16 * 2**30 and ddp.gradients == 2 * one.gradients == 28 * 2**30
     assert gathered(all_) == (1 + AHEAD) * 14 * 2**30 // 32 + 2 * 2**30 and fsdp.weights == 2 * 2**30 + gathered(all_)
@@ -95,7 +95,7 @@ def question(**changes) -> Question:
 def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
     """Frozen dense weights move to their adapters where they are on one GPU, and whole: rehearsals are shared only where they agree about that."""
     def planner():
-        return Planner(question(mode="lora", length=1024, gpus=4, memory=memory))
+        return MultiGpuPlanner(question(mode="lora", length=1024, gpus=4, memory=memory))
 
     several = planner()
     in_turn = [several.device_map(), several.one_gpu(), several.fsdp(), several.ddp()]
@@ -106,20 +106,20 @@ def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
 @pytest.mark.slow
 def test_each_gpu_of_a_device_map_has_a_budget_of_its_own():
     def asked(memory):
-        return Planner(question(length=1024, gpus=2, memory=memory)).device_map()
+        return MultiGpuPlanner(question(length=1024, gpus=2, memory=memory)).device_map()
 
     free = asked(None)
     less = int((free.weights + free.gradients + free.optimizer + free.activations // 2) / 0.95) + CONTEXT
     tight = asked(less)
     assert free.memory is None and free.fits and tight.fits and tight.peak < free.peak and tight.peak <= tight.allowed
     assert tight.step_ms > free.step_ms and any(each["recompute"] or each["offload"] for each in tight.plans) and tight.most_rows < free.most_rows
-    small = Planner(question(length=1024, gpus=2, gpu=find_gpu(f"h100,memory={less / 2**30}GiB"))).device_map()
+    small = MultiGpuPlanner(question(length=1024, gpus=2, gpu=find_gpu(f"h100,memory={less / 2**30}GiB"))).device_map()
     assert small.memory == "auto" and small.fits and small.plans == tight.plans
 
 
 @pytest.mark.slow
 def test_a_longer_sequence_never_needs_less():
-    found = [Planner(question(mode="lora", length=length)).one_gpu() for length in (128, 256, 512, 2048)]
+    found = [MultiGpuPlanner(question(mode="lora", length=length)).one_gpu() for length in (128, 256, 512, 2048)]
     for values in ([engine.peak for engine in found], [engine.activations for engine in found], [engine.step_ms for engine in found]):
         assert values == sorted(values) and len(set(values)) == len(values)
     most = [engine.most_rows for engine in found]

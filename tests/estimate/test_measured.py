@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunecompile.estimate.multi_gpu import EnginePlan, Planner, Question
+from tunecompile.estimate.multi_gpu import EnginePlan, MultiGpuPlanner, Question
 from tunecompile.planner.datasheets import find_gpu
 
 pytest.importorskip("peft")
@@ -45,7 +45,7 @@ def planned(command: str, run: dict) -> EnginePlan:
     memory = run["system"].partition("@")[2] or option("memory") or within
     count, length = map(int, run["shape"].split("x"))
     gpus = run.get("gpus") or 1
-    planner = Planner(Question(run["model"], run["mode"], count, length, find_gpu("h200"), gpus=gpus, memory=memory, host_memory=option("host-memory")))
+    planner = MultiGpuPlanner(Question(run["model"], run["mode"], count, length, find_gpu("h200"), gpus=gpus, memory=memory, host_memory=option("host-memory")))
     return planner.one_gpu() if gpus == 1 else {"alone": planner.one_gpu, "ddp": planner.ddp, "fsdp2": planner.fsdp, "device_map": planner.device_map}[run["parallel"]]()
 
 

@@ -151,7 +151,7 @@ def test_refusals_name_the_reason_and_the_line():
     rule = rewrite("never", to=lambda x: x, where=lambda m: "because")(lambda x: torch.sin(torch.abs(x)))
     x = torch.rand(3)
     got, outcome = run(rule, lambda x: torch.sin(torch.abs(x)), x)
-    assert outcome["done"] == 0 and "never: because at test_matcher.py:" in outcome["refused"][0]
+    assert outcome["done"] == 0 and "never: because at test_match.py:" in outcome["refused"][0]
     assert torch.equal(got, torch.sin(x))
 
 
@@ -200,7 +200,7 @@ def test_recognise_counts_anchors_and_names_what_is_left():
     (tally,) = recorder.seen.contexts[0].tallies
     assert (tally.found, tally.rewritten) == (2, 1)
     (reason,) = tally.refused
-    line = "test_matcher.py:" + str(test_recognise_counts_anchors_and_names_what_is_left.__code__.co_firstlineno + 4)
+    line = "test_match.py:" + str(test_recognise_counts_anchors_and_names_what_is_left.__code__.co_firstlineno + 4)
     assert reason == f"`abs` at {line}: expected sin(abs(...)), found cos(abs(...)) at {line}"
 
 
@@ -281,7 +281,7 @@ def test_a_near_miss_says_what_was_expected_and_found_and_where(fn, name, expect
     recorder = Recorder(family(name))
     torch._dynamo.reset()
     torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(8) if name == "rms_norm" else torch.rand(2, 8))
-    lines = [f"test_matcher.py:{fn.__code__.co_firstlineno + i}" for i in range(5)]
+    lines = [f"test_match.py:{fn.__code__.co_firstlineno + i}" for i in range(5)]
     (tally,) = recorder.seen.contexts[0].tallies
     assert (tally.found, tally.rewritten) == (1, 0) and tally.refused == [expected.format(*lines)]
 
@@ -301,7 +301,7 @@ def test_a_near_miss_is_told_of_the_pattern_that_has_its_operation():
         torch._dynamo.reset()
         torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))
         (reason,) = recorder.seen.refused
-        assert reason.startswith("`stack` at test_matcher.py:") and expected in reason, reason
+        assert reason.startswith("`stack` at test_match.py:") and expected in reason, reason
 
 
 def test_a_near_miss_is_listed_beside_what_a_guard_refused():

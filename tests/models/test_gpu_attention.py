@@ -9,7 +9,7 @@ import tunecompile
 from tests.models.test_gpu import SHAPE
 from tests.support import zoo
 from tunecompile.compiler import attention_backend
-from tunecompile.compiler.attention_backend import Call
+from tunecompile.compiler.attention_backend import AttentionCall
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def test_what_is_measured_first_is_what_runs(monkeypatch):
 
 
 def test_the_clock_leaves_random_state_and_memory_as_they_were():
-    call = Call(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, True)
+    call = AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, True)
     torch.cuda.synchronize()
     state, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     for backend in ("cudnn", "flash"):
@@ -74,12 +74,12 @@ def test_the_clock_leaves_random_state_and_memory_as_they_were():
     assert "efficient" not in times  # fewer heads of k than of q
     assert torch.cuda.memory_allocated() - held < 64 << 20
     with pytest.raises(RuntimeError):
-        attention_backend.time_on_gpu(Call(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
+        attention_backend.time_on_gpu(AttentionCall(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
 
 
 def test_memory_that_is_needed_is_bounded_by_what_is_asked_for():
-    for call in (Call(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False),
-                 Call(2, 16, 16, 1024, 1024, 64, 64, "bfloat16", False, ((2, 1, 1024, 1024), "bool"), False)):
+    for call in (AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False),
+                 AttentionCall(2, 16, 16, 1024, 1024, 64, 64, "bfloat16", False, ((2, 1, 1024, 1024), "bool"), False)):
         for backend in ("cudnn", "flash", "efficient"):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

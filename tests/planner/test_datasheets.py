@@ -3,7 +3,7 @@
 import pytest
 
 from tunecompile.errors import UnknownGpu
-from tunecompile.planner.datasheets import GPUS, Sheet, find_gpu
+from tunecompile.planner.datasheets import GPUS, DatasheetGauge, find_gpu
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
@@ -27,7 +27,7 @@ def test_a_datasheet_of_the_users_own():
     gpu = find_gpu("h100, memory=94GiB, tflops=835")
     assert (gpu.memory, gpu.tflops, gpu.bandwidth) == (94 * 2**30, 835, GPUS["h100"].bandwidth) and "memory=94GiB" in gpu.title
     assert not find_gpu("h200,pcie=32").measured
-    assert Sheet(gpu).available() < Sheet(gpu).total() == gpu.memory and Sheet(gpu).allocated() == 0
+    assert DatasheetGauge(gpu).available() < DatasheetGauge(gpu).total() == gpu.memory and DatasheetGauge(gpu).allocated() == 0
 
 
 @pytest.mark.parametrize("text, says", [("x900", "no datasheet"), ("h100,vram=3GiB", "no figure"), ("h100,memory=94", "no figure"), ("h100,tflops=0", "more than 0"),

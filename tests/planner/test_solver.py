@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
-from tunecompile.planner.solver import KEEP, Option, Plan, Stack, choose, onward, peak
+from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, onward, peak
 
 bytes_ = st.integers(0, 100)
-option = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)))
-stack = st.builds(Stack, st.integers(1, 4), st.lists(option, min_size=1, max_size=4).map(tuple))
+option = st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)))
+stack = st.builds(LayerRun, st.integers(1, 4), st.lists(option, min_size=1, max_size=4).map(tuple))
 
 
 def brute_force(stacks, room, tail):
@@ -43,7 +43,7 @@ def test_more_room_is_never_slower(stack, one, other):
 
 def nested(layers, held, ms):
     """Layers as they are: the less a plan holds, the more it computes; nothing beside."""
-    return Stack(layers, tuple(Option(Plan(frozenset(range(i))), h, 0, 0, t) for i, (h, t) in enumerate(zip(sorted(held, reverse=True), sorted(ms)))))
+    return LayerRun(layers, tuple(PlanOption(Plan(frozenset(range(i))), h, 0, 0, t) for i, (h, t) in enumerate(zip(sorted(held, reverse=True), sorted(ms)))))
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,19 +63,19 @@ def test_early_layers_move_first_and_only_as_many_as_must():
 
 
 def test_all_is_kept_where_it_fits_even_if_another_plan_costs_as_little():
-    options = (Option(KEEP, 100, 5, 5, 0.0), Option(KEEP, 0, 300, 300, 0.01, offloaded=100))
-    assert all(o.offloaded == 0 for o in choose([Stack(4, options)], 405).options[0])
+    options = (PlanOption(KEEP, 100, 5, 5, 0.0), PlanOption(KEEP, 0, 300, 300, 0.01, offloaded=100))
+    assert all(o.offloaded == 0 for o in choose([LayerRun(4, options)], 405).options[0])
 
 
 def test_the_cheapest_byte_comes_first():
-    keep, bad, good = Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 90, 0, 0, 5.0), Option(KEEP, 20, 0, 0, 6.0)
+    keep, bad, good = PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 90, 0, 0, 5.0), PlanOption(KEEP, 20, 0, 0, 6.0)
     assert onward([bad, good, keep], keep) == [good, bad] and onward([bad, good, keep], good) == []
 
 
 def test_room_to_compute_again_counts():
     """The last layer's backward runs while all others hold theirs, so it may be the one that must not compute again."""
-    options = (Option(KEEP, 50, 0, 10, 0.0), Option(Plan(None), 10, 0, 100, 1.0))
-    choice = choose([Stack(3, options)], 130)
+    options = (PlanOption(KEEP, 50, 0, 10, 0.0), PlanOption(Plan(None), 10, 0, 100, 1.0))
+    choice = choose([LayerRun(3, options)], 130)
     assert choice.fits and choice.options[0][-1].plan == KEEP
 
 
@@ -93,7 +93,7 @@ def step(options, tail):
     return max(seen)
 
 
-@given(st.lists(st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.just(0.0), gradients=bytes_), min_size=1, max_size=6), bytes_)
+@given(st.lists(st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.just(0.0), gradients=bytes_), min_size=1, max_size=6), bytes_)
 def test_gradients_come_as_what_layers_hold_goes(options, tail):
     assert peak([options], tail) == step(options, tail)
 
@@ -111,43 +111,43 @@ def test_what_is_no_budget(spec):
 
 
 def test_the_last_layer_stays_where_others_wait_on_the_host():
-    options = (Option(KEEP, 100, 0, 0, 0.0), Option(Plan(frozenset({0})), 40, 0, 10, 5.0), Option(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40))
-    (made,) = choose([Stack(4, options)], room=130).options  # three layers' copies and the room to compute again
+    options = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(Plan(frozenset({0})), 40, 0, 10, 5.0), PlanOption(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40))
+    (made,) = choose([LayerRun(4, options)], room=130).options  # three layers' copies and the room to compute again
     assert [option.offloaded for option in made] == [40, 40, 40, 0]
-    (made,) = choose([Stack(4, options)], room=130, tail=100).options  # what the head needs comes on top of what stays
+    (made,) = choose([LayerRun(4, options)], room=130, tail=100).options  # what the head needs comes on top of what stays
     assert [option.offloaded for option in made] == [40] * 4
 
 
 def test_copies_go_fewer_layers_ahead_where_there_is_no_room_for_two():
-    stack = Stack(6, (Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100)))
+    stack = LayerRun(6, (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100)))
     assert [choose([stack], room).ahead for room in (700, 320, 220, 120)] == [2, 2, 1, 0]
     assert choose([stack], 110).fits and not choose([stack], 100).fits
 
 
 def test_copies_go_one_layer_ahead_where_that_is_faster():
-    options = (Option(KEEP, 100, 0, 0, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100), Option(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50))
-    made = choose([Stack(6, options)], 260)
+    options = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100), PlanOption(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50))
+    made = choose([LayerRun(6, options)], 260)
     assert made.ahead == 1 and made.fits and made.ms < 1
 
 
 def test_copies_that_nothing_hides_are_paid_for():
     """With room for one layer's tensors at a time, computing again is faster than waiting for them; with room for two, it is not."""
-    options = (Option(KEEP, 100, 0, 10, 0.0), Option(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0), Option(Plan(None), 10, 0, 60, 4.0))
-    tight, loose = choose([Stack(8, options)], 140), choose([Stack(8, options)], 400)
+    options = (PlanOption(KEEP, 100, 0, 10, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0), PlanOption(Plan(None), 10, 0, 60, 4.0))
+    tight, loose = choose([LayerRun(8, options)], 140), choose([LayerRun(8, options)], 400)
     assert {o.plan for o in tight.options[0]} == {Plan(None)} and tight.ms == 32.0
     assert loose.ahead == 2 and {o.offloaded for o in loose.options[0]} == {0, 100}
-    options = (*options[:2], Option(Plan(None), 10, 0, 60, 40.0))
-    waiting = choose([Stack(8, options)], 140)
+    options = (*options[:2], PlanOption(Plan(None), 10, 0, 60, 40.0))
+    waiting = choose([LayerRun(8, options)], 140)
     assert waiting.ahead == 0 and waiting.fits and sum(o.offloaded for o in waiting.options[0]) >= 700 and waiting.ms >= 7 * 20
 
 
 def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
     """Rather than being computed again, with the small ones on the device."""
     again = Plan(frozenset({0}))
-    options = (Option(KEEP, 72, 30, 90, 0.0), Option(KEEP, 44, 30, 90, 0.1, offloaded=28), Option(KEEP, 0, 30, 90, 3.0, offloaded=72),
-               Option(again, 28, 50, 100, 2.6), Option(again, 0, 50, 100, 2.7, offloaded=28))
+    options = (PlanOption(KEEP, 72, 30, 90, 0.0), PlanOption(KEEP, 44, 30, 90, 0.1, offloaded=28), PlanOption(KEEP, 0, 30, 90, 3.0, offloaded=72),
+               PlanOption(again, 28, 50, 100, 2.6), PlanOption(again, 0, 50, 100, 2.7, offloaded=28))
     without = tuple(o for o in options if not (o.held and o.offloaded))
-    mixed, plain = (choose([Stack(32, given)], 1300, tail=50) for given in (options, without))
+    mixed, plain = (choose([LayerRun(32, given)], 1300, tail=50) for given in (options, without))
     assert mixed.fits and plain.fits and mixed.ms < 0.5 * plain.ms and any(o.held and o.offloaded for o in mixed.options[0])
     assert options[1].leaves(22) and not options[1].leaves(33) and options[2].leaves(72) and not options[0].leaves(1)
 
@@ -155,31 +155,31 @@ def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
 def test_a_host_that_cannot_hold_all_is_shared():
     """A few layers that leave all they save on the host would fill it, and the others have nowhere to go: everything is computed again by most."""
     most, again = Plan(None), Plan(None, attention=True)
-    options = (Option(KEEP, 300, 20, 60, 0.0), Option(KEEP, 0, 20, 60, 0.2, offloaded=300), Option(most, 60, 30, 90, 10.0),
-               Option(most, 0, 30, 90, 10.1, offloaded=60), Option(again, 30, 30, 90, 90.0), Option(again, 0, 30, 90, 90.1, offloaded=30))
-    made = choose([Stack(30, options)], 300, host=1000)
+    options = (PlanOption(KEEP, 300, 20, 60, 0.0), PlanOption(KEEP, 0, 20, 60, 0.2, offloaded=300), PlanOption(most, 60, 30, 90, 10.0),
+               PlanOption(most, 0, 30, 90, 10.1, offloaded=60), PlanOption(again, 30, 30, 90, 90.0), PlanOption(again, 0, 30, 90, 90.1, offloaded=30))
+    made = choose([LayerRun(30, options)], 300, host=1000)
     assert made.fits and sum(o.offloaded for o in made.options[0]) <= 1000
-    assert made.ms < 30 * 90.1 - 2 * 80 and Option(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]  # what was left of the host is used
-    assert choose([Stack(30, options)], 300, host=10**6).ms < 30 * 10.2
+    assert made.ms < 30 * 90.1 - 2 * 80 and PlanOption(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]  # what was left of the host is used
+    assert choose([LayerRun(30, options)], 300, host=10**6).ms < 30 * 10.2
 
 
 def test_a_host_smaller_than_an_equal_share_takes_as_many_layers_as_it_can():
     """70B at 120k tokens: each layer's input alone is more than its share of the host."""
-    keep, again = Option(KEEP, 200, 0, 90, 0.0), Option(Plan(None), 20, 0, 90, 10.0)
-    options = (keep, again, Option(KEEP, 0, 0, 90, 1.0, offloaded=200), Option(Plan(None), 0, 0, 90, 10.1, offloaded=20))
-    made = choose([Stack(10, options)], 195, host=100)
+    keep, again = PlanOption(KEEP, 200, 0, 90, 0.0), PlanOption(Plan(None), 20, 0, 90, 10.0)
+    options = (keep, again, PlanOption(KEEP, 0, 0, 90, 1.0, offloaded=200), PlanOption(Plan(None), 0, 0, 90, 10.1, offloaded=20))
+    made = choose([LayerRun(10, options)], 195, host=100)
     assert made.fits and sum(o.offloaded for o in made.options[0]) == 100 and set(made.options[0]) <= {again, options[3]}
-    assert choose([Stack(10, options)], 1000, host=100).ms < made.ms  # what stays on the device beside them is not as small as can be
+    assert choose([LayerRun(10, options)], 1000, host=100).ms < made.ms  # what stays on the device beside them is not as small as can be
 
 
 
-waiting = st.builds(Option, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)), offloaded=bytes_)
+waiting = st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)), offloaded=bytes_)
 
 
 @settings(max_examples=150, deadline=None)
 @given(option, st.lists(waiting, min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 500), bytes_, st.integers(0, 300))
 def test_the_host_holds_what_is_sent_to_it(plain, others, layers, room, tail, host):
-    stack = Stack(layers, (plain, *others))
+    stack = LayerRun(layers, (plain, *others))
     choice = choose([stack], room, tail, host)
     assert sum(o.offloaded for o in choice.options[0]) <= host
     assert choice.peak == peak(choice.options, tail, choice.ahead) and choice.fits == (choice.peak <= room)

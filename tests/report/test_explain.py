@@ -150,7 +150,7 @@ def test_calls_of_several_kinds_are_no_pieces():
 
 def test_times_of_attention_stand_beside_each_other(monkeypatch, tmp_path):
     times = (("cudnn", 1.25), ("flash", 2.5))
-    monkeypatch.setattr(attention_backend, "choose", lambda gm, device: attention_backend.Choice(("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times))
+    monkeypatch.setattr(attention_backend, "choose", lambda gm, device: attention_backend.KernelChoice(("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times))
     (region,) = fields(trained(zoo.Stack(Layer))._tunecompile)["regions"]
     told = region["graphs"][0]["attention"]
     assert told["rows"] == [{"kernel": "cudnn", "ms": 1.25, "times": 1.0}, {"kernel": "flash", "ms": 2.5, "times": 2.0}]

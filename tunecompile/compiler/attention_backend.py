@@ -38,7 +38,7 @@ HEADROOM = 5  #: so many times the inputs must be free: they, their gradients, t
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of attention, as far as its speed depends on it. Sizes that are symbols stand at their hint."""
 
     batch: int
@@ -70,7 +70,7 @@ class Call:
         mask = torch.Size(self.mask[0]).numel() * getattr(torch, self.mask[1]).itemsize if self.mask else 0
         return (query + key) * (self.head_dim + self.value_dim) * wide + mask
 
-    def sample(self) -> Call:
+    def sample(self) -> AttentionCall:
         """The same on fewer heads, where all of them take too much memory: heads know nothing of each other, and few of long rows fill a GPU."""
         shares = [n for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0 and self.heads % n == 0 and self.mask is None]
         calls = [replace(self, heads=self.heads // n, kv_heads=self.kv_heads // n) for n in shares]
@@ -84,7 +84,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The order in which torch tries its backends, and where it comes from."""
 
     order: tuple[str, ...]
@@ -93,24 +93,24 @@ class Choice:
     rate: float | None = None  #: floating point operations a millisecond of the fastest, as if nothing were masked
 
 
-def choose(gm: GraphModule, device: str, time: Callable[[Call, str, torch.device], float] | None = None) -> Choice | None:
+def choose(gm: GraphModule, device: str, time: Callable[[AttentionCall, str, torch.device], float] | None = None) -> KernelChoice | None:
     """For the graph's largest call of attention; None on a device with one kernel only."""
     enabled = _enabled()
     if device != "cuda" or not enabled:
         return None
     found = [call for node in _nodes(gm) if (call := _call(node)) is not None]
     if not found:
-        return Choice(enabled, "")
+        return KernelChoice(enabled, "")
     call, where = max(found, key=lambda pair: pair[0].work)
     if torch.are_deterministic_algorithms_enabled():
-        return Choice(enabled, f"in fixed order, since deterministic algorithms were asked for ({call})")
+        return KernelChoice(enabled, f"in fixed order, since deterministic algorithms were asked for ({call})")
     if len(enabled) < 3:
-        return Choice(enabled, f"{enabled[0]}, others are switched off ({call})")
+        return KernelChoice(enabled, f"{enabled[0]}, others are switched off ({call})")
     return decide(call, where, enabled, current_flash_attention_impl(), time or time_on_gpu)
 
 
 @functools.cache
-def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: str | None, time: Callable[[Call, str, torch.device], float]) -> Choice:
+def decide(call: AttentionCall, device: torch.device, enabled: tuple[str, ...], flash: str | None, time: Callable[[AttentionCall, str, torch.device], float]) -> KernelChoice:
     """Measured at most once a call and process, also where nothing can be stored. `flash`: whose implementation stands for it."""
     candidates, whole, call = [name for name in enabled if name != "math"], call, call.sample()
     key = {**tuning_cache.machine(device), "flash": flash, "backends": candidates, **_jsonable(asdict(call))}
@@ -123,12 +123,12 @@ def decide(call: Call, device: torch.device, enabled: tuple[str, ...], flash: st
             reason = str(error).strip().partition("\n")[0][:200]
             error.__traceback__ = None  # whose frames hold tensors
             gc.collect()
-            return Choice(enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})")
+            return KernelChoice(enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})")
     ranked = rank(times, enabled)
     said = ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
     timed = tuple((name, times[name]) for name in ranked if name in times)
-    return Choice(ranked, f"{said} ({whole}, {origin})", timed, call.flops / timed[0][1] if timed else None)
+    return KernelChoice(ranked, f"{said} ({whole}, {origin})", timed, call.flops / timed[0][1] if timed else None)
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
     return (*timed, *(name for name in default if name not in times))
 
 
-def _measure(call: Call, candidates: list[str], device: torch.device, time: Callable) -> dict[str, float]:
+def _measure(call: AttentionCall, candidates: list[str], device: torch.device, time: Callable) -> dict[str, float]:
     """Milliseconds, forward and backward, of each backend that supports the call.
 
     Raises:
@@ -163,7 +163,7 @@ def _measure(call: Call, candidates: list[str], device: torch.device, time: Call
     return times
 
 
-def time_on_gpu(call: Call, backend: str, device: torch.device) -> float:
+def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> float:
     """Milliseconds of forward and backward on random tensors, the least of a few: other processes on the GPU, ranks that compile too, make a run longer.
     Random state, autocast and graph under compilation see nothing of it.
 
@@ -189,7 +189,7 @@ def time_on_gpu(call: Call, backend: str, device: torch.device) -> float:
         return min([first, *(run() for _ in range(RUNS - 1 if first < 20 else 0))])
 
 
-def _tensors(call: Call, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+def _tensors(call: AttentionCall, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
     """Laid out as projections leave them: heads inside tokens."""
     def random(length: int, heads: int, dim: int) -> torch.Tensor:
         return torch.randn(call.batch, length, heads, dim, device=device, dtype=getattr(torch, call.dtype)).transpose(1, 2)
@@ -219,7 +219,7 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
             yield from (node for node in module.graph.nodes if node.target is F.scaled_dot_product_attention)
 
 
-def _call(node: Node) -> tuple[Call, torch.device] | None:
+def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
     """What a node computes, and where. Autocast is not in the graph, so it is asked for."""
     given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args)), **node.kwargs}
     values = {name: value.meta.get("example_value") if isinstance(value, Node) else value for name, value in given.items()}
@@ -237,7 +237,7 @@ def _call(node: Node) -> tuple[Call, torch.device] | None:
 
     (batch, heads, length, dim), (_, kv_heads, kv_length, _) = sizes(q), sizes(k)
     dropout = values.get("dropout_p")
-    return Call(batch, heads, kv_heads, length, kv_length, dim, sizes(v)[-1], cast(q.dtype), bool(values.get("is_causal", False)),
+    return AttentionCall(batch, heads, kv_heads, length, kv_length, dim, sizes(v)[-1], cast(q.dtype), bool(values.get("is_causal", False)),
                 (tuple(sizes(mask)), cast(mask.dtype)) if isinstance(mask, torch.Tensor) else None,
                 bool(dropout) if isinstance(dropout, (int, float)) else dropout is not None), q.device
 

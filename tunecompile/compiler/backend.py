@@ -18,12 +18,12 @@ from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_fr
 from tunecompile._torch.inductor import Keep, Wrap, compile_eager, compile_inductor
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.compile_cache import in_turn
-from tunecompile.compiler.graph_dump import Dump
+from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
-from tunecompile.compiler.kernel_access_cache import Answers, asked_once
+from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once
 from tunecompile.compiler.partitioner import Decide, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
-from tunecompile.compiler.weight_layout import Position, give_matrices
+from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
 from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.planner.solver import KEEP, Plan
@@ -54,11 +54,11 @@ class WeightProvider(Protocol):
 
     moves: bool | None  #: whether dense weights may move into one matrix; None before that is decided
 
-    def forward(self, run: Callable, positions: Sequence[Position]) -> Callable:
+    def forward(self, run: Callable, positions: Sequence[FusedWeightSlots]) -> Callable:
         """What to run in place of a compiled forward that reads such weights."""
         ...
 
-    def backward(self, run: Callable, positions: Sequence[Position]) -> Callable:
+    def backward(self, run: Callable, positions: Sequence[FusedWeightSlots]) -> Callable:
         """The same of its backward."""
         ...
 
@@ -76,7 +76,7 @@ class Backend:
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
         self.failures: list[str] = []
-        self.answers = Answers()
+        self.answers = AccessCache()
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         specialize_floats(gm)  # patterns bind scales and epsilons as constants
@@ -96,7 +96,7 @@ class Backend:
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
         moves = self.kept is not None and bool(self.kept.moves)
-        context = Context(self.region, self.plan or KEEP, self.precision, dump=Dump.begin(self.region), frame=current_frame(), moves=moves)
+        context = Context(self.region, self.plan or KEEP, self.precision, dump=GraphDump.begin(self.region), frame=current_frame(), moves=moves)
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:
@@ -191,7 +191,7 @@ def own_code(function: Callable, name: str) -> Callable:
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
-class Forgotten:
+class WeakBackend:
     """A backend that Dynamo may hold for ever, as it does with every backend it was given, without holding the model."""
 
     def __init__(self, method: Callable):

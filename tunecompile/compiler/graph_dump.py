@@ -29,7 +29,7 @@ VARIABLE = "TUNECOMPILE_DUMP"  #: environment variable that names the folder; it
 
 
 @dataclass
-class Dump:
+class GraphDump:
     """The graphs of one compilation of one region, on their way to the folder, to the trace, or to both."""
 
     region: str
@@ -38,10 +38,10 @@ class Dump:
     last: str = ""  #: what was written last: a pass that changes nothing leaves no file
 
     @staticmethod
-    def begin(region: str) -> "Dump | None":
+    def begin(region: str) -> "GraphDump | None":
         """None where nobody asked for it."""
         folder, traces = os.environ.get(VARIABLE), is_tracing()
-        return Dump(region, Path(folder) if folder else None, traces) if folder or traces else None
+        return GraphDump(region, Path(folder) if folder else None, traces) if folder or traces else None
 
     def show(self, stage: str, which: str, name: str | None, graph: Graph, difference: Mapping[str, int]) -> None:
         """A graph (`which`: dynamo, joint, forward or backward) as the pass `name` left it; None: before the first pass. Whatever fails here,

@@ -44,7 +44,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class GraphSnapshot:
     """The boxes of a graph, in the order in which they run."""
 
     boxes: tuple[Box, ...]
@@ -59,10 +59,10 @@ class Snapshot:
         return tuple((box.name, box.label, box.inputs) for box in self.boxes)
 
 
-def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> Snapshot | None:
+def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> GraphSnapshot | None:
     """`given`: nodes that took the place of others (`replacements`). None if it cannot be read, which costs a picture and not the training."""
     try:
-        return Snapshot(tuple(_boxes(graph, given or {})))
+        return GraphSnapshot(tuple(_boxes(graph, given or {})))
     except Exception:
         log.debug("a graph could not be read", exc_info=True)
         return None

@@ -20,7 +20,7 @@ from tunecompile._torch.inductor import is_a_tensor, triton_kernel_wrap
 _ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")  #: what torch calls it, newest first
 
 
-class Answers:
+class AccessCache:
     """By kernel, and by what tells its arguments apart."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def _kind(value: Any, number: bool) -> tuple:
 
 
 @contextlib.contextmanager
-def asked_once(answers: Answers) -> Iterator[None]:
+def asked_once(answers: AccessCache) -> Iterator[None]:
     """Inside, torch's questions are answered from `answers` where they were asked before."""
     asked = {name: getattr(triton_kernel_wrap, name) for name in _ANALYSES if hasattr(triton_kernel_wrap, name)}
     for name, analyse in asked.items():

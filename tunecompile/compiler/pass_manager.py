@@ -8,8 +8,8 @@ from typing import Any, Callable, Literal, Sequence
 
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.graph_dump import Dump
-from tunecompile.compiler.graph_snapshot import Snapshot
+from tunecompile.compiler.graph_dump import GraphDump
+from tunecompile.compiler.graph_snapshot import GraphSnapshot
 from tunecompile.compiler.plugin_sandbox import Package, guarded
 from tunecompile.errors import InvalidPipeline
 from tunecompile.ir.canonicalize import name_of
@@ -17,14 +17,14 @@ from tunecompile.ir.near_miss import near_misses
 from tunecompile.ir.rewrite import Rewrite, apply
 from tunecompile.planner.solver import KEEP, Plan
 
-__all__ = ["STAGES", "Change", "Context", "Pass", "Stage", "Tally", "recognize", "run_stage", "validate"]
+__all__ = ["STAGES", "Change", "Context", "Pass", "Stage", "MatchCount", "recognize", "run_stage", "validate"]
 
 Stage = Literal["recognize", "plan", "lower"]  #: when a pass runs
 STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")  #: in order
 
 
 @dataclass
-class Tally:
+class MatchCount:
     """What became of one family in one graph."""
 
     family: str  #: the pass's name
@@ -52,7 +52,7 @@ class Context:
     plan: Plan = KEEP  #: what the layer computes again
     precision: str | None = None  #: what the user allows beside the model's own
     attention: tuple[str, ...] = ()  #: the order in which torch tries its kernels for it
-    tallies: list[Tally] = field(default_factory=list)  #: a recognize pass appends one
+    tallies: list[MatchCount] = field(default_factory=list)  #: a recognize pass appends one
     notes: list[str] = field(default_factory=list)  #: for the report, a line each
     providers: Counter[str] = field(default_factory=Counter)  #: calls by "op: provider"
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
@@ -63,9 +63,9 @@ class Context:
     traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
     changes: list[Change] = field(default_factory=list)  #: what each pass did
-    dump: Dump | None = None  #: where each graph is shown
-    before: Snapshot | None = None  #: the graph as it came, each operation in its one spelling
-    after: Snapshot | None = None  #: with what was recognised
+    dump: GraphDump | None = None  #: where each graph is shown
+    before: GraphSnapshot | None = None  #: the graph as it came, each operation in its one spelling
+    after: GraphSnapshot | None = None  #: with what was recognised
     attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
     attention_rate: float | None = None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
     frame: int | None = None  #: number, by Dynamo's count, of the function that this is a graph of: a layer that is not traced in one piece has several
@@ -130,7 +130,7 @@ def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph
     """
 
     def run(graph: Graph, context: Context) -> None:
-        tally = Tally(family, found=len(anchors(graph)))
+        tally = MatchCount(family, found=len(anchors(graph)))
         for rewrite in rewrites:
             places, refused = apply(rewrite, graph)
             tally.places += places

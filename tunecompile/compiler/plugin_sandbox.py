@@ -45,7 +45,7 @@ class InvalidGraph(Exception):
 
 def guarded(package: Package, name: str, run: Callable[[], Any], graph: Graph, key: str) -> bool:
     """Whether a pass of the package succeeded; if not, it is switched off, and the graph is as it was. key: of fake values among metadata."""
-    snapshot = Snapshot(graph)
+    snapshot = GraphBackup(graph)
     try:
         run()
         snapshot.compare(key)
@@ -56,7 +56,7 @@ def guarded(package: Package, name: str, run: Callable[[], Any], graph: Graph, k
     return True
 
 
-class Snapshot:
+class GraphBackup:
     """A graph as it is now."""
 
     def __init__(self, graph: Graph):

@@ -13,25 +13,25 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import returns_view
-from tunecompile.ops.frozen_weights import Frozen, frozen, is_dense, on_matrices
+from tunecompile.ops.frozen_weights import FrozenWeights, frozen, is_dense, on_matrices
 from tunecompile.ops.lora import padded
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
-def replaceable(graph: Graph) -> dict[str, Frozen]:
+def replaceable(graph: Graph) -> dict[str, FrozenWeights]:
     """The products of 4-bit weights that nobody else reads, by the name of the input that stands for them. (Packed weights are read as they are
     given from now on, not through views, which would be saved in their place.)"""
     _read_directly(graph)
     return _read_once(graph, lambda product: product.quantized)
 
 
-def movable(graph: Graph) -> dict[str, Frozen]:
+def movable(graph: Graph) -> dict[str, FrozenWeights]:
     """Those of dense weights."""
     return _read_once(graph, is_dense)
 
 
-def _read_once(graph: Graph, suits: Callable[[Frozen], bool]) -> dict[str, Frozen]:
-    found: dict[str, Frozen] = {}
+def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str, FrozenWeights]:
+    found: dict[str, FrozenWeights] = {}
     refused: set[str] = set()
     for node in graph.nodes:
         for product in frozen(node) or ():
@@ -46,7 +46,7 @@ def _read_once(graph: Graph, suits: Callable[[Frozen], bool]) -> dict[str, Froze
     return {name: product for name, product in found.items() if name not in refused}
 
 
-def _reads(reader: Node, product: Frozen) -> bool:
+def _reads(reader: Node, product: FrozenWeights) -> bool:
     return any(read.place is product.place for read in frozen(reader) or ())
 
 
@@ -81,13 +81,13 @@ def _readers(place: Node) -> list[Node]:
     return [reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])]
 
 
-def matrix_shape(product: Frozen) -> tuple[int, int]:
+def matrix_shape(product: FrozenWeights) -> tuple[int, int]:
     """Of a matrix [[W, scale B], [A, 0]], or [W; A] for dense weights."""
     rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
     return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(product.columns + rank) if product.quantized else product.columns
 
 
-def _dtype(product: Frozen) -> torch.dtype:
+def _dtype(product: FrozenWeights) -> torch.dtype:
     return product.weights[0][-1] if product.quantized else product.place.meta["val"].dtype
 
 
@@ -106,13 +106,13 @@ def growth(graph: Graph) -> int:
     return more
 
 
-def _bytes(product: Frozen) -> int:
+def _bytes(product: FrozenWeights) -> int:
     rows, columns = matrix_shape(product)
     return rows * columns * _dtype(product).itemsize
 
 
 @dataclass(frozen=True)
-class Position:
+class FusedWeightSlots:
     """A product's parts as positions among a compiled graph's inputs, constants as they are."""
 
     place: int
@@ -126,12 +126,12 @@ class Position:
     dense: bool = False
 
 
-def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = None) -> list[Position]:
+def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = None) -> list[FusedWeightSlots]:
     """Let the calls on these products read matrices. inputs: the fake values that the graph is compiled for."""
     if not names:
         return []
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    done: dict[str, Position] = {}
+    done: dict[str, FusedWeightSlots] = {}
     for node in list(gm.graph.nodes):
         products = frozen(node) or []
         if not products or any(product.place.name not in names for product in products):
@@ -147,7 +147,7 @@ def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = N
     return list(done.values())
 
 
-def _give(position: Position, nodes: list[Node], inputs: list | None) -> None:
+def _give(position: FusedWeightSlots, nodes: list[Node], inputs: list | None) -> None:
     fake = nodes[position.place].meta["val"]
     with fake_mode_of(fake):
         values = torch.empty(position.shape, dtype=position.dtype, device=fake.device)
@@ -156,10 +156,10 @@ def _give(position: Position, nodes: list[Node], inputs: list | None) -> None:
         inputs[position.place] = values
 
 
-def _position(product: Frozen, places: dict[Node, int]) -> Position:
+def _position(product: FrozenWeights, places: dict[Node, int]) -> FusedWeightSlots:
     def place(member: Any) -> Any:
         return places[member] if isinstance(member, Node) else (member,)  # constants apart from positions
 
     a, b = (tuple(places[m] for m in group) for group in (product.a, product.b))
     weights = tuple(tuple(place(member) for member in weight) for weight in product.weights)
-    return Position(places[product.place], weights, a, b, product.scales, matrix_shape(product), product.columns, _dtype(product), not product.quantized)
+    return FusedWeightSlots(places[product.place], weights, a, b, product.scales, matrix_shape(product), product.columns, _dtype(product), not product.quantized)

@@ -1,5 +1,5 @@
 """A training step that is not run: a skeleton of the model, new modules around the same parameters, is called on fake tensors, which have shapes and
-no memory. Its layers are traced as in a training step, by the same passes and the same `Budget`; in place of code come blank results.
+no memory. Its layers are traced as in a training step, by the same passes and the same `RuntimePlanner`; in place of code come blank results.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import beside_layers, is_attention
-from tunecompile.planner.datasheets import HOST, Gpu
+from tunecompile.planner.datasheets import HOST, GpuSpec
 from tunecompile.planner.device_memory import Gauge
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Choice, Option, Plan, Stack, choose
-from tunecompile.runtime.dynamic_shapes import Sizes, tensors_in
-from tunecompile.runtime.layer_slot import Slot
-from tunecompile.runtime.memory.budget import Budget, Menu
+from tunecompile.planner.solver import KEEP, RECOMPUTE, Assignment, LayerRun, Plan, PlanOption, choose
+from tunecompile.runtime.dynamic_shapes import DynamicShapes, tensors_in
+from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.memory.budget import RegionCandidates, RuntimePlanner
 from tunecompile.runtime.memory.graph_allowance import RECORDED
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.variant import Variant
@@ -47,7 +47,7 @@ UNBOUNDED = 1 << 60  #: bytes
 
 
 @dataclass(frozen=True)
-class Ledger:
+class StaticMemory:
     """A gauge of what the model alone would hold on its device, once its optimizer has made a step."""
 
     weights: int
@@ -83,12 +83,12 @@ class Ledger:
 
 
 @dataclass
-class Rehearsal(Budget):
+class DryRunPlanner(RuntimePlanner):
     """A budget for a step that will not run. All kinds of layers are surveyed; all that the model holds is in the gauge."""
 
     bounded: bool = True  #: whether there is a budget to plan for
     attends: bool = False  #: whether any layer's attention is fused
-    gpu: Gpu | None = None  #: that is not there, but in the place of the model's device
+    gpu: GpuSpec | None = None  #: that is not there, but in the place of the model's device
     movable: bool = False  #: whether frozen dense weights would move in a step, where the gauge says that they may
     keepable: bool = False  #: whether other frozen weights would stay dequantised, likewise
     thorough: bool = False  #: whether every plan is surveyed, though some fits: for what would fit another batch
@@ -105,7 +105,7 @@ class Rehearsal(Budget):
         plans = candidates.plans(graph) if self.bounded else [KEEP, RECOMPUTE]
         weights = matrix_bytes(graph) if self.kept is not None else 0
         self.moving[id(self.running.region)] = growth(graph) if self.moves else 0
-        self.menus[id(self.running.region)] = Menu(tuple(candidates.survey(cut, plans)), self.tokens, tuple(map(candidates.name, candidates.dear_nodes(graph))),
+        self.menus[id(self.running.region)] = RegionCandidates(tuple(candidates.survey(cut, plans)), self.tokens, tuple(map(candidates.name, candidates.dear_nodes(graph))),
                                                  weights, attention=attention)
         self._admit(self.tokens)
         return self.options[id(self.running)].plan
@@ -122,16 +122,16 @@ class Rehearsal(Budget):
         """Whether such a batch would fit, by the plans that were surveyed."""
         return choose(self._stacks(tokens)[0], self.admitted.room, self.tail(tokens), self.host_bytes()).fits
 
-    def options_for(self, tokens: int) -> tuple[Option, ...]:
+    def options_for(self, tokens: int) -> tuple[PlanOption, ...]:
         """What the first kind of layer may choose from."""
         return self._stacks(tokens)[0][0].options
 
-    def under(self, ledger: Ledger) -> bool:
+    def under(self, ledger: StaticMemory) -> bool:
         """Plan anew for a device that holds something else. Whether all plans that this needs were surveyed, of graphs as it runs them."""
         if self.moves != (self.movable and ledger.moves) or (self.kept is None and self.keepable and ledger.moves):
             return False
         self.gauge, self.present = ledger, ledger.allocated()
-        self.kept = Kept() if self.keepable and ledger.moves else None
+        self.kept = WeightCache() if self.keepable and ledger.moves else None
         self._admit(self.tokens)
         return not self.bounded or self._satisfied() or all(found.whole for found in self.menus.values())
 
@@ -151,7 +151,7 @@ class Rehearsal(Budget):
         kept = [(next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens) for each in self._layers_menus()]
         return int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept)) + self._beside_layers(self.tokens).flops
 
-    def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
+    def _stacks(self, tokens: int) -> tuple[list[LayerRun], list[list[Any]]]:
         stacks, slots = super()._stacks(tokens)
         if not self.bounded:  # layers do what the user's checkpointing says
             wanted = [RECOMPUTE if layers[0].checkpoint else KEEP for layers in slots]
@@ -164,7 +164,7 @@ class Rehearsal(Budget):
     def _rates(self) -> Rates:
         return super()._rates() if self.gpu is None else self.gpu.rates
 
-    def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
+    def _keep_weights(self, choice: Assignment, slots: list[list[Any]], left: int) -> tuple[Assignment, int]:
         """A step leaves room for CUDA graphs first, of which a rehearsal has none."""
         return super()._keep_weights(choice, slots, left - int((RECORDED - 1) * choice.peak))
 
@@ -178,19 +178,19 @@ class Rehearsal(Budget):
         return [p for p in module.parameters() if p.requires_grad]
 
 
-def _attention(graph: Graph, gpu: Gpu) -> float | None:
+def _attention(graph: Graph, gpu: GpuSpec) -> float | None:
     """Operations a millisecond of the longest call; None without any."""
     sizes = [[size_hint(n) for n in source.meta["val"].shape[-2:]] for node in graph.nodes if node.op == "call_function" and is_attention(node) for source in node.all_input_nodes[:1]]
     return gpu.attention(*max(sizes)) if sizes else None
 
 
-class Glimpse(Backend):
+class TraceOnlyBackend(Backend):
     """Sees a layer's graph as a training step's backend would. What it returns computes nothing: results are blank."""
 
     attends = False  #: whether the layer calls attention by its name
 
     def __init__(self, region: Region, plan: Plan | None, decide: Decide | None, fakes: FakeTensorMode, moves: bool):
-        super().__init__(region.name, region.passes, "eager", plan, precision=region.precision, decide=decide, kept=Kept(moves=True) if moves else None)
+        super().__init__(region.name, region.passes, "eager", plan, precision=region.precision, decide=decide, kept=WeightCache(moves=True) if moves else None)
         self.fakes = fakes
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
@@ -210,21 +210,21 @@ def _blank(like: Any, fakes: FakeTensorMode) -> Any:
         return tree_map_only(Tensor, blank, like)
 
 
-class GlimpseSlot:
+class TraceOnlySlot:
     """What stands in the `_compiled_call_impl` of a skeleton's layer: the first of each kind is traced, the others return alike."""
 
-    def __init__(self, slot: Slot, budget: Budget, fakes: FakeTensorMode, seen: dict[tuple, tuple[Glimpse, Any]]):
+    def __init__(self, slot: LayerSlot, budget: RuntimePlanner, fakes: FakeTensorMode, seen: dict[tuple, tuple[TraceOnlyBackend, Any]]):
         self.slot, self.budget, self.fakes, self.seen = slot, budget, fakes, seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, _ = self.slot.differentiable(args, kwargs)
-        region, sizes = self.slot.region, Sizes.of(list(tensors_in(args, kwargs)))
+        region, sizes = self.slot.region, DynamicShapes.of(list(tensors_in(args, kwargs)))
         self.budget.option(self.slot, math.prod(sizes))
         glimpse, output = self.seen.get((id(region), sizes), (None, None))
         if glimpse is not None and id(region) in self.budget.menus:
             return _blank(output, self.fakes)
         known = id(region) in self.budget.menus  # if not: nothing in the layers before was trained
-        glimpse = Glimpse(region, KEEP if known else None, None if known else self.budget.decide, self.fakes, self.budget.moves)
+        glimpse = TraceOnlyBackend(region, KEEP if known else None, None if known else self.budget.decide, self.fakes, self.budget.moves)
         variant = Variant(region.name, glimpse)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = glimpse, output
@@ -252,7 +252,7 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         raise CannotEstimate(model=type(model).__name__, reason=f"its modules cannot be copied: {summary(error)}") from error
 
 
-def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence[int], gpu: Gpu | None = None, thorough: bool = False) -> tuple[Rehearsal, list[str]]:
+def rehearse(stage: State, ledger: StaticMemory, device: torch.device, shape: Sequence[int], gpu: GpuSpec | None = None, thorough: bool = False) -> tuple[DryRunPlanner, list[str]]:
     """Call a skeleton on a blank batch, with all that `optimize` attaches. Returns what was found out, and what to know about it.
 
     Raises:
@@ -265,9 +265,9 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
     device = device if cuda else torch.device("cpu")
     rehearsal = _budget(stage, spec, ledger, device, gpu, thorough)
     stage.step.budgets = (rehearsal,)
-    seen: dict[tuple, tuple[Glimpse, Any]] = {}
+    seen: dict[tuple, tuple[TraceOnlyBackend, Any]] = {}
     for slot in stage.slots:
-        fill(slot.layer, GlimpseSlot(slot, rehearsal, fakes, seen))
+        fill(slot.layer, TraceOnlySlot(slot, rehearsal, fakes, seen))
     for slot in stage.norms:
         fill(slot.layer, None)
     failure: Exception | None = None
@@ -289,16 +289,16 @@ def rehearse(stage: State, ledger: Ledger, device: torch.device, shape: Sequence
                        *([UNFUSED] if unfused else []), *absent]
 
 
-def _budget(stage: State, spec: Any, ledger: Ledger, device: torch.device, gpu: Gpu | None, thorough: bool) -> Rehearsal:
+def _budget(stage: State, spec: Any, ledger: StaticMemory, device: torch.device, gpu: GpuSpec | None, thorough: bool) -> DryRunPlanner:
     """As `optimize` would make it; without a spec, one that bounds nothing but says what there is."""
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
     offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
     keepable = somewhere and bounded and stage.precision is None
-    kept = Kept() if keepable and ledger.moves else None
+    kept = WeightCache() if keepable and ledger.moves else None
     parameters = [parameter for slot in stage.slots for parameter in slot.layer.parameters()]
     movable = somewhere and stage.precision is None and not any(map(sharded, parameters)) and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
-    return Rehearsal(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
+    return DryRunPlanner(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
                      bounded=bounded, gpu=gpu, movable=movable, keepable=keepable, thorough=thorough)
 
 

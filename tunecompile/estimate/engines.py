@@ -11,12 +11,12 @@ from typing import Sequence
 
 from torch import Tensor, nn
 
-from tunecompile.estimate.dry_run import Ledger, Rehearsal
-from tunecompile.estimate.meta_nf4 import Hollow4bit
+from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory
+from tunecompile.estimate.meta_nf4 import MetaLinear4bit
 from tunecompile.estimate.network import Network
-from tunecompile.planner.datasheets import Sheet
+from tunecompile.planner.datasheets import DatasheetGauge
 from tunecompile.planner.device_memory import gradient_bytes, moment_bytes
-from tunecompile.planner.solver import Choice, Stack, choose
+from tunecompile.planner.solver import Assignment, LayerRun, choose
 from tunecompile.runtime.find_layers import find_layers
 
 BUCKET = 25 << 20  #: bytes of gradients that DDP sends at once (torch's bucket_cap_mb)
@@ -24,7 +24,7 @@ AHEAD = 2  #: layers that FSDP2 has gathered, or is gathering, beside the one th
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedBytes:
     """A layer, or all that is in none. All are bytes."""
 
     weights: int  #: bytes of all parameters and buffers
@@ -32,33 +32,33 @@ class Part:
     gradients: int  #: bytes, of what is trained
     optimizer: int  #: bytes of AdamW's moments
 
-    def __add__(self, other: Part) -> Part:
-        return Part(self.weights + other.weights, self.shardable + other.shardable, self.gradients + other.gradients, self.optimizer + other.optimizer)
+    def __add__(self, other: ShardedBytes) -> ShardedBytes:
+        return ShardedBytes(self.weights + other.weights, self.shardable + other.shardable, self.gradients + other.gradients, self.optimizer + other.optimizer)
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelBytes:
     """Of one model."""
 
-    layers: tuple[Part, ...]
-    embedding: Part  #: the table that token ids are looked up in, where the head does not share it
-    rest: Part  #: what is neither: last norm and head
+    layers: tuple[ShardedBytes, ...]
+    embedding: ShardedBytes  #: the table that token ids are looked up in, where the head does not share it
+    rest: ShardedBytes  #: what is neither: last norm and head
 
     @property
-    def root(self) -> Part:
+    def root(self) -> ShardedBytes:
         return self.embedding + self.rest
 
     @property
-    def all(self) -> Part:
+    def all(self) -> ShardedBytes:
         return sum(self.layers, self.root)
 
     @property
-    def largest(self) -> Part:
+    def largest(self) -> ShardedBytes:
         return max(self.layers, key=lambda layer: layer.weights)
 
 
 @dataclass(frozen=True)
-class Cost:
+class EngineCost:
     """What an engine adds to the time of one GPU's work."""
 
     sent: float = 0.0  #: milliseconds in which GPUs send or wait for each other
@@ -66,57 +66,57 @@ class Cost:
     copied: float = 0.0  #: milliseconds in which gathered layers, and gradients to be sent, are laid out
 
 
-def parts_of(model: nn.Module) -> Parts:
+def parts_of(model: nn.Module) -> ModelBytes:
     """By layer of the longest list of them."""
     stack = max(find_layers(model), key=lambda found: len(found.members), default=None)
     layers = [_part([layer]) for layer in stack.members] if stack is not None else []
     inside = {id(t) for layer in (stack.members if stack is not None else ()) for t in (*layer.parameters(), *layer.buffers())}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     alone = [] if table is None or (head is not None and head.weight is table.weight) else [table]
-    return Parts(tuple(layers), _part(alone), _part([model], inside | {id(t) for module in alone for t in module.parameters()}))
+    return ModelBytes(tuple(layers), _part(alone), _part([model], inside | {id(t) for module in alone for t in module.parameters()}))
 
 
-def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> Part:
+def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> ShardedBytes:
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers()) if id(t) not in without}
-    scales = {id(t) for module in modules for m in module.modules() if isinstance(m, Hollow4bit) for t in (m.absmax, m.code, m.scale, m.offset)}
+    scales = {id(t) for module in modules for m in module.modules() if isinstance(m, MetaLinear4bit) for t in (m.absmax, m.code, m.scale, m.offset)}
     floats = {id(p) for module in modules for p in module.parameters()}
     trained: list[Tensor] = [t for t in tensors.values() if t.requires_grad]
-    return Part(sum(t.nbytes for t in tensors.values()), sum(t.nbytes for key, t in tensors.items() if key in floats and key not in scales),
+    return ShardedBytes(sum(t.nbytes for t in tensors.values()), sum(t.nbytes for key, t in tensors.items() if key in floats and key not in scales),
                 gradient_bytes(trained), moment_bytes(trained))
 
 
-def whole(parts: Parts, sheet: Sheet) -> Ledger:
+def whole(parts: ModelBytes, sheet: DatasheetGauge) -> StaticMemory:
     """One GPU."""
-    return Ledger(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
+    return StaticMemory(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
-def replicated(parts: Parts, sheet: Sheet) -> Ledger:
+def replicated(parts: ModelBytes, sheet: DatasheetGauge) -> StaticMemory:
     """DDP: gradients lie in its buckets as well, which are there before."""
-    return Ledger(parts.all.weights, 2 * parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
+    return StaticMemory(parts.all.weights, 2 * parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
-def gathered(parts: Parts) -> int:
+def gathered(parts: ModelBytes) -> int:
     """Bytes that FSDP2 has gathered at the peak: the layer that runs and those ahead, and what is in no layer, which stays from forward to backward."""
     return min(len(parts.layers), 1 + AHEAD) * parts.largest.shardable + parts.root.shardable
 
 
-def sharded(parts: Parts, gpus: int, sheet: Sheet) -> Ledger:
+def sharded(parts: ModelBytes, gpus: int, sheet: DatasheetGauge) -> StaticMemory:
     """FSDP2: gradients of two layers are whole, one that is made and one that is sent."""
     all_ = parts.all
     held = -(-all_.shardable // gpus) + all_.weights - all_.shardable
     gradients = -(-all_.gradients // gpus) + 2 * parts.largest.gradients + parts.root.gradients
-    return Ledger(held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True, growing=1 / gpus)
+    return StaticMemory(held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True, growing=1 / gpus)
 
 
-def ddp_cost(parts: Parts, network: Network, backward: float) -> Cost:
+def ddp_cost(parts: ModelBytes, network: Network, backward: float) -> EngineCost:
     """Gradients are summed while others are computed; the last bucket's are not. backward: milliseconds of all layers'."""
     total = parts.all.gradients
     buckets = -(-total // BUCKET)
     sent, last = network.reduce(total, buckets), network.reduce(min(total, BUCKET))
-    return Cost(sent, last + max(0.0, sent - last - backward))
+    return EngineCost(sent, last + max(0.0, sent - last - backward))
 
 
-def fsdp_cost(parts: Parts, network: Network, forward: float, backward: float, bandwidth: float) -> Cost:
+def fsdp_cost(parts: ModelBytes, network: Network, forward: float, backward: float, bandwidth: float) -> EngineCost:
     """Layers are gathered while others run, but the first; each gradient is scattered while others are computed, but the last.
 
     forward, backward: milliseconds of all layers'; bandwidth: bytes a millisecond of the GPU's memory.
@@ -128,17 +128,17 @@ def fsdp_cost(parts: Parts, network: Network, forward: float, backward: float, b
     back = ahead + scatter
     exposed = root + one + max(0.0, ahead - forward) + max(0.0, back - backward) + last
     copied = 2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth  # from where it arrives to where it is read, and from where it is made to where it is sent
-    return Cost(root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied)
+    return EngineCost(root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied)
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """`device_map`: what one GPU holds, in bytes, and what its layers do."""
 
     weights: int  #: bytes
     gradients: int  #: bytes
     optimizer: int  #: bytes
-    choice: Choice
+    choice: Assignment
 
     @property
     def activations(self) -> int:
@@ -150,7 +150,7 @@ class Stage:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def stages(parts: Parts, gpus: int, rehearsal: Rehearsal, allowed: int, batch: float = 1.0) -> list[Stage]:
+def stages(parts: ModelBytes, gpus: int, rehearsal: DryRunPlanner, allowed: int, batch: float = 1.0) -> list[PipelineStage]:
     """Layers in equal shares, the embedding table on the first GPU, head and loss on the last. Each has the same budget, and host memory in equal shares.
 
     allowed: bytes on each GPU. batch: times the rows of the rehearsal.
@@ -160,6 +160,6 @@ def stages(parts: Parts, gpus: int, rehearsal: Rehearsal, allowed: int, batch: f
         last = gpu == gpus - 1
         own = sum([*parts.layers[begin + 1:end], *([] if gpu else [parts.embedding]), *([parts.rest] if last else [])], parts.layers[begin])
         room = allowed - own.weights - own.gradients - own.optimizer
-        choice = choose([Stack(end - begin, rehearsal.options_for(tokens))], room, rehearsal.tail(tokens) if last else 0, None if host is None else host // gpus)
-        found.append(Stage(own.weights, own.gradients, own.optimizer, choice))
+        choice = choose([LayerRun(end - begin, rehearsal.options_for(tokens))], room, rehearsal.tail(tokens) if last else 0, None if host is None else host // gpus)
+        found.append(PipelineStage(own.weights, own.gradients, own.optimizer, choice))
     return found

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tunecompile import passes as own_passes
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
-from tunecompile.estimate.dry_run import Ledger, Rehearsal, rehearse
+from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
 from tunecompile.estimate.meta_nf4 import held, stand_ins
-from tunecompile.planner.datasheets import Gpu, Sheet, find_gpu
+from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu
 from tunecompile.planner.device_memory import (
     MARGIN,
     HostGauge,
@@ -114,13 +114,13 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     stage = stage_of(model, memory, host_memory)
     _refuse(model, trained, spread, stage.memory, sheet)
     (device,) = spread
-    ledger = Ledger(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
-                    gauge(device) if sheet is None else Sheet(sheet), growing=1.0)
+    ledger = StaticMemory(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
+                    gauge(device) if sheet is None else DatasheetGauge(sheet), growing=1.0)
     rehearsal, notes = rehearse(stage, ledger, device, batch_shape, sheet)
     return read(type(model).__name__, tuple(batch_shape), ledger, rehearsal, notes)
 
 
-def _refuse(model: nn.Module, trained: Sequence[nn.Parameter], devices: set[torch.device], spec: Spec, gpu: Gpu | None) -> None:
+def _refuse(model: nn.Module, trained: Sequence[nn.Parameter], devices: set[torch.device], spec: Spec, gpu: GpuSpec | None) -> None:
     """What can be known before anything is traced."""
     if not trained or len(devices) != 1:
         raise CannotEstimate(model=type(model).__name__, reason=f"its parameters lie on {len(devices)} devices" if trained else "nothing in it is trained")
@@ -141,7 +141,7 @@ def stage_of(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     return State(model, passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
 
 
-def read(name: str, shape: tuple[int, int], ledger: Ledger, rehearsal: Rehearsal, notes: list[str]) -> Estimate:
+def read(name: str, shape: tuple[int, int], ledger: StaticMemory, rehearsal: DryRunPlanner, notes: list[str]) -> Estimate:
     """What the rehearsal found out."""
     made = rehearsal.admitted
     known = rehearsal.bounded or rehearsal.device.type == "cuda" or rehearsal.gpu is not None

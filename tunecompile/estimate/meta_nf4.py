@@ -17,7 +17,7 @@ from tunecompile.ops.nf4 import dequantize_4bit
 BLOCK, OUTER = 64, 256  #: weights a scale, scales a scale of their own
 
 
-class Hollow4bit(nn.Module):
+class MetaLinear4bit(nn.Module):
     """A frozen 4-bit linear that holds shapes only. It is called on fake tensors, and computes nothing real."""
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None, dtype: torch.dtype, quant_type: str = "nf4", blocksize: int = BLOCK,
@@ -46,21 +46,21 @@ class Hollow4bit(nn.Module):
 _dequantize = dequantize_4bit.overload
 
 
-def hollow(linear: nn.Linear, dtype: torch.dtype | None = None) -> Hollow4bit:
+def hollow(linear: nn.Linear, dtype: torch.dtype | None = None) -> MetaLinear4bit:
     """What stands for a linear on the meta device: a plain one that will be quantised as QLoRA's are, or bitsandbytes' own, not quantised yet."""
     weight = linear.weight
     told = {"quant_type": weight.quant_type, "blocksize": weight.blocksize, "nested": weight.compress_statistics} if hasattr(weight, "quant_type") else {}
     dtype = dtype or getattr(linear, "compute_dtype", None) or (weight.dtype if weight.dtype.is_floating_point else torch.bfloat16)
-    return Hollow4bit(linear.in_features, linear.out_features, linear.bias, dtype, **told)
+    return MetaLinear4bit(linear.in_features, linear.out_features, linear.bias, dtype, **told)
 
 
-def stand_ins(model: nn.Module) -> dict[int, Hollow4bit]:
+def stand_ins(model: nn.Module) -> dict[int, MetaLinear4bit]:
     """Of bitsandbytes' linears that are not quantised yet, what to count in their place, by their identity."""
     return {id(module): hollow(module) for module in model.modules()
             if type(weight := module._parameters.get("weight")).__name__ == "Params4bit" and weight.is_meta}
 
 
-def held(model: nn.Module, stands: dict[int, Hollow4bit]) -> list[Tensor]:
+def held(model: nn.Module, stands: dict[int, MetaLinear4bit]) -> list[Tensor]:
     """Parameters and buffers: of what has a stand-in, the stand-in's."""
     replaced = {id(module.weight) for module in model.modules() if id(module) in stands}
     return [t for holder in (model, *stands.values()) for t in (*holder.parameters(), *holder.buffers()) if id(t) not in replaced]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunecompile.estimate.dry_run import Ledger, Rehearsal, rehearse
+from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
 from tunecompile.estimate.engines import (
-    Cost,
-    Parts,
-    Stage,
+    EngineCost,
+    ModelBytes,
+    PipelineStage,
     ddp_cost,
     fsdp_cost,
     gathered,
@@ -25,7 +25,7 @@ from tunecompile.estimate.engines import (
 from tunecompile.estimate.estimate import Estimate, read, stage_of
 from tunecompile.estimate.meta_model import hollow_model
 from tunecompile.estimate.network import Network
-from tunecompile.planner.datasheets import HOST, Gpu, Sheet
+from tunecompile.planner.datasheets import HOST, DatasheetGauge, GpuSpec
 from tunecompile.planner.device_memory import MARGIN, Spec, shown
 
 SAME = 1.03  #: factor within which two engines are equally fast: then the simpler one is taken
@@ -41,7 +41,7 @@ class Question:
     mode: str  #: qlora, lora or full
     rows: int  #: on each GPU, or of all GPUs together if `together`
     length: int  #: tokens of a row
-    gpu: Gpu
+    gpu: GpuSpec
     gpus: int = 1  #: number of GPUs
     per_node: int = 8  #: number of GPUs in one machine
     network: float = 50.0  #: between machines, for each GPU and in one direction: 1e9 bytes a second
@@ -107,18 +107,18 @@ def plan(question: Question) -> PlanReport:
         MissingExtra, NoConfig: as `hollow_model` says.
         UnknownBudget: `memory` or `host_memory` cannot be read.
     """
-    return Planner(question).report()
+    return MultiGpuPlanner(question).report()
 
 
-class Planner:
+class MultiGpuPlanner:
     """One question. A rehearsal for one engine serves the others where they choose from the same plans."""
 
     def __init__(self, question: Question):
-        self.question, self.sheet = question, Sheet(question.gpu)
+        self.question, self.sheet = question, DatasheetGauge(question.gpu)
         self.model: nn.Module = hollow_model(question.model, question.mode, question.rank)
-        self.parts: Parts = parts_of(self.model)
+        self.parts: ModelBytes = parts_of(self.model)
         self.network = Network(question.gpu, question.gpus, question.per_node, question.network)
-        self.rehearsals: dict[tuple, tuple[Rehearsal, list[str]]] = {}
+        self.rehearsals: dict[tuple, tuple[DryRunPlanner, list[str]]] = {}
         self.notes: dict[str, None] = {}
         self.flops = 0
 
@@ -134,13 +134,13 @@ class Planner:
         return self._engine("one GPU", self.question.rows, whole(self.parts, self.sheet), 1)
 
     def ddp(self) -> EnginePlan:
-        def cost(forward: float, backward: float) -> Cost:
+        def cost(forward: float, backward: float) -> EngineCost:
             return ddp_cost(self.parts, self.network, backward)
 
         return self._engine("DDP", self._rows_each(), replicated(self.parts, self.sheet), self.question.gpus, cost)
 
     def fsdp(self) -> EnginePlan:
-        def cost(forward: float, backward: float) -> Cost:
+        def cost(forward: float, backward: float) -> EngineCost:
             return fsdp_cost(self.parts, self.network, forward, backward, self.question.gpu.rates.bandwidth)
 
         return self._engine("FSDP2", self._rows_each(), sharded(self.parts, self.question.gpus, self.sheet), self.question.gpus, cost)
@@ -168,7 +168,7 @@ class Planner:
     def _rows_each(self) -> int:
         return self.question.rows // self.question.gpus if self.question.together else self.question.rows
 
-    def _engine(self, name: str, rows: int, ledger: Ledger, gpus: int, cost=lambda forward, backward: Cost()) -> EnginePlan:
+    def _engine(self, name: str, rows: int, ledger: StaticMemory, gpus: int, cost=lambda forward, backward: EngineCost()) -> EnginePlan:
         asked, memory = self.question, self.question.memory
         rehearsal, estimate = self._estimate(rows, ledger, memory)
         if memory is None and not estimate.fits:
@@ -184,14 +184,14 @@ class Planner:
             estimate.optimizer, estimate.activations, estimate.peak, estimate.budget - estimate.margin, step, added.sent, added.exposed,
             gpus * rows * asked.length / step * 1e3, estimate.plans, memory, most))
 
-    def _estimate(self, rows: int, ledger: Ledger, memory: Spec) -> tuple[Rehearsal, Estimate]:
+    def _estimate(self, rows: int, ledger: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, Estimate]:
         rehearsal, notes = self._rehearsal(rows, ledger, memory)
         self.notes |= dict.fromkeys(notes)
         estimate = read(type(self.model).__name__, (rows, self.question.length), ledger, rehearsal, notes)
         self.flops = estimate.flops
         return rehearsal, estimate
 
-    def _rehearsal(self, rows: int, ledger: Ledger, memory: Spec) -> tuple[Rehearsal, list[str]]:
+    def _rehearsal(self, rows: int, ledger: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, list[str]]:
         key = rows, memory, self.question.mode == "lora" and ledger.moves  # of the others, one rehearsal serves all engines
         if key not in self.rehearsals or not self.rehearsals[key][0].under(ledger):
             stage = stage_of(self.model, memory, HOST if self.question.host_memory is None else self.question.host_memory)
@@ -243,12 +243,12 @@ class Planner:
                 *(["communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where engines overlap them"] if asked.gpus > 1 else [])]
 
 
-def _plans(rehearsal: Rehearsal, found: list[Stage]) -> list[dict[str, Any]]:
+def _plans(rehearsal: DryRunPlanner, found: list[PipelineStage]) -> list[dict[str, Any]]:
     """What so many layers do, of all stages."""
     return rehearsal.described([(rehearsal.layers[0], option) for stage in found for options in stage.choice.options for option in options])
 
 
-def recommended(engines: list[EnginePlan], parts: Parts, network: Network) -> tuple[str | None, str]:
+def recommended(engines: list[EnginePlan], parts: ModelBytes, network: Network) -> tuple[str | None, str]:
     """The fastest that fits; of those within `SAME`, the simplest, which come first. Returns its name and why, in a sentence."""
     fine = [engine for engine in engines if engine.fits]
     if not fine:
@@ -259,7 +259,7 @@ def recommended(engines: list[EnginePlan], parts: Parts, network: Network) -> tu
     return best.engine, _reason(best, fine, engines, parts)
 
 
-def _reason(best: EnginePlan, fine: list[EnginePlan], engines: list[EnginePlan], parts: Parts) -> str:
+def _reason(best: EnginePlan, fine: list[EnginePlan], engines: list[EnginePlan], parts: ModelBytes) -> str:
     if len(engines) == 1:
         return "it fits"
     why = {"one GPU": "it is as fast as the others, and nothing is sent",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunecompile.planner.datasheets import RING, Gpu
+from tunecompile.planner.datasheets import RING, GpuSpec
 
 LAUNCH = 0.01  #: milliseconds from the call of a collective until it runs
 HOP = 0.002  #: milliseconds a hop within a machine
@@ -19,7 +19,7 @@ FAR = 0.01  #: milliseconds a hop between machines
 class Network:
     """What connects so many GPUs."""
 
-    gpu: Gpu
+    gpu: GpuSpec
     gpus: int  #: number of all
     per_node: int  #: number in one machine
     network: float  #: of the network, for each GPU and in one direction: 1e9 bytes a second

@@ -16,7 +16,7 @@ HOOK, FORWARD = "_hf_hook", "_old_forward"  #: where accelerate keeps a module's
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceMapLayer:
     """A layer on one device, the modules whose forward is wrapped, and why the layer has to run as it is, if it does."""
 
     layer: nn.Module
@@ -41,7 +41,7 @@ class Placement:
         return output if hook is None else hook.post_forward(self.layer, output)
 
 
-def place(layer: nn.Module) -> Placement | None:
+def place(layer: nn.Module) -> DeviceMapLayer | None:
     """Where accelerate placed a layer; None where it did not."""
     hooks = {module: hook for module in layer.modules() if (hook := vars(module).get(HOOK)) is not None}  # a wrapper may answer for what it wraps
     if not hooks:
@@ -51,4 +51,4 @@ def place(layer: nn.Module) -> Placement | None:
         "accelerate brings its weights from the host or a disk for each call" if any(hook.offload for hook in kinds) else \
         "its modules are on several devices" if len({hook.execution_device for hook in kinds}) > 1 else \
         "a hook inside runs without gradients" if any(hook.no_grad for hook in kinds) else ""
-    return Placement(layer, tuple(hooks), refused)
+    return DeviceMapLayer(layer, tuple(hooks), refused)

@@ -23,7 +23,7 @@ OWN = "deepspeed."  #: where its hooks come from
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Zero3Layer:
     """A layer, and the modules inside that DeepSpeed hooked."""
 
     layer: nn.Module
@@ -60,7 +60,7 @@ def whole(weight: Tensor) -> Tensor:
     return weight if shape is None else torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
 
 
-def gathered(layer: nn.Module) -> Gathered | None:
+def gathered(layer: nn.Module) -> Zero3Layer | None:
     """From now on at once; None where ZeRO-3 does not gather the layer's weights, or those of something around it."""
     if not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         return None
@@ -70,7 +70,7 @@ def gathered(layer: nn.Module) -> Gathered | None:
     marked = not getattr(layer, LEAF, False)
     if marked:
         setattr(layer, LEAF, True)
-    return Gathered(layer, tuple(module for module in layer.modules() if module is not layer and _is_hooked(module)), marked)
+    return Zero3Layer(layer, tuple(module for module in layer.modules() if module is not layer and _is_hooked(module)), marked)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ _LOCAL = ("tunecompile.", "transformers.utils.output_capturing")  #: where hooks
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpLayer:
     """A layer that `fully_shard` was called for, and for nothing inside of it."""
 
     layer: nn.Module
@@ -45,7 +45,7 @@ def gathers_inside(model: nn.Module) -> bool:
     return any(fsdp_groups(module) is not None for module in model.modules() if module is not model)
 
 
-def unit(layer: nn.Module) -> Unit | None:
+def unit(layer: nn.Module) -> FsdpLayer | None:
     """None where `fully_shard` was not called for this layer, or for modules inside as well, which gather while it runs."""
     groups = fsdp_groups(layer)
     if groups is None or gathers_inside(layer):
@@ -53,11 +53,11 @@ def unit(layer: nn.Module) -> Unit | None:
     held = {id(param.sharded_param): param for group in groups for param in group.fsdp_params}
     ours = all(not held[id(p)].is_dtensor if id(p) in held else not hasattr(p, "device_mesh") for p in layer.parameters())  # linears that are parts send what they make
     hooks = [hook for module in layer.modules() if module is not layer for name in HOOKS for hook in getattr(module, name).values()]
-    return Unit(layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks))
+    return FsdpLayer(layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks))
 
 
 @dataclass(frozen=True)
-class Held:
+class FsdpHead:
     """A head whose weight stays gathered from its call to the backward pass, alone or as one of several modules (`fully_shard([norm, head], reshard_after_forward=False)`,
     as accelerate does). Its hooks run around the loss then."""
 
@@ -104,17 +104,17 @@ def waits_for_backward(hook: Any) -> bool:
     return groups is not None and not any(group._reshard_after_forward for group in groups)
 
 
-def held(head: nn.Module) -> Held | None:
+def held(head: nn.Module) -> FsdpHead | None:
     """None where `fully_shard` was not called for this head, by itself or among others, and its weight is no part of a flat one either."""
     groups = fsdp_groups(head)
     if any(map(_is_part_of_another, head.modules())):
-        return Held(head, None, "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it")
+        return FsdpHead(head, None, "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it")
     if not groups:
         return None
     policy = groups[0].mp_policy
     why = "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss" if groups[0]._reshard_after_forward else \
         "FSDP2 returns logits in another dtype" if policy.output_dtype not in (None, policy.param_dtype) else ""
-    return Held(head, groups[0], why)
+    return FsdpHead(head, groups[0], why)
 
 
 def _is_part_of_another(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Board:
+class RankStore:
     """Of the ranks that train one model, or parts of it with parameters of the same names. Every rank's first one of such names is the same board, and
     every rank's second one is another."""
 
@@ -32,12 +32,12 @@ class Board:
     seen: int = 0  #: notices
 
     @staticmethod
-    def of(model: nn.Module) -> "Board":
+    def of(model: nn.Module) -> "RankStore":
         """A board of its own for the only process."""
         if not several():
-            return Board(None, 0, 1)
+            return RankStore(None, 0, 1)
         names = hashlib.sha256("\n".join(name for name, _ in model.named_parameters()).encode()).hexdigest()[:16]
-        board = Board(meeting_store(f"tunecompile/{names}"), torch.distributed.get_rank(), torch.distributed.get_world_size())
+        board = RankStore(meeting_store(f"tunecompile/{names}"), torch.distributed.get_rank(), torch.distributed.get_world_size())
         board.number = board._ask(lambda: board.store.add(f"models/{board.rank}", 1)) or 0
         return board
 

@@ -11,11 +11,11 @@ from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 
-__all__ = ["Frozen", "frozen", "on_matrices"]
+__all__ = ["FrozenWeights", "frozen", "on_matrices"]
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenWeights:
     """The weights of one matrix product, with their adapters."""
 
     weights: tuple[tuple, ...]  #: each is what `dequantize_4bit` takes, or a tuple of the dense weight [N_i, K] alone
@@ -35,7 +35,7 @@ class Frozen:
         return self.weights[0][0]
 
 
-def frozen(node: Node) -> list[Frozen] | None:
+def frozen(node: Node) -> list[FrozenWeights] | None:
     """The frozen weights that a call reads.
 
     Args:
@@ -50,8 +50,8 @@ def frozen(node: Node) -> list[Frozen] | None:
     columns, dtype = args["x"].meta["val"].shape[-1], args["x"].meta["val"].dtype
     weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, columns, dtype)
 
-    def product(part: slice, width: int) -> Frozen:
-        return Frozen(tuple(weights[part]), *(tuple(args[name][part]) for name in ("a", "b", "scales")), width)
+    def product(part: slice, width: int) -> FrozenWeights:
+        return FrozenWeights(tuple(weights[part]), *(tuple(args[name][part]) for name in ("a", "b", "scales")), width)
 
     return [product(WIDE, columns), product(DOWN, args["rows"][0])] if _is_mlp(node) else [product(slice(None), columns)]
 
@@ -97,7 +97,7 @@ def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
     return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
 
 
-def is_dense(product: Frozen) -> bool:
+def is_dense(product: FrozenWeights) -> bool:
     """Whether its weights are matrices of one dtype that a graph takes as they are."""
     weights = [weight[0] for weight in product.weights]
     if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):

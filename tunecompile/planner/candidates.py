@@ -18,13 +18,13 @@ from tunecompile.planner.cost_model import Work, cost, flops, work
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.liveness import extent, node_bytes, tensor_bytes
 from tunecompile.planner.recompute_attention import repeatable
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Option, Plan
+from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption
 
 Cut = Callable[[Plan], tuple[GraphModule, GraphModule]]  #: a plan -> the lowered forward and backward graph
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateCost:
     """One plan of one region at the sizes of one batch: bytes a layer returns from its forward (what it saves and hands on), those of its largest
     tensor if no other comes near, bytes its forward and backward need beside, and the work of both."""
 
@@ -78,7 +78,7 @@ def name(node: Node) -> str:
     return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
 
 
-def courses(graph: Graph) -> Iterator[list[Plan]]:
+def candidate_stages(graph: Graph) -> Iterator[list[Plan]]:
     """What to survey, one course after another until something fits: all that is kept, what is computed again, what is computed in pieces,
     and last attention, which takes longest at the lengths at which all else does not do."""
     yield [KEEP]
@@ -120,18 +120,18 @@ def _price(node: Node) -> float:
     return -node_bytes(node) / max(1, flops(node))
 
 
-def survey(cut: Cut, candidates: Sequence[Plan]) -> list[Row]:
+def survey(cut: Cut, candidates: Sequence[Plan]) -> list[CandidateCost]:
     """A row for each plan."""
     return [_row(plan, *cut(plan)) for plan in candidates]
 
 
-def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> Row:
+def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> CandidateCost:
     ahead, back = extent(forward.graph), extent(backward.graph)
     largest, next_one = (*ahead.pieces, 0, 0)[:2]
-    return Row(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, work(forward.graph), work(backward.graph))
+    return CandidateCost(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, work(forward.graph), work(backward.graph))
 
 
-def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> tuple[Option, ...]:
+def options(rows: Sequence[CandidateCost], scale: float, rates: Rates, offload: bool) -> tuple[PlanOption, ...]:
     """What a layer may choose from.
 
     scale: tokens of this batch by tokens of the one the rows are of. offload: whether what is saved may go to the host, all of it or all but the
@@ -143,9 +143,9 @@ def options(rows: Sequence[Row], scale: float, rates: Rates, offload: bool) -> t
         held, forward, backward = (int(n * scale) for n in (row.returned, row.forward, row.backward))
         extra = max(0.0, row.back.dear_ms(rates, scale) - kept.back.dear_ms(rates, scale))
         ahead, back = row.ahead.ms(rates, scale), row.back.ms(rates, scale)
-        found.append(Option(row.plan, held, forward, backward, extra, work=ahead + back))
+        found.append(PlanOption(row.plan, held, forward, backward, extra, work=ahead + back))
         for stays in dict.fromkeys((0, int(row.largest * scale))) if offload else ():
             copy = (held - stays) / rates.copy
             waited = max(0.0, copy - ahead) + max(0.0, copy - back) + 0.02 * copy
-            found.append(Option(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited, 2 * copy - waited))
+            found.append(PlanOption(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited, 2 * copy - waited))
     return tuple(found)

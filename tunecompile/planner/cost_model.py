@@ -17,7 +17,7 @@ from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import OPS, Cost, aten_name
 from tunecompile.planner.device_memory import gradient_bytes
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.liveness import Memory, node_bytes
+from tunecompile.planner.liveness import GraphMemory, node_bytes
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
 RIDGE = 160  #: operations a byte below which a product waits for memory. H200: 690 TFLOPS by 4.1 TB/s
@@ -53,7 +53,7 @@ class Work:
 
 def work(graph: Graph) -> Work:
     """Of a lowered graph, at the hinted sizes."""
-    memory, done = Memory(graph), Work()
+    memory, done = GraphMemory(graph), Work()
     read: set[Node] = set()  # since the last call
     for node in graph.nodes:
         if node.op != "call_function":

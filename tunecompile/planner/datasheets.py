@@ -1,7 +1,7 @@
 """GPUs by their datasheets, for plans on machines that have none of them: what they hold, how fast they multiply, read, and talk to each other.
 
 A datasheet's peaks are not what kernels reach. What they reach of them was measured on an H200 (`benchmarks/results/`, `rates.py`), and others are taken
-to reach the same shares; `Gpu.measured` says which is which.
+to reach the same shares; `GpuSpec.measured` says which is which.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTEXT = 860 << 20  #: bytes that CUDA's context and libraries take: 850 to 910
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpec:
     """One type of GPU. Rates are those of the datasheet; bandwidths between GPUs and to the host are those of one direction."""
 
     name: str  #: as `--gpu` takes it
@@ -57,8 +57,8 @@ class Gpu:
 
 
 def _gpu(name: str, title: str, tflops: float, bandwidth: float, gib: float, nvlink: float, pcie: float, source: str, ecc: bool = False,
-         measured: bool = False) -> Gpu:
-    return Gpu(name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured)
+         measured: bool = False) -> GpuSpec:
+    return GpuSpec(name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured)
 
 
 _DATASHEETS = "https://www.nvidia.com/en-us/data-center"
@@ -82,8 +82,8 @@ GPUS = {gpu.name: gpu for gpu in (  #: by name
 NUMBERS = ("tflops", "bandwidth", "memory", "nvlink", "pcie")  #: what a datasheet of the user's own may say
 
 
-def find_gpu(text: str) -> Gpu:
-    """`h200`, or a datasheet that differs: `h100,memory=94GiB,bandwidth=3.9`, in the units of `Gpu`.
+def find_gpu(text: str) -> GpuSpec:
+    """`h200`, or a datasheet that differs: `h100,memory=94GiB,bandwidth=3.9`, in the units of `GpuSpec`.
 
     Raises:
         UnknownGpu: there is none of that name, or a figure cannot be read.
@@ -104,10 +104,10 @@ def find_gpu(text: str) -> Gpu:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class DatasheetGauge:
     """A gauge of a GPU that is not there, and that nobody uses."""
 
-    gpu: Gpu
+    gpu: GpuSpec
 
     def allocated(self) -> int:
         return 0

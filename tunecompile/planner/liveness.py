@@ -23,7 +23,7 @@ _FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zer
 
 
 @dataclass(frozen=True)
-class Extent:
+class Lifetime:
     """Bytes a graph holds at its peak beside its inputs, how many of them it returns, and in what pieces, the largest first."""
 
     peak: int
@@ -39,7 +39,7 @@ def tensor_bytes(value: Any) -> int:
     return size_hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-class Memory:
+class GraphMemory:
     """Which of a graph's values lie in memory."""
 
     def __init__(self, graph: Graph):
@@ -62,12 +62,12 @@ def node_bytes(node: Node) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
 
 
-def extent(graph: Graph) -> Extent:
+def extent(graph: Graph) -> Lifetime:
     """Walk the graph in order, as the generated code runs."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     output = nodes[-1]
-    roots = Memory(graph).roots
+    roots = GraphMemory(graph).roots
     reads = {node: set() if node.op == "placeholder" else _reads(node, roots) for node in nodes}
     last: dict[Node, int] = {}
     for node in nodes:
@@ -89,7 +89,7 @@ def extent(graph: Graph) -> Extent:
             if node not in last:
                 live -= tensor_bytes(node.meta.get("val"))
         live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
-    return Extent(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
+    return Lifetime(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
 
 
 def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:

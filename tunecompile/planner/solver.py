@@ -41,7 +41,7 @@ WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer 
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
     beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included.
     copying: how much more it is where no other layer's work hides its copies. gradients: bytes of its parameters' that are there from its backward on."""
@@ -66,18 +66,18 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Stack:
+class LayerRun:
     """Layers of one kind, in the order in which they run, and what they may choose from."""
 
     layers: int
-    options: tuple[Option, ...]
+    options: tuple[PlanOption, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Assignment:
     """For each stack an option for each layer; the bytes the regions need at the peak; whether that fits; how many layers ahead copies go."""
 
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[PlanOption, ...], ...]
     peak: int
     fits: bool
     ahead: int = AHEAD
@@ -101,18 +101,18 @@ class Choice:
         return self.waiting > 0
 
 
-def onward(options: Sequence[Option], now: Option) -> list[Option]:
+def onward(options: Sequence[PlanOption], now: PlanOption) -> list[PlanOption]:
     """What holds less than this one does, the cheapest byte first."""
     smaller = [option for option in options if option.held < now.held]
     return sorted(smaller, key=lambda o: (_price(now, o), o.held))
 
 
-def _price(now: Option, then: Option) -> float:
+def _price(now: PlanOption, then: PlanOption) -> float:
     """Milliseconds a byte."""
     return (then.ms - now.ms) / (now.held - then.held)
 
 
-def peak(stacks: Sequence[Sequence[Option]], tail: int, ahead: int = AHEAD) -> int:
+def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) -> int:
     """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward, when what later layers
     held is gone, and their gradients are there."""
     order = [option for stack in stacks for option in stack]
@@ -127,12 +127,12 @@ def peak(stacks: Sequence[Sequence[Option]], tail: int, ahead: int = AHEAD) -> i
     return max(highest, held + tail)
 
 
-def copies(order: Sequence[Option | None], place: int, ahead: int = AHEAD) -> int:
+def copies(order: Sequence[PlanOption | None], place: int, ahead: int = AHEAD) -> int:
     """Bytes on the device while this layer runs, its own and those of the layers before it, of what waits on the host otherwise."""
     return sum(option.offloaded for option in order[max(0, place - ahead):place + 1] if option is not None)
 
 
-def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None = None) -> Choice:
+def choose(stacks: Sequence[LayerRun], room: int, tail: int = 0, host: int | None = None) -> Assignment:
     """The fastest choice whose peak is at most `room`; the smallest there is where none fits.
 
     tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
@@ -140,13 +140,13 @@ def choose(stacks: Sequence[Stack], room: int, tail: int = 0, host: int | None =
     free = _fastest(stacks, room, tail, None)
     if host is None or free.waiting <= host:
         return free
-    shared = ([Stack(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
+    shared = ([LayerRun(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
     found = [_fastest(each, room, tail, host) for each in shared]  # a few layers could fill the host, and leave no way for the rest
     best = min((choice for choice in found if choice.waiting <= host), key=_rank)
     return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
 
-def _fastest(stacks: Sequence[Stack], room: int, tail: int, host: int | None) -> Choice:
+def _fastest(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None) -> Assignment:
     """By the number of layers that copies go ahead."""
     best = _choose(stacks, room, tail, host, AHEAD)
     for ahead in (1, 0):
@@ -157,19 +157,19 @@ def _fastest(stacks: Sequence[Stack], room: int, tail: int, host: int | None) ->
     return _keep_last(best, stacks, room, tail)
 
 
-def _priced(stacks: Sequence[Stack], ahead: int) -> Sequence[Stack]:
+def _priced(stacks: Sequence[LayerRun], ahead: int) -> Sequence[LayerRun]:
     """With none ahead, every layer waits for its copies."""
     if ahead:
         return stacks
-    return [Stack(stack.layers, tuple(replace(o, ms=o.ms + o.copying, work=o.work + o.copying, copying=0.0) for o in stack.options)) for stack in stacks]
+    return [LayerRun(stack.layers, tuple(replace(o, ms=o.ms + o.copying, work=o.work + o.copying, copying=0.0) for o in stack.options)) for stack in stacks]
 
 
-def _waiting(options: Sequence[Sequence[Option]]) -> int:
+def _waiting(options: Sequence[Sequence[PlanOption]]) -> int:
     """Bytes on the host."""
     return sum(option.offloaded for stack in options for option in stack)
 
 
-def _shares(stacks: Sequence[Stack], host: int) -> list[int]:
+def _shares(stacks: Sequence[LayerRun], host: int) -> list[int]:
     """Bytes that one layer may send to the host: from as many as every layer could to as many as any would, each half as much again at least."""
     found = [host // sum(stack.layers for stack in stacks)]
     for nbytes in sorted({option.offloaded for stack in stacks for option in stack.options}):
@@ -178,7 +178,7 @@ def _shares(stacks: Sequence[Stack], host: int) -> list[int]:
     return found
 
 
-def _use_up(choice: Choice, stacks: Sequence[Stack], room: int, tail: int, host: int) -> Choice:
+def _use_up(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int, host: int) -> Assignment:
     """What fits, made faster one layer at a time while there is room on the device and the host: what saves most time for a byte of either."""
     while True:
         left, best = host - choice.waiting, None
@@ -192,16 +192,16 @@ def _use_up(choice: Choice, stacks: Sequence[Stack], room: int, tail: int, host:
                     needed = peak(options, tail, choice.ahead)
                     gain = (now.ms - option.ms) / max(1, more + needed - choice.peak)
                     if needed <= room and (best is None or gain > best[0]):
-                        best = gain, Choice(options, needed, True, choice.ahead)
+                        best = gain, Assignment(options, needed, True, choice.ahead)
         if best is None:
             return choice
         choice = best[1]
 
 
-def _choose(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
+def _choose(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
     best = None
     for ceiling in _ceilings(stacks, ahead):
-        allowed = [Stack(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks]
+        allowed = [LayerRun(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks]
         found = _descend(allowed, room, tail, host, ahead)
         if best is None or _rank(found) < _rank(best):
             best = found
@@ -210,7 +210,7 @@ def _choose(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahe
     return best
 
 
-def _keep_last(choice: Choice, stacks: Sequence[Stack], room: int, tail: int) -> Choice:
+def _keep_last(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int) -> Assignment:
     """What the last layer saved is read at once: no work hides its copies. It stays, where there is room for it."""
     last = choice.options[-1][-1]
     stays = next((o for o in stacks[-1].options if o.plan == last.plan and not o.offloaded), None)
@@ -218,14 +218,14 @@ def _keep_last(choice: Choice, stacks: Sequence[Stack], room: int, tail: int) ->
         return choice
     options = (*choice.options[:-1], (*choice.options[-1][:-1], stays))
     needed = peak(options, tail, choice.ahead)
-    return Choice(options, needed, needed <= room, choice.ahead) if needed <= max(room, choice.peak) else choice
+    return Assignment(options, needed, needed <= room, choice.ahead) if needed <= max(room, choice.peak) else choice
 
 
-def _rank(choice: Choice) -> tuple[bool, float]:
+def _rank(choice: Assignment) -> tuple[bool, float]:
     return not choice.fits, choice.ms if choice.fits else choice.peak
 
 
-def _ceilings(stacks: Sequence[Stack], ahead: int) -> list[int]:
+def _ceilings(stacks: Sequence[LayerRun], ahead: int) -> list[int]:
     """From the highest on, each a tenth lower at least, to the lowest under which every layer has an option."""
     lowest = max(min(o.passing(ahead) for o in stack.options) for stack in stacks)
     found: list[int] = []
@@ -235,15 +235,15 @@ def _ceilings(stacks: Sequence[Stack], ahead: int) -> list[int]:
     return found if found[-1] <= lowest else [*found, lowest]
 
 
-def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ahead: int) -> Choice:
+def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
     """Layer after layer from its fastest option to those that hold less, until the step fits."""
     at = [[min(stack.options, key=lambda o: (o.ms, o.held))] * stack.layers for stack in stacks]
-    ways: list[dict[Option, list[Option]]] = [{} for _ in stacks]
+    ways: list[dict[PlanOption, list[PlanOption]]] = [{} for _ in stacks]
 
-    def options() -> tuple[tuple[Option, ...], ...]:
+    def options() -> tuple[tuple[PlanOption, ...], ...]:
         return tuple(map(tuple, at))
 
-    best = Choice(options(), needed := peak(at, tail, ahead), needed <= room, ahead)
+    best = Assignment(options(), needed := peak(at, tail, ahead), needed <= room, ahead)
     while not best.fits:
         left = None if host is None else host - _waiting(at)
         if not (moves := list(_moves(stacks, at, ways, left))):
@@ -252,11 +252,11 @@ def _descend(stacks: Sequence[Stack], room: int, tail: int, host: int | None, ah
         at[stack][layer] = then
         needed = peak(at, tail, ahead)
         if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
-            best = Choice(options(), needed, needed <= room, ahead)
+            best = Assignment(options(), needed, needed <= room, ahead)
     return best
 
 
-def _moves(stacks: Sequence[Stack], at: Sequence[Sequence[Option]], ways: Sequence[dict[Option, list[Option]]], left: int | None):
+def _moves(stacks: Sequence[LayerRun], at: Sequence[Sequence[PlanOption]], ways: Sequence[dict[PlanOption, list[PlanOption]]], left: int | None):
     """(milliseconds a byte, stack, layer, option) of the cheapest move that the host has room for: of layers that do alike, the first's."""
     for s, taken in enumerate(at):
         for now in dict.fromkeys(taken):

@@ -9,12 +9,12 @@ from torch import nn
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.plugins import said
 from tunecompile.integrations import peft_parametrize
-from tunecompile.integrations.rank_store import Board
-from tunecompile.runtime.find_layers import Layers, find_layers
-from tunecompile.runtime.layer_slot import Slot
+from tunecompile.integrations.rank_store import RankStore
+from tunecompile.runtime.find_layers import LayerStack, find_layers
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import VERIFIED, State
 from tunecompile.runtime.region import Region
-from tunecompile.runtime.step import StepFlag
+from tunecompile.runtime.step import Step
 
 
 def note_new_layers(model: nn.Module) -> list[str]:
@@ -30,7 +30,7 @@ def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -
     return ["forwards with gradients ran in eval mode, which is taken for evaluation and runs as it is: model.train() before training steps has them compiled"]
 
 
-def note_outside(model: nn.Module, stacks: Sequence[Layers], head: nn.Module | None) -> list[str]:
+def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module | None) -> list[str]:
     """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
     inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
     apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) or module is head for p in module.parameters()}
@@ -40,7 +40,7 @@ def note_outside(model: nn.Module, stacks: Sequence[Layers], head: nn.Module | N
     return [f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"]
 
 
-def note_sharded(model: nn.Module, stacks: Sequence[Layers]) -> list[str]:
+def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[str]:
     """Whether the weights of layers are parts, with which they compute (tensor parallelism). Those that FSDP2 shards are whole by then."""
     parts = any(hasattr(p, "device_mesh") for stack in stacks for layer in stack.members for p in layer.parameters())
     if not parts or any(type(module).__name__.startswith("FSDP") for module in model.modules()):
@@ -71,7 +71,7 @@ def model_notes(state: State) -> list[str]:
     ]
 
 
-def note_other_ranks(board: Board | None) -> list[str]:
+def note_other_ranks(board: RankStore | None) -> list[str]:
     """How the first step was on them."""
     others = [(rank, *told) for rank, told in board.said(VERIFIED).items() if rank != board.rank] if board is not None else []
     broken = [f"rank {rank}: {told}" for rank, passed, told in others if not passed]
@@ -83,14 +83,14 @@ def note_replicas(replicated: bool) -> list[str]:
     return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if replicated else []
 
 
-def note_outer(step: StepFlag) -> list[str]:
+def note_outer(step: Step) -> list[str]:
     """Whether steps ran in a trace that is not ours."""
     told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": step.outer,
             "torch.func, or forward-mode differentiation, transformed the model": step.transformed}
     return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
 
-def note_checkpointing(slots: Sequence[Slot]) -> list[str]:
+def note_checkpointing(slots: Sequence[LayerSlot]) -> list[str]:
     """Whether a function of the user's is called around compiled layers."""
     count = sum(slot.checkpointed_by is not None for slot in slots)
     return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
@@ -107,7 +107,7 @@ def note_unused_heads(state: State) -> list[str]:
     return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in state.unused_heads()]
 
 
-def note_budgets(step: StepFlag) -> list[str]:
+def note_budgets(step: Step) -> list[str]:
     """What budgets have to say, and how often memory ran out."""
     budgets = step.budgets
     told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]

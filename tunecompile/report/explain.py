@@ -11,7 +11,7 @@ from typing import Any, Sequence
 from torch import nn
 
 from tunecompile.compiler.graph_dump import in_words
-from tunecompile.compiler.graph_snapshot import Snapshot
+from tunecompile.compiler.graph_snapshot import GraphSnapshot
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import MissingExtra
 from tunecompile.planner.device_memory import shown
@@ -98,7 +98,7 @@ def about(context: Context, layers: int) -> dict[str, Any]:
 
 def picture(context: Context) -> Picture:
     missed = {box.name: box.missed for box in context.after.boxes}
-    first = Snapshot(tuple(replace(box, missed=missed.get(box.name, "")) for box in context.before.boxes))
+    first = GraphSnapshot(tuple(replace(box, missed=missed.get(box.name, "")) for box in context.before.boxes))
     before, after = side_by_side(first, context.after)
     ops = [placed for placed in after.boxes if placed.box.kind == "op"]
     counts = Counter(placed.box.label for placed in ops)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Iterable, Mapping, Sequence
 
-from tunecompile.compiler.graph_snapshot import Box, Snapshot
+from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 
 HEIGHT, PITCH, GAP, THREAD = 32, 50, 12, 8  #: pixels: a box, a row, between boxes, a value that passes by
 LETTER, LEAST, MOST, NARROWEST = 6.6, 64, 168, 340  #: pixels: a letter's width; a box's least and most; a drawing's least
@@ -53,7 +53,7 @@ class Drawing:
     height: float
 
 
-def side_by_side(before: Snapshot, after: Snapshot) -> tuple[Drawing, Drawing]:
+def side_by_side(before: GraphSnapshot, after: GraphSnapshot) -> tuple[Drawing, Drawing]:
     """Both graphs. What `after` holds unchanged stands where it stood; an op, where what it replaces stood."""
     stood_for = replaced(before, after)
     rows = _late(before.boxes, _rows(before.boxes, {}))
@@ -67,7 +67,7 @@ def side_by_side(before: Snapshot, after: Snapshot) -> tuple[Drawing, Drawing]:
     return _draw(before, rows, x, {}), _draw(after, again, _coordinates(after.boxes, again, hints), stood_for)
 
 
-def replaced(before: Snapshot, after: Snapshot) -> dict[str, tuple[str, ...]]:
+def replaced(before: GraphSnapshot, after: GraphSnapshot) -> dict[str, tuple[str, ...]]:
     """Of each new box of `after`, the boxes of `before` that are there no more since it computes what they did: from the values it gives, back
     to values that `after` has too."""
     old, new = ({box.name: box for box in graph.boxes} for graph in (before, after))
@@ -178,7 +178,7 @@ def _settle(wanted: Mapping[Key, float], widths: Mapping[Key, float], weights: M
     return {key: mean + offsets[key] for mean, _, members in blocks for key in members}
 
 
-def _draw(graph: Snapshot, rows: Mapping[str, int], x: Mapping[Key, float], replaces: Mapping[str, tuple[str, ...]]) -> Drawing:
+def _draw(graph: GraphSnapshot, rows: Mapping[str, int], x: Mapping[Key, float], replaces: Mapping[str, tuple[str, ...]]) -> Drawing:
     by_name = {box.name: box for box in graph.boxes}
     placed = tuple(Placed(box, x[box.name, -1], _middle(rows[box.name]), _width((box.name, -1), by_name), replaces.get(box.name, ())) for box in graph.boxes)
     edges = []

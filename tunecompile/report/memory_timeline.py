@@ -12,9 +12,9 @@ from torch import nn
 
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.planner.device_memory import shown
-from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Option, copies
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, PlanOption, copies
 from tunecompile.report.html import draw, make_environment
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.timeline_trace import Kind
 from tunecompile.runtime.model_state import State, state_of
 
@@ -71,7 +71,7 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
     return path
 
 
-def planned(state: State) -> list[Budget]:
+def planned(state: State) -> list[RuntimePlanner]:
     """Each device's budget, once it has a plan.
 
     Raises:
@@ -86,7 +86,7 @@ def planned(state: State) -> list[Budget]:
     raise NoPlan(reason=budget.notes[-1] if budget is not None and budget.notes else "run a training step first")
 
 
-def phases(budget: Budget) -> list[Phase]:
+def phases(budget: RuntimePlanner) -> list[Phase]:
     """The step in order: forwards, head and loss, backwards. Their highest `most` is the plan's predicted peak."""
     options = [budget.options.get(id(slot)) for slot in budget.layers]
     measured = {}
@@ -106,18 +106,18 @@ def phases(budget: Budget) -> list[Phase]:
     return [*forwards, tail, *reversed(backwards)]
 
 
-def _manner(option: Option | None) -> str:
+def _manner(option: PlanOption | None) -> str:
     if option is None or not (option.offloaded or option.plan not in (KEEP, KEEP_WEIGHTS)):
         return "keeps all that is dear"
     return "waits on the host" if option.offloaded else "computes again"
 
 
-def picture(budget: Budget) -> str:
+def picture(budget: RuntimePlanner) -> str:
     """Memory over the step, as an image in a data URI."""
     return draw(lambda axes: paint(axes, budget), width=10.4, height=4.6)
 
 
-def paint(axes: Axes, budget: Budget) -> None:
+def paint(axes: Axes, budget: RuntimePlanner) -> None:
     """What is there anyway, on it what layers hold, on that what each part needs while it runs; lines for budget and peaks, dots for samples."""
     parts, resident = phases(budget), budget.admitted.resident + budget.admitted.weights
     highest = max(part.most for part in parts) + resident
@@ -141,7 +141,7 @@ def paint(axes: Axes, budget: Budget) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=9)
 
 
-def _lines(axes: Axes, budget: Budget, scale: int, width: int, highest: float) -> None:
+def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: float) -> None:
     """Budget and peaks. A budget far above is not drawn: the picture would be empty below it."""
     found = [("predicted peak", budget.admitted.peak, "#2563eb", (0, (1, 1.5)))]
     found += [("measured peak", budget.measured, INK, (0, (4, 2)))] if budget.measured else []
@@ -163,7 +163,7 @@ def _label(axes: Axes, parts: list[Phase], first: int) -> None:
         axes.annotate(text, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 5), textcoords="offset points", ha="center", color=SOFT)
 
 
-def rows(budget: Budget) -> list[dict[str, Any]]:
+def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
     """A row for each run of layers that do the same: bytes and milliseconds are of one layer."""
     parts = {part.place: part for part in phases(budget) if part.kind == "forward"}
     after = {place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part}
@@ -183,7 +183,7 @@ def rows(budget: Budget) -> list[dict[str, Any]]:
     return table
 
 
-def totals(budget: Budget, steps: float | None) -> list[tuple[str, str, str]]:
+def totals(budget: RuntimePlanner, steps: float | None) -> list[tuple[str, str, str]]:
     """(what, predicted, measured). steps: milliseconds of the last ones."""
     plan = budget.admitted
     own, again = budget.step_ms(), plan.choice.ms
@@ -204,7 +204,7 @@ def totals(budget: Budget, steps: float | None) -> list[tuple[str, str, str]]:
         ("Waited for copies, ms", "", f"{waited:,.1f}")]
 
 
-def notes(budget: Budget) -> list[str]:
+def notes(budget: RuntimePlanner) -> list[str]:
     """How to read the page, as far as this model needs it."""
     said = [f"The plan is for {budget.admitted.tokens:,} tokens a batch."]
     if any(sample.allocated for sample in budget.trace.samples):

@@ -10,7 +10,7 @@ from torch import nn
 
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile._torch.modules import slot_of
-from tunecompile.compiler.pass_manager import Change, Tally
+from tunecompile.compiler.pass_manager import Change, MatchCount
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
 from tunecompile.report.diagnose import model_notes
@@ -41,7 +41,7 @@ class Report:
 
     model: str  #: its class
     regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
-    matches: list[Tally] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
+    matches: list[MatchCount] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
     notes: list[str] = field(default_factory=list)  #: what else there is to say
     memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same of the others

@@ -13,7 +13,7 @@ from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.compile_cache import link_read_only
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.planner.device_memory import Spec
-from tunecompile.runtime.memory.host_embedding import HostTables
+from tunecompile.runtime.memory.host_embedding import HostEmbeddings
 from tunecompile.runtime.model_state import ATTRIBUTE, Precision, State, Verify, state_of
 
 
@@ -36,7 +36,7 @@ def attach(model: nn.Module, passes: Sequence[Pass], *, executor: Executor = "in
     linked = link_read_only() if executor == "inductor" else []
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()
-    state = State(model, tuple(passes), executor, precision, memory, host_bytes, offload_dir, HostTables() if host_embedding else None, verify=verify)
+    state = State(model, tuple(passes), executor, precision, memory, host_bytes, offload_dir, HostEmbeddings() if host_embedding else None, verify=verify)
     state.notes += linked
     state.attach()
     model.__dict__[ATTRIBUTE] = state

@@ -23,11 +23,11 @@ def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
 
 def batch_tokens(args: tuple, kwargs: dict) -> int:
     """Rows times length of a call's batch, as far as its shapes tell."""
-    return math.prod(Sizes.of(list(tensors_in(args, kwargs))))
+    return math.prod(DynamicShapes.of(list(tensors_in(args, kwargs))))
 
 
 @dataclass
-class Sizes:
+class DynamicShapes:
     """Which dimensions of which arguments follow the batch's rows and length.
 
     The first shape is compiled as it is. From the second on, all dimensions that follow are symbolic together; left alone,

@@ -8,7 +8,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerStack:
     """The outermost list of repeated layers: its owner runs once a step, the members are the regions."""
 
     path: str
@@ -16,13 +16,13 @@ class Layers:
     members: tuple[nn.Module, ...]
 
 
-def find_layers(model: nn.Module) -> list[Layers]:
+def find_layers(model: nn.Module) -> list[LayerStack]:
     """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
 
     In a Sequential they are of one class, in a ModuleList one class repeats at least: there may be others between (layers with cross-attention).
     Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
     """
-    found: list[Layers] = []
+    found: list[LayerStack] = []
 
     def visit(module: nn.Module, path: str, runner: nn.Module) -> None:
         if type(module).forward is not nn.Module.forward:
@@ -33,7 +33,7 @@ def find_layers(model: nn.Module) -> list[Layers]:
             classes = len({type(m) for m in members})
             repeated = classes < len(members) if isinstance(child, nn.ModuleList) else isinstance(child, nn.Sequential) and classes == 1 < len(members)
             if repeated and all(next(m.children(), None) is not None for m in members):
-                found.append(Layers(where, runner if isinstance(child, nn.ModuleList) else child, members))
+                found.append(LayerStack(where, runner if isinstance(child, nn.ModuleList) else child, members))
             else:
                 visit(child, where, runner)
 

@@ -13,24 +13,24 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile.integrations import context_parallel
-from tunecompile.integrations.accelerate import Placement, place
+from tunecompile.integrations.accelerate import DeviceMapLayer, place
 from tunecompile.integrations.bitsandbytes import put_states_back
-from tunecompile.integrations.deepspeed import Gathered, gathered
-from tunecompile.integrations.fsdp import Unit, unit
+from tunecompile.integrations.deepspeed import Zero3Layer, gathered
+from tunecompile.integrations.fsdp import FsdpLayer, unit
 from tunecompile.integrations.varlen_attention import OFFSETS, CannotFlatten
 from tunecompile.planner.solver import KEEP, RECOMPUTE
-from tunecompile.runtime.dynamic_shapes import Sizes, mark_flat, tensors_in
+from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
 from tunecompile.runtime.force_grad import ask, unasked
 from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.module_watch import Inside
+from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import Region
-from tunecompile.runtime.unpad.unpad import Padding
+from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.variant import Variant, _same
 
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
 
 
-class Slot:
+class LayerSlot:
     """What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
 
     def __init__(self, step: "Any", layer: nn.Module, region: Region):
@@ -38,10 +38,10 @@ class Slot:
         self.place = 0  #: among all layers
         self.checkpoint = False  #: whether the user asks for it
         self.checkpointed_by: Callable | None = None  #: a function of the user's, called with the layer and its arguments by position
-        self.padding: Padding | None = None
+        self.padding: Unpadding | None = None
         self.variant: Variant | None = None
-        self.inside: Inside | None = None
-        self.placement: Placement | Gathered | Unit | None = None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
+        self.inside: ModuleSnapshot | None = None
+        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,11 +58,11 @@ class Slot:
         """Whether FSDP2 gathers the layer, and all that is sent is sent around its call."""
         if self.inside is None:
             self._look_around()
-        return isinstance(self.placement, Unit) and self.placement.alone
+        return isinstance(self.placement, FsdpLayer) and self.placement.alone
 
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """`run`, between the hooks of FSDP2 if the layer is a unit of its own: whatever has to be repeated there is repeated with gathered weights."""
-        return self.placement.around(run, args, kwargs) if isinstance(self.placement, Unit) else run(args, kwargs)
+        return self.placement.around(run, args, kwargs) if isinstance(self.placement, FsdpLayer) else run(args, kwargs)
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:
         if self.checkpointed_by is not None:
@@ -91,12 +91,12 @@ class Slot:
             # what is gathered lies elsewhere at every call, and where another layer's weights were; a recorded collective waits for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
-        self.inside = Inside(self.layer)
+        self.inside = ModuleSnapshot(self.layer)
 
     def follow_modules(self) -> None:
         """Adapters may have come into the layer, and hooks with them."""
         if self.inside is not None and self.inside.changed:
-            self.inside = Inside(self.layer)
+            self.inside = ModuleSnapshot(self.layer)
 
     @property
     def stays(self) -> bool:
@@ -104,11 +104,11 @@ class Slot:
         if self.inside is None:
             self._look_around()
         parameters = list(self.layer.parameters())
-        return bool(parameters) and not isinstance(self.placement, (Gathered, Unit)) and not any(map(sharded, parameters))
+        return bool(parameters) and not isinstance(self.placement, (Zero3Layer, FsdpLayer)) and not any(map(sharded, parameters))
 
     def let_go(self) -> None:
         """Undo that."""
-        if isinstance(self.placement, Gathered):
+        if isinstance(self.placement, Zero3Layer):
             self.placement.let_go()
         if self.states is not None:
             self.states.remove()
@@ -158,7 +158,7 @@ class Slot:
     def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
         """What calls of one variant share, and the batch's sizes, which are marked as what may change."""
         tensors = list(tensors_in(args, kwargs))
-        sizes = Sizes.of(tensors)
+        sizes = DynamicShapes.of(tensors)
         mark(tensors, sizes)
         return (torch.is_grad_enabled(), context_parallel.is_shared(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors)), sizes
 
@@ -222,7 +222,7 @@ class Slot:
 LARGE = 256 << 20  #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several such copies
 
 
-class NormSlot(Slot):
+class NormSlot(LayerSlot):
     """What stands in the `_compiled_call_impl` of a norm outside the layers: of a long batch it is compiled in a training step. It has no plan."""
 
     budget = None

@@ -14,35 +14,35 @@ from torch import nn
 from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.backend import Executor
-from tunecompile.compiler.pass_manager import Tally
+from tunecompile.compiler.pass_manager import MatchCount
 from tunecompile.errors import CannotVerify, NotOptimized, summary
 from tunecompile.integrations import bitsandbytes, peft_parametrize
 from tunecompile.integrations.loss_caller import causal_labels
 from tunecompile.integrations.peft_trace import substitute
-from tunecompile.integrations.rank_store import Board
+from tunecompile.integrations.rank_store import RankStore
 from tunecompile.planner.device_memory import Spec
-from tunecompile.runtime.cuda_graphs.replay import Replays
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import batch_tokens
-from tunecompile.runtime.find_layers import Layers, find_layers, find_norms, structure
-from tunecompile.runtime.layer_slot import NormSlot, Slot
+from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
+from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
 from tunecompile.runtime.loss_head import Head, HeadSlot
-from tunecompile.runtime.memory.across_ranks import Agreement
-from tunecompile.runtime.memory.host_embedding import HostTables
+from tunecompile.runtime.memory.across_ranks import RankPlans
+from tunecompile.runtime.memory.host_embedding import HostEmbeddings
 from tunecompile.runtime.memory.oom_recovery import Recovery
 from tunecompile.runtime.memory.per_device import make_budgets
-from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.step import (
     EntryHook,
     NotCopied,
     PassThrough,
     ReplicaHook,
-    StepFlag,
+    Step,
     VerifyHook,
     only_checkpoints,
 )
-from tunecompile.runtime.telemetry import Pulse, describe
-from tunecompile.runtime.unpad.unpad import OwnerSlot, Padding
+from tunecompile.runtime.telemetry import Telemetry, describe
+from tunecompile.runtime.unpad.unpad import OwnerSlot, Unpadding
 
 log = logging.getLogger("tunecompile")
 ATTRIBUTE = "_tunecompile"  #: of a model, where its `State` is
@@ -95,29 +95,29 @@ class State(NotCopied):
     memory: Spec = None
     host_bytes: int | None = None
     offload_dir: Path | None = None
-    tables: HostTables | None = None
+    tables: HostEmbeddings | None = None
     verify: Verify | None = None  #: what verifies the first training step, until it has
-    board: Board | None = None  #: of the ranks that train the model
-    step: StepFlag = field(default_factory=StepFlag)
+    board: RankStore | None = None  #: of the ranks that train the model
+    step: Step = field(default_factory=Step)
     regions: list[Region] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[LayerSlot] = field(default_factory=list)
     norms: list[NormSlot] = field(default_factory=list)  #: beside the layers
     heads: list[Head] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    paddings: list[Padding] = field(default_factory=list)
+    paddings: list[Unpadding] = field(default_factory=list)
     parametrising: list[nn.Module] = field(default_factory=list)  #: that run as they are, inside layers
     unpacked: list[nn.Module] = field(default_factory=list)  #: linears that bitsandbytes would pack in evaluations
     embeddings: nn.Module | None = None
     replicated: bool = False  #: whether nn.DataParallel ever ran a replica
-    replays: Replays = field(default_factory=Replays)
-    kept: Kept = field(default_factory=Kept)
+    replays: GraphReplays = field(default_factory=GraphReplays)
+    kept: WeightCache = field(default_factory=WeightCache)
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
     def __post_init__(self) -> None:
-        self.pulse = Pulse(lambda: describe(self.base(), self.memory, self.step.budget))
+        self.pulse = Telemetry(lambda: describe(self.base(), self.memory, self.step.budget))
 
     def attach(self) -> None:
         self.step.recovery = Recovery(self.step, self.slots) if self.memory is not None else None
@@ -137,7 +137,7 @@ class State(NotCopied):
         self.handles.append(self.model.register_forward_pre_hook(ReplicaHook(self)))
         self._attach_head()
 
-    def _attach_layers(self, stack: Layers, counts: bool) -> None:
+    def _attach_layers(self, stack: LayerStack, counts: bool) -> None:
         kinds: dict[tuple, Region] = {}
         for index, layer in enumerate(stack.members):
             if slot_of(layer) is not None:
@@ -148,7 +148,7 @@ class State(NotCopied):
                 name = "_".join((*stack.path.split("."), type(layer).__name__, *([str(len(kinds))] if kinds else [])))
                 kinds[kind] = Region(name, self.passes, self.executor, self.replays, self.precision, self.kept)
                 self.regions.append(kinds[kind])
-            slot = Slot(self.step, layer, kinds[kind])
+            slot = LayerSlot(self.step, layer, kinds[kind])
             slot.place = len(self.slots)
             fill(layer, slot)
             self.slots.append(slot)
@@ -160,7 +160,7 @@ class State(NotCopied):
         elif isinstance(slot := slot_of(stack.owner), OwnerSlot):
             slot.padding.refused = "one module owns several lists of layers"
 
-    def _attach_norms(self, stack: Layers) -> None:
+    def _attach_norms(self, stack: LayerStack) -> None:
         for norm in find_norms(stack.owner):
             if slot_of(norm) is None:
                 name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
@@ -168,8 +168,8 @@ class State(NotCopied):
                 fill(norm, slot)
                 self.norms.append(slot)
 
-    def _attach_padding(self, stack: Layers) -> None:
-        padding = Padding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self.unused_heads()) < len(self.heads))
+    def _attach_padding(self, stack: LayerStack) -> None:
+        padding = Unpadding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self.unused_heads()) < len(self.heads))
         fill(stack.owner, OwnerSlot(padding))
         self.paddings.append(padding)
         for slot in self.slots:
@@ -194,7 +194,7 @@ class State(NotCopied):
         if slot_of(module) is not None:
             self.notes.append("the head is compiled already and left as it is")
             return
-        head = Head(module, Tally("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
+        head = Head(module, MatchCount("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
                     lambda: causal_labels()[0] is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
         fill(module, HeadSlot(self.step, head, self.passes))
         self.heads.append(head)
@@ -253,15 +253,15 @@ class State(NotCopied):
             if not self.step.budgets:
                 self.memory = None
                 return
-            self.step.recovery.agreement = Agreement(self.meet())
+            self.step.recovery.agreement = RankPlans(self.meet())
         for budget in self.step.budgets:
             budget.begin()
         self.step.recovery.begin()
 
-    def meet(self) -> Board:
+    def meet(self) -> RankStore:
         """Not before the first training step, when there are adapters and ranks."""
         if self.board is None:
-            self.board = Board.of(self.model)
+            self.board = RankStore.of(self.model)
         return self.board
 
     def verify_once(self, args: tuple, kwargs: dict) -> None:
@@ -287,7 +287,7 @@ class State(NotCopied):
     def again_with(self, passes: tuple, *notes: str) -> None:
         """Everything anew, with other passes."""
         self.detach()
-        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostTables() if self.tables else None,
+        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostEmbeddings() if self.tables else None,
                      board=self.board)
         self.__dict__.update(made.__dict__)
         self.__post_init__()
@@ -338,14 +338,14 @@ class State(NotCopied):
         """What the report tells of: norms outside the layers only where they run compiled."""
         return self.regions + [slot.region for slot in self.norms if slot.region.variants]
 
-    def matches(self) -> list[Tally]:
+    def matches(self) -> list[MatchCount]:
         """What was found and rewritten, a family each, counted a layer, in the last graph compiled of each region; and of heads, whose losses are joined
         outside the regions."""
         tallies = [tally for region in self.compiled() for context in pieces_of(region) for tally in context.tallies]
         return merge_tallies(tallies, [head.tally for head in self.heads])
 
 
-class WholeSlot(Slot):
+class WholeSlot(LayerSlot):
     """A model without repeated layers: entry and region are one."""
 
     def __init__(self, state: State, region: Region):

@@ -15,7 +15,7 @@ from tunecompile._torch.modules import HOOKS
 from tunecompile.integrations.loss_caller import home_of
 
 
-class Inside:
+class ModuleSnapshot:
     """A look at a layer's modules. The dictionaries are the modules' own: what they hold is what is there now. Of a module that is gone they are let go, its
     weights with them."""
 

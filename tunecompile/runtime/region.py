@@ -13,11 +13,11 @@ from typing import Callable, Sequence
 from tunecompile._torch.dynamo import graph_limit
 from tunecompile.compiler.backend import Backend, Executor
 from tunecompile.compiler.partitioner import Decide
-from tunecompile.compiler.pass_manager import Context, Pass, Tally
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.planner.solver import Plan
-from tunecompile.runtime.cuda_graphs.replay import Replays
-from tunecompile.runtime.dynamic_shapes import Sizes
-from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
+from tunecompile.runtime.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.variant import Variant
 
 SCORING = "without_gradient"  #: in place of a plan
@@ -30,12 +30,12 @@ class Region:
     name: str
     passes: Sequence[Pass]
     executor: Executor
-    replays: Replays | None = None
+    replays: GraphReplays | None = None
     precision: str | None = None
-    kept: Kept | None = None
+    kept: WeightCache | None = None
     backends: dict[Plan | str | None, Backend] = field(default_factory=dict)
     variants: dict[tuple, Variant] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: DynamicShapes = field(default_factory=DynamicShapes)
     bypassed: bool = False
     refused: Counter[str] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
 
@@ -111,11 +111,11 @@ def pieces_of(region: Region) -> list[Context]:
     return list({c.frame: c for c in last}.values())
 
 
-def merge_tallies(regions: Sequence[Tally], heads: Sequence[Tally]) -> list[Tally]:
+def merge_tallies(regions: Sequence[MatchCount], heads: Sequence[MatchCount]) -> list[MatchCount]:
     """One for each family. What heads joined has no place in a graph."""
-    merged: dict[str, Tally] = {}
+    merged: dict[str, MatchCount] = {}
     for tally in (*regions, *heads):
-        total = merged.setdefault(tally.family, Tally(tally.family))
+        total = merged.setdefault(tally.family, MatchCount(tally.family))
         total.found += tally.found
         total.rewritten += tally.rewritten
         total.refused += tally.refused

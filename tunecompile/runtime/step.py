@@ -17,7 +17,7 @@ from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import fill_own
 from tunecompile.integrations.peft_trace import substitute
 from tunecompile.runtime.dynamic_shapes import batch_tokens
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery
 from tunecompile.runtime.unpad.unpad import scores
 
@@ -43,7 +43,7 @@ class NotCopied:
 
 
 @dataclass
-class StepFlag:
+class Step:
     """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a layer that
     decided for itself would run a re-entrant checkpoint's first forward and its recompute in different ways."""
 
@@ -53,16 +53,16 @@ class StepFlag:
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
-    budgets: tuple[Budget, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
+    budgets: tuple[RuntimePlanner, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> RuntimePlanner | None:
         """The first device's."""
         return self.budgets[0] if self.budgets else None
 
-    def budget_of(self, slot: Any) -> Budget | None:
+    def budget_of(self, slot: Any) -> RuntimePlanner | None:
         """What gives a layer its plan, if anything does."""
         return next((budget for budget in self.budgets if id(slot) in budget.places), None)
 

@@ -22,7 +22,7 @@ EVERY = 1.0  #: seconds between two looks for a monitor
 
 
 @dataclass
-class Pulse:
+class Telemetry:
     """Of one optimized model. `describe` gives the fields of its `Status` that are not counted here; it is called when somebody asks."""
 
     describe: Callable[[], dict]

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, recompile_reason
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.backend import Backend, Forgotten, own_code
+from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import summary
 from tunecompile.integrations.varlen_attention import attends
@@ -33,7 +33,7 @@ class Variant:
         self.attends = False  #: whether its attention is ours, which knows of offsets
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
-        self._compiled = torch.compile(own_code(_region, name), backend=Forgotten(self.compile))
+        self._compiled = torch.compile(own_code(_region, name), backend=WeakBackend(self.compile))
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's output. Where an op refuses fake tensors, and would take real ones (known_bugs.GROUPED_MM_IN_FP32), by the layer's own code."""

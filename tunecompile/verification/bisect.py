@@ -14,7 +14,7 @@ from tunecompile.ir.rewrite import Rewrite
 
 
 @dataclass(frozen=True)
-class Unit:
+class Suspect:
     """One rewrite of a pass, or all of the pass."""
 
     family: str
@@ -25,16 +25,16 @@ class Unit:
         return self.family if self.rewrite is None else f"{self.family}: {self.rewrite.name}"
 
 
-def units(passes: Sequence[Pass]) -> list[Unit]:
+def units(passes: Sequence[Pass]) -> list[Suspect]:
     """All that may be switched off, in order."""
     found = []
     for p in passes:
         if _optional(p):
-            found += [Unit(p.name, rewrite) for rewrite in p.rewrites] or [Unit(p.name)]
+            found += [Suspect(p.name, rewrite) for rewrite in p.rewrites] or [Suspect(p.name)]
     return found
 
 
-def only(passes: Sequence[Pass], chosen: Sequence[Unit]) -> tuple[Pass, ...]:
+def only(passes: Sequence[Pass], chosen: Sequence[Suspect]) -> tuple[Pass, ...]:
     """The pipeline with these of its units, and without passes whose requirements are gone."""
     made: list[Pass] = []
     provided: set[str] = set()
@@ -57,11 +57,11 @@ def _narrowed(p: Pass, rewrites: Sequence[Rewrite]) -> Pass:
     return replace(p, run=recognize(p.name, rewrites, p.anchors).run, rewrites=tuple(rewrites))
 
 
-def without(passes: Sequence[Pass], unit: Unit) -> tuple[Pass, ...]:
+def without(passes: Sequence[Pass], unit: Suspect) -> tuple[Pass, ...]:
     return only(passes, [other for other in units(passes) if other != unit])
 
 
-def find(passes: Sequence[Pass], wrong: Callable[[tuple[Pass, ...]], bool]) -> Unit | None:
+def find(passes: Sequence[Pass], wrong: Callable[[tuple[Pass, ...]], bool]) -> Suspect | None:
     """The first unit with which a step is wrong; None where it is wrong without any. wrong: of a pipeline; of all of `passes`, it holds."""
     ordered = units(passes)
     if not ordered or wrong(only(passes, [])):

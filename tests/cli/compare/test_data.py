@@ -79,7 +79,7 @@ def test_the_loss_is_on_the_answer_and_its_end(tokenizer):
 
 
 def test_padding_goes_by_length_even_where_pad_is_eos():
-    examples = [data.Example([5, 1], [5, 1]), data.Example([5, 6, 1], [data.IGNORED, 6, 1])]
+    examples = [data.ChatExample([5, 1], [5, 1]), data.ChatExample([5, 6, 1], [data.IGNORED, 6, 1])]
     batch = data.collate(examples, pad_id=1, multiple=4)
     assert batch["input_ids"].tolist() == [[5, 1, 1, 1], [5, 6, 1, 1]]
     assert batch["labels"].tolist() == [[5, 1, -100, -100], [-100, 6, 1, -100]]

@@ -292,7 +292,7 @@ def out_of_memory(rank, ranks):
             faults = [Full(made, 1, WHERE[seed])] if rank == seed else []  # the other layer gives up its graph: there is no smaller plan
             for each in (ours, plain):
                 each.zero_grad()
-                with patch.object(candidates, "courses", lambda graph: iter([[KEEP], [RECOMPUTE]])):  # to survey a whole layer takes its time
+                with patch.object(candidates, "candidate_stages", lambda graph: iter([[KEEP], [RECOMPUTE]])):  # to survey a whole layer takes its time
                     each(**part(batch(seed), rank, ranks)).loss.backward()
             alike(ours, plain, limit)
             assert all(fault.raised == 1 for fault in faults)

@@ -16,7 +16,7 @@ from tests.runtime.memory.full import WHERE, Full, build, graphs, loss, needed
 from tests.runtime.memory.test_budget import LAYERS
 from tunecompile.errors import RankLost
 from tunecompile.planner.device_memory import HostGauge, part_bytes
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.budget import RuntimePlanner
 
 
 def _sharded(made):
@@ -163,7 +163,7 @@ def gradients_of_shards(rank, ranks):
         made.set_requires_gradient_sync(sent)
         layer, beside = made.backbone.layers[1], [*made.head.parameters(), *made.backbone.embed.parameters(), *made.backbone.norm.parameters()]
         part, whole, root, shards = _bytes(layer.parameters()), _whole(layer.parameters()), _whole(beside), _bytes(made.parameters())
-        with patch.object(Budget, "bounds_all", True), patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())):
+        with patch.object(RuntimePlanner, "bounds_all", True), patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())):
             _train(made, 4)
         budget = made._tunecompile.step.budget
         assert 2 * part == whole and budget.present == LAYERS * part + (whole - part) + root

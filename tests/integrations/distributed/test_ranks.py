@@ -10,7 +10,7 @@ from tests.integrations.distributed.ranks import TIMEOUT, run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (f"tests.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "plans", "startup", "trainers", "zero"))
+DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (f"tests.integrations.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "plans", "startup", "trainers", "zero"))
 NEEDED = {ZERO: ("deepspeed",), TRAINERS: ("accelerate", "trl", "datasets")}
 
 

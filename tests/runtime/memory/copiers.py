@@ -8,10 +8,10 @@ from collections import deque
 
 import torch
 
-from tunecompile.runtime.memory.pinned_pool import HostCopier, Mark
+from tunecompile.runtime.memory.pinned_pool import CopyMark, HostCopyEngine
 
 
-class Recorder(HostCopier):
+class Recorder(HostCopyEngine):
     """Also says what was copied back, in order."""
 
     def __init__(self):
@@ -26,7 +26,7 @@ class Recorder(HostCopier):
         return super().back(rooms)
 
 
-class LateCopier(HostCopier):
+class LateCopier(HostCopyEngine):
     """Copies as late as streams and events allow, and would read garbage where something was not ordered."""
 
     def __init__(self):
@@ -58,7 +58,7 @@ class LateCopier(HostCopier):
                     ctypes.memmove(*pair, piece.numel())
                     address += piece.numel()
 
-        mark = Mark(end=Later(self, direction))
+        mark = CopyMark(end=Later(self, direction))
         self.queues[direction].append((mark.end, run))
         return mark
 

@@ -134,12 +134,12 @@ def to_the_host(monkeypatch):
     from tunecompile.planner.hardware import Rates
     from tunecompile.runtime.memory import budget, per_device
     from tunecompile.runtime.memory.offload import Offload
-    from tunecompile.runtime.memory.pinned_pool import HostCopier
+    from tunecompile.runtime.memory.pinned_pool import HostCopyEngine
 
     made = []
 
     def offload(_state, device, _devices):
-        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopier()))
+        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopyEngine()))
         return made[-1]
 
     monkeypatch.setattr(per_device, "_offload", offload)
@@ -163,14 +163,14 @@ def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypat
     from tunecompile.runtime.memory import pinned_pool
 
     asked = []
-    expect = pinned_pool.Pool.expect
+    expect = pinned_pool.PinnedPool.expect
 
     def small(pool, nbytes):
         pool.slab = pool.granule = 1 << 12
         asked.append((nbytes, pool.reserved))
         expect(pool, nbytes)
 
-    monkeypatch.setattr(pinned_pool.Pool, "expect", small)
+    monkeypatch.setattr(pinned_pool.PinnedPool, "expect", small)
     model = build(int(0.85 * needed()))
     step(model)
     pool = to_the_host[-1].pool

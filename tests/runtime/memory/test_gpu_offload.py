@@ -11,13 +11,13 @@ import tunecompile
 from tests.runtime.memory.stack import Stack, same, wrap
 from tests.support import zoo
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.pinned_pool import CudaCopier
+from tunecompile.runtime.memory.pinned_pool import CudaCopyEngine
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
-class Jitter(CudaCopier):
+class Jitter(CudaCopyEngine):
     """Streams stall now and then, for up to a millisecond or two."""
 
     random = random.Random(0)

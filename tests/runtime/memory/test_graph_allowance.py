@@ -5,11 +5,11 @@ import types
 import pytest
 import torch
 
-from tunecompile.planner.solver import KEEP, Option, Plan, Stack, choose
+from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose
 from tunecompile.runtime.memory.graph_allowance import MAX_DROPPED, RECORDED, Recordings
 
-OPTIONS = (Option(KEEP, 100, 0, 0, 0.0), Option(Plan(None), 20, 0, 0, 1.0), Option(KEEP, 0, 0, 0, 0.5, offloaded=100))
-STACKS = [Stack(10, OPTIONS)]
+OPTIONS = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(Plan(None), 20, 0, 0, 1.0), PlanOption(KEEP, 0, 0, 0, 0.5, offloaded=100))
+STACKS = [LayerRun(10, OPTIONS)]
 
 
 class Fake(types.SimpleNamespace):
@@ -53,7 +53,7 @@ def test_what_is_recorded_stays_on_the_device():
 
 
 def test_no_smaller_plan_is_known():
-    only = [Stack(10, OPTIONS[:1])]
+    only = [LayerRun(10, OPTIONS[:1])]
     made = recordings(100.0)
     assert made.weigh(choose(only, 1200), only, 1200, 0, 0.0).peak == 1000 and made.short
 

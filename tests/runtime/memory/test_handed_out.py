@@ -6,7 +6,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.budget import RuntimePlanner
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,7 +124,7 @@ class Listed(nn.Module):
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "in pieces"])
 def test_losses_in_a_list(which, broken, monkeypatch):
     """No layer runs twice, in its first step or later: layers of one kind may differ in what they hand out."""
-    monkeypatch.setattr(Budget, "tight", True)  # or layers are left alone, from the plan on
+    monkeypatch.setattr(RuntimePlanner, "tight", True)  # or layers are left alone, from the plan on
 
     def run(model):
         model.zero_grad()

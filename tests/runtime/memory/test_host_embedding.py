@@ -11,7 +11,7 @@ import tunecompile
 from tests.runtime.memory.test_budget import same
 from tests.support import zoo
 from tunecompile.runtime.memory import host_embedding
-from tunecompile.runtime.memory.host_embedding import HostTables, tables
+from tunecompile.runtime.memory.host_embedding import HostEmbeddings, tables
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -91,7 +91,7 @@ def test_taken_once(monkeypatch):
     """With a GPU's tensors played by a CPU's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     model, seen = zoo.adapt(zoo.make("llama", tie_word_embeddings=False)), []
-    held = HostTables(lambda tensor: seen.append(tensor) or tensor.clone())
+    held = HostEmbeddings(lambda tensor: seen.append(tensor) or tensor.clone())
     held.take(model)
     held.take(model)
     assert len(seen) == 1 and not held.pending and "lies in host memory" in held.said()[0]

@@ -13,13 +13,13 @@ from tests.runtime.memory.stack import Stack, same, wrap
 from tests.support import zoo
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.pinned_pool import GRANULE, HostCopier
+from tunecompile.runtime.memory.pinned_pool import GRANULE, HostCopyEngine
 
 CPU = torch.device("cpu")
 
 
 def make(host_bytes=1 << 26, **options) -> Offload:
-    return Offload(CPU, host_bytes, smallest=256, **{"copier": HostCopier(), **options})
+    return Offload(CPU, host_bytes, smallest=256, **{"copier": HostCopyEngine(), **options})
 
 
 def inputs(seed=0) -> torch.Tensor:
@@ -324,7 +324,7 @@ def test_host_memory_is_bounded():
 
 
 def test_without_pinned_memory_tensors_stay():
-    class Poor(HostCopier):
+    class Poor(HostCopyEngine):
         def allocate(self, nbytes):
             raise torch.OutOfMemoryError("CUDA error: out of memory")
 

@@ -13,10 +13,10 @@ from tests.runtime.memory.test_budget import LAYERS, same
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
-from tunecompile.runtime.layer_slot import Slot
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.memory import per_device
-from tunecompile.runtime.memory.budget import Budget
-from tunecompile.runtime.memory.rng_autocast import Surroundings
+from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 
 pytest.importorskip("transformers")
 FIRST, LAST = torch.device("cpu", 1), torch.device("cpu")  #: the head is on the last
@@ -27,7 +27,7 @@ HALF = LAYERS // 2
 def spread(monkeypatch):
     """The first half of the layers is on another device. (What all need on one is asked before.)"""
     needed()
-    monkeypatch.setattr(Slot, "device", property(lambda slot: FIRST if slot.place < HALF else LAST))
+    monkeypatch.setattr(LayerSlot, "device", property(lambda slot: FIRST if slot.place < HALF else LAST))
 
 
 def computing_again(model):
@@ -64,7 +64,7 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
 
 
 def test_the_fuller_device_computes_again(monkeypatch):
-    monkeypatch.setattr(Slot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
+    monkeypatch.setattr(LayerSlot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
     model = build(int(0.7 * needed()))
     for _ in range(2):
         same(step(model), plain())
@@ -167,13 +167,13 @@ def test_kinds_of_layers_are_surveyed_where_they_are():
 
 def test_a_frozen_device_decides_for_nobody_else():
     """Its layers' graphs show no backward; what is compiled for them serves the other device's, and asks that device's budget."""
-    asked, decide = [], Budget.decide
+    asked, decide = [], RuntimePlanner.decide
 
     def watched(budget, *args):
         asked.append((budget.device, budget.running.place))
         return decide(budget, *args)
 
-    with patch.object(Budget, "decide", watched):
+    with patch.object(RuntimePlanner, "decide", watched):
         model = build(int(0.7 * needed()))
         for layer in model.backbone.layers[:HALF]:
             layer.requires_grad_(False)
@@ -229,7 +229,7 @@ def test_layers_on_a_cpu_beside_gpus_have_no_plan():
 def test_random_numbers_of_every_gpu_are_remembered():
     torch.cuda.init()
     there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    start = Surroundings.now(*there)
+    start = RngAutocastState.now(*there)
     drawn = [torch.rand(4, device=device) for device in there]
     start.rewind()
     assert all(torch.equal(torch.rand(4, device=device), numbers) for device, numbers in zip(there, drawn))

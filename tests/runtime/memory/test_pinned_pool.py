@@ -4,12 +4,12 @@ import threading
 
 import torch
 
-from tunecompile.runtime.memory.pinned_pool import Pool, available
+from tunecompile.runtime.memory.pinned_pool import PinnedPool, available
 
 
 def test_pieces_never_overlap_in_any_order():
     generator = torch.Generator().manual_seed(0)
-    pool = Pool(64, lambda n: torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
+    pool = PinnedPool(64, lambda n: torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
     held = []
     for value in range(500):
         size = int(torch.randint(1, 24, (1,), generator=generator))
@@ -32,7 +32,7 @@ def test_pieces_never_overlap_in_any_order():
 
 def test_limits_that_are_no_power_of_two():
     sizes = []
-    pool = Pool(11 * 4, lambda n: sizes.append(n) or torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
+    pool = PinnedPool(11 * 4, lambda n: sizes.append(n) or torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
     assert pool.take(44) is not None and pool.take(1) is None
     assert sizes == [16, 16, 8, 4]
 
@@ -48,7 +48,7 @@ def test_what_is_expected_is_allocated_by_another_thread():
         made.append((n, threading.get_ident() != main))
         return torch.empty(n, dtype=torch.uint8)
 
-    pool = Pool(1000, allocate, granule=4, slab=16)
+    pool = PinnedPool(1000, allocate, granule=4, slab=16)
     pool.expect(3 * 16 + 8)
     rooms = [pool.take(16) for _ in range(4)]
     assert all(rooms) and made == [(16, True)] * 3 + [(16, False)]
@@ -58,7 +58,7 @@ def test_what_is_expected_is_allocated_by_another_thread():
 
 def test_no_more_is_expected_than_may_be_taken():
     made = []
-    pool = Pool(40, lambda n: made.append(n) or torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
+    pool = PinnedPool(40, lambda n: made.append(n) or torch.empty(n, dtype=torch.uint8), granule=4, slab=16)
     pool.expect(1000)
     assert pool.take(40) is not None and pool.take(1) is None
     assert made == [16, 16, 8]
@@ -72,7 +72,7 @@ def test_what_cannot_be_allocated_ahead_ends_growth():
         return torch.empty(n, dtype=torch.uint8)
 
     made = []
-    pool = Pool(1000, allocate, granule=4, slab=16)
+    pool = PinnedPool(1000, allocate, granule=4, slab=16)
     pool.expect(5 * 16)
     assert pool.take(32) is not None and pool.take(16) is None
     assert "nothing left to pin" in pool.failure and pool.reserved == 32
@@ -82,7 +82,7 @@ def test_what_cannot_be_allocated_ahead_ends_growth():
 
 def test_the_process_does_not_wait_for_what_nobody_takes():
     begun, ended = threading.Event(), threading.Event()
-    pool = Pool(1000, lambda n: begun.set() or ended.wait(60), granule=4, slab=16)
+    pool = PinnedPool(1000, lambda n: begun.set() or ended.wait(60), granule=4, slab=16)
     pool.expect(16)
     assert begun.wait(10)
     assert all(each.daemon for each in threading.enumerate() if each.name == "tunecompile-host-memory")

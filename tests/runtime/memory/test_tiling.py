@@ -9,7 +9,7 @@ from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
 from tunecompile.planner import candidates
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Option, Plan, Stack, choose
+from tunecompile.planner.solver import KEEP, RECOMPUTE, LayerRun, Plan, PlanOption, choose
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -91,7 +91,7 @@ def test_sizes_that_change():
 
 
 def test_the_fewest_bytes_in_passing_where_held_bytes_are_equal():
-    options = (Option(KEEP, 10, 100, 100, 0.0), Option(Plan(tiles=4), 10, 30, 30, 0.1), Option(Plan(tiles=16), 10, 10, 10, 0.1))
+    options = (PlanOption(KEEP, 10, 100, 100, 0.0), PlanOption(Plan(tiles=4), 10, 30, 30, 0.1), PlanOption(Plan(tiles=16), 10, 10, 10, 0.1))
     for room, tiles in ((200, {1}), (100, {4}), (60, {16})):
-        choice = choose([Stack(4, options)], room)
+        choice = choose([LayerRun(4, options)], room)
         assert choice.fits and {o.plan.tiles for o in choice.options[0]} == tiles

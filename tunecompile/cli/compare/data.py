@@ -31,7 +31,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Example:
+class ChatExample:
     """One tokenised row: labels equal the ids where the loss counts and IGNORED elsewhere."""
 
     input_ids: list[int]
@@ -134,11 +134,11 @@ def render_prompt(prompt, tokenizer, model: str) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def tokenise(row: dict, tokenizer, model: str) -> Example:
+def tokenise(row: dict, tokenizer, model: str) -> ChatExample:
     """One row to ids and labels. The answer begins where the ids of prompt and whole diverge."""
     if "text" in row:
         ids = end_with_eos(tokenizer(row["text"])["input_ids"], tokenizer)
-        return Example(ids, list(ids))
+        return ChatExample(ids, list(ids))
     prompt_ids = render_prompt(row["prompt"], tokenizer, model)
     if isinstance(row["prompt"], str):
         ids = end_with_eos(tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer)
@@ -147,10 +147,10 @@ def tokenise(row: dict, tokenizer, model: str) -> Example:
     start = 0
     while start < min(len(prompt_ids), len(ids)) and prompt_ids[start] == ids[start]:
         start += 1
-    return Example(ids, [IGNORED] * start + ids[start:])
+    return ChatExample(ids, [IGNORED] * start + ids[start:])
 
 
-def examples_of(row: dict, tokenizer, model: str) -> list[Example]:
+def examples_of(row: dict, tokenizer, model: str) -> list[ChatExample]:
     """The sequences that a row is trained on: one, or the chosen answer and the rejected one after their prompt."""
     if "chosen" not in row:
         return [tokenise(row, tokenizer, model)]
@@ -172,7 +172,7 @@ def padded_length(longest: int, multiple: int) -> int:
     return -(-longest // multiple) * multiple
 
 
-def collate(examples: list[Example], pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
+def collate(examples: list[ChatExample], pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
     """Right-pad to one length. What is padding comes from the lengths, never from the ids: pad may equal eos."""
     length = padded_length(max(len(e.input_ids) for e in examples), multiple)
     ids = torch.full((len(examples), length), pad_id)
@@ -227,7 +227,7 @@ def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
 
 def cut(ids: torch.Tensor, lengths: torch.Tensor, multiple: int) -> dict[str, torch.Tensor]:
     """Rows of the given lengths out of full ones, padded to the longest."""
-    return collate([Example(row[:n], row[:n]) for row, n in zip(ids.tolist(), lengths.tolist())], 0, multiple)
+    return collate([ChatExample(row[:n], row[:n]) for row, n in zip(ids.tolist(), lengths.tolist())], 0, multiple)
 
 
 def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:

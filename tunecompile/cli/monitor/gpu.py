@@ -12,7 +12,7 @@ from tunecompile.runtime.telemetry_files import Status
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuReading:
     """Bytes and per cent; None where the driver does not say (a share of a GPU, say)."""
 
     index: int
@@ -32,11 +32,11 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MachineSnapshot:
     """All figures of one moment. `why_no_gpu` is said where `gpus` is empty."""
 
     time: float
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuReading, ...]
     why_no_gpu: str | None
     processes: tuple[Process, ...]
     host_used: int | None
@@ -63,14 +63,14 @@ class Nvml:
         if not self.handles and self.missing is None:
             self.missing = "no NVIDIA GPU here"
 
-    def gpus(self) -> tuple[Gpu, ...]:
+    def gpus(self) -> tuple[GpuReading, ...]:
         return tuple(self._gpu(index, handle) for index, handle in enumerate(self.handles))
 
-    def _gpu(self, index: int, handle: Any) -> Gpu:
+    def _gpu(self, index: int, handle: Any) -> GpuReading:
         nvml = self.library
         memory = self._told(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._told(nvml.nvmlDeviceGetUtilizationRates, handle)
-        return Gpu(index, _text(self._told(nvml.nvmlDeviceGetUUID, handle)), _text(self._told(nvml.nvmlDeviceGetName, handle)),
+        return GpuReading(index, _text(self._told(nvml.nvmlDeviceGetUUID, handle)), _text(self._told(nvml.nvmlDeviceGetName, handle)),
                    memory and memory.used, memory and memory.total, rates and rates.gpu)
 
     def _told(self, ask: Callable, handle: Any) -> Any:
@@ -87,15 +87,15 @@ def _text(found: str | bytes | None) -> str:
 
 
 @dataclass
-class Machine:
+class MachineReader:
     """Where snapshots come from."""
 
     nvml: Nvml = field(default_factory=Nvml)
 
-    def look(self, now: float) -> Snapshot:
+    def look(self, now: float) -> MachineSnapshot:
         """Raises UnsafeFolder where the folder that processes write to is somebody else's."""
         host = _host()
-        return Snapshot(now, self.nvml.gpus(), self.nvml.missing, tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()), *host)
+        return MachineSnapshot(now, self.nvml.gpus(), self.nvml.missing, tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()), *host)
 
 
 def _host() -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
 from tunecompile.cli.compare.errors import BadOption
-from tunecompile.cli.monitor.gpu import Gpu, Process, Snapshot
+from tunecompile.cli.monitor.gpu import GpuReading, MachineSnapshot, Process
 
 GPU = (  # name, what it is, how to read it
     ("gpu_memory_used_bytes", "Device memory in use, by all processes.", lambda gpu: gpu.used),
@@ -36,7 +36,7 @@ def _seconds(ms: float | None) -> float | None:
 class Collector:
     """Hands a fresh snapshot to each scrape."""
 
-    def __init__(self, look: Callable[[], Snapshot]):
+    def __init__(self, look: Callable[[], MachineSnapshot]):
         self.look = look
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -59,7 +59,7 @@ def _families(table: tuple, items: tuple, labels: tuple[str, ...], values: Calla
         yield family
 
 
-def _gpu_labels(gpu: Gpu) -> tuple[str, ...]:
+def _gpu_labels(gpu: GpuReading) -> tuple[str, ...]:
     return str(gpu.index), gpu.uuid, gpu.name
 
 
@@ -68,7 +68,7 @@ def _process_labels(process: Process) -> tuple[str, ...]:
     return str(told.pid), told.model, told.device, told.gpu or "", "" if told.rank is None else str(told.rank)
 
 
-def serve(look: Callable[[], Snapshot], host: str, port: int) -> WSGIServer:
+def serve(look: Callable[[], MachineSnapshot], host: str, port: int) -> WSGIServer:
     """Answer at http://host:port/metrics from a thread of its own, until the server is shut down.
 
     Raises:

@@ -11,13 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tunecompile.cli.monitor.gpu import Snapshot
+from tunecompile.cli.monitor.gpu import MachineSnapshot
 from tunecompile.planner.device_memory import shown
 
 QUIET = 30.0  #: seconds without a step after which a process is shown as idle
 
 
-def screen(snapshot: Snapshot) -> RenderableType:
+def screen(snapshot: MachineSnapshot) -> RenderableType:
     """GPUs or the reason why there are none, host memory, and for each optimized model its speed and its memory. Fits 80 columns."""
     parts: list[RenderableType] = [_gpus(snapshot) if snapshot.gpus else Text(snapshot.why_no_gpu or "", style="yellow")]
     if snapshot.host_total:
@@ -36,7 +36,7 @@ def _table(*columns: str, left: tuple[str, ...]) -> Table:
     return table
 
 
-def _gpus(snapshot: Snapshot) -> Table:
+def _gpus(snapshot: MachineSnapshot) -> Table:
     table = _table("GPU", "", "memory", "in use", "busy", left=("GPU", "", "memory"))
     for gpu in snapshot.gpus:
         known = gpu.used is not None and gpu.total
@@ -45,7 +45,7 @@ def _gpus(snapshot: Snapshot) -> Table:
     return table
 
 
-def _speed(snapshot: Snapshot) -> Table:
+def _speed(snapshot: MachineSnapshot) -> Table:
     table = _table("pid", "model", "on", "rank", "step", "tokens/s", "ms a step", "", left=("model", "on", ""))
     indices = {gpu.uuid: f"GPU {gpu.index}" for gpu in snapshot.gpus}
     for told in (process.status for process in snapshot.processes):
@@ -56,7 +56,7 @@ def _speed(snapshot: Snapshot) -> Table:
     return table
 
 
-def _memory(snapshot: Snapshot) -> Table:
+def _memory(snapshot: MachineSnapshot) -> Table:
     table = _table("pid", "now", "peak", "predicted", "budget", "", left=("",))
     for process in snapshot.processes:
         told = process.status
@@ -79,6 +79,6 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else shown(value)
 
 
-def as_json(snapshot: Snapshot) -> str:
+def as_json(snapshot: MachineSnapshot) -> str:
     """One line: bytes, milliseconds, seconds since the epoch."""
     return json.dumps(asdict(snapshot))

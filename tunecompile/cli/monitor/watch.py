@@ -9,13 +9,13 @@ from typing import Callable, Iterator
 from rich.console import Console
 from rich.live import Live
 
-from tunecompile.cli.monitor.gpu import Machine, Snapshot
+from tunecompile.cli.monitor.gpu import MachineReader, MachineSnapshot
 from tunecompile.cli.monitor.screen import as_json, screen
 from tunecompile.errors import MissingExtra
 from tunecompile.runtime import telemetry_files
 
 ASK_EVERY = telemetry_files.PATIENCE / 3
-Show = Callable[[Snapshot], object]
+Show = Callable[[MachineSnapshot], object]
 
 
 def watch(console: Console, interval: float, once: bool = False, json: bool = False, address: tuple[str, int] | None = None,
@@ -35,7 +35,7 @@ def watch(console: Console, interval: float, once: bool = False, json: bool = Fa
         BadOption: nobody can listen at the address.
         MissingExtra: prometheus_client is not installed.
     """
-    machine = Machine()
+    machine = MachineReader()
     telemetry_files.ask()
     with ExitStack() as stack:
         if address is not None:
@@ -78,7 +78,7 @@ def _tables(console: Console, quiet: bool) -> Iterator[Show]:
 
 
 @contextmanager
-def _serving(machine: Machine, host: str, port: int) -> Iterator[None]:
+def _serving(machine: MachineReader, host: str, port: int) -> Iterator[None]:
     try:
         from tunecompile.cli.monitor.prometheus import serve
     except ImportError as missing:

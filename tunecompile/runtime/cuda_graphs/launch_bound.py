@@ -16,7 +16,7 @@ WAITING = 1.2  #: the device's time from layer to layer against the host's. It i
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """One call that was looked at."""
 
     pass_: int  #: calls of one forward pass have the same
@@ -34,7 +34,7 @@ class Clock:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
         self.first = True  #: whether what is timed may be the first step, in which the host has more to do: of that only a "no" counts
         self.waiting: bool | None = None
         self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
@@ -45,7 +45,7 @@ class Clock:
         begun, begin = time.perf_counter(), self.recorder.mark(device)
         result = run(inputs)
         end = self.recorder.mark(device)
-        self.calls.append(Call(pass_, begun, (time.perf_counter() - begun) * 1e3, begin, end))
+        self.calls.append(TimedCall(pass_, begun, (time.perf_counter() - begun) * 1e3, begin, end))
         return result
 
     def decide(self) -> bool:

@@ -103,7 +103,7 @@ class Recording:
         return self.saved_at() | {address for _, address in self.fixed}
 
 
-class Place:
+class ShapeSlot:
     """One layer under one shape, before it is recorded: which of its inputs are the same objects at every call."""
 
     def __init__(self, inputs: Sequence[Any]):
@@ -118,7 +118,7 @@ class Place:
         return {i for i, ref in enumerate(self.inputs) if ref is not None}
 
 
-class Replays:
+class GraphReplays:
     """What the recordings of one model share.
 
     Forwards share one pool, backwards another. What a forward saves may lie where an *earlier* recording has scratch, since that was
@@ -274,10 +274,10 @@ def recordable(inputs: Sequence[Any], kind: str) -> bool:
 class Forward:
     """The compiled forward of a region, for all its layers."""
 
-    def __init__(self, shared: Replays, run: Run, handed: int, parameters: frozenset[int]):
+    def __init__(self, shared: GraphReplays, run: Run, handed: int, parameters: frozenset[int]):
         self.shared, self.run, self.handed, self.parameters = shared, run, handed, parameters
         self.clocks: dict[tuple, Clock] = {}
-        self.places: dict[tuple, Place] = {}
+        self.places: dict[tuple, ShapeSlot] = {}
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
@@ -307,11 +307,11 @@ class Forward:
         inputs.clear()
         return outputs
 
-    def _place(self, shape: tuple, inputs: list) -> Place:
+    def _place(self, shape: tuple, inputs: list) -> ShapeSlot:
         key = (shape, *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)))
         place = self.places.get(key)
         if place is None:
-            place = self.places[key] = Place(inputs)
+            place = self.places[key] = ShapeSlot(inputs)
         elif place.recording is None:
             place.observe(inputs)
         return place
@@ -319,7 +319,7 @@ class Forward:
     def _room(self, shape: tuple, inputs: list) -> bool:
         return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES and self.shared.room(inputs)
 
-    def _record(self, place: Place, inputs: list) -> Recording | None:
+    def _record(self, place: ShapeSlot, inputs: list) -> Recording | None:
         owners = self.shared.owners
         for address in place.recording.saved_at() if place.recording else ():
             del owners[address]
@@ -337,7 +337,7 @@ class Forward:
 class Backward:
     """The compiled backward of a region: recorded where its forward was."""
 
-    def __init__(self, shared: Replays, run: Run):
+    def __init__(self, shared: GraphReplays, run: Run):
         self.shared, self.run, self.enabled = shared, run, True
 
     def __call__(self, inputs: list) -> Sequence[Any]:

@@ -19,20 +19,20 @@ class Unfit(Exception):
 
 
 @dataclass(eq=False)
-class Place:
+class GradientProbe:
     """Where a deferred tensor would stand in the autograd graph."""
 
     asked: str = ""  #: the call by which somebody asked for the gradient that arrives there
 
 
-class Recipe(Protocol):
+class DeferredValue(Protocol):
     """How a tensor is made."""
 
     meta: Tensor  #: its shape, strides and dtype
     hidden: Tensor
     trained: bool  #: whether it has a history
     head: Any
-    line: tuple[Place, ...]  #: of all that it was recorded from, then its own
+    line: tuple[GradientProbe, ...]  #: of all that it was recorded from, then its own
 
     def materialize(self) -> Tensor:
         """The tensor itself, part of the autograd graph like any other; the same one however often it is asked for."""
@@ -49,7 +49,7 @@ Handler = Callable[[Callable, tuple, dict], Any]
 RECORD: dict[Callable, Handler] = {}
 LOSSES: dict[Callable, Handler] = {}
 #: of losses that leave out rows by their labels: (lazy, args, kwargs) -> whether those at padding are surely among them
-MASKS: dict[Callable, Callable[[Lazy, tuple, dict], bool]] = {}
+MASKS: dict[Callable, Callable[[LazyTensor, tuple, dict], bool]] = {}
 
 
 def handles(table: dict, *functions: Callable) -> Callable:
@@ -66,10 +66,10 @@ class _History(torch.autograd.Function):
     """The place of a deferred tensor in the autograd graph, for those who ask for no value: a function of the user's own that takes it, say."""
 
     @staticmethod
-    def forward(ctx, recipe: Recipe, hidden: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx, recipe: DeferredValue, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.recipe, ctx.inputs = recipe, (hidden, *parameters)  # not saved as tensors are: no value of theirs is needed that is not kept otherwise
         ctx.versions = [t._version for t in ctx.inputs]
-        return Lazy(recipe)
+        return LazyTensor(recipe)
 
     @staticmethod
     @once_differentiable  # another graph than the caller's is walked
@@ -99,16 +99,16 @@ class _Adopted(torch.autograd.Function):
         return grad, None
 
 
-class Lazy(Tensor):
+class LazyTensor(Tensor):
     """A tensor that is made by its recipe when somebody reads it. Shape, strides, dtype and device are those of the real one: a kernel takes the strides of
     what it is given, and the address, for which the real one is made (TRL's Triton kernels for log-probabilities)."""
 
     @staticmethod
-    def __new__(cls, recipe: Recipe):
+    def __new__(cls, recipe: DeferredValue):
         like = recipe.meta
         return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=recipe.hidden.device)
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: DeferredValue):
         self.recipe = recipe
 
     @property
@@ -138,7 +138,7 @@ class Lazy(Tensor):
                 return pass_by(made, _line((args, kwargs)))
         else:
             return _record_line(made, (args, kwargs))
-        recipe = next(leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Lazy))
+        recipe = next(leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
         if why_not is not None:
             recipe.head.refuse(why_not)
         elif torch.is_grad_enabled():
@@ -166,14 +166,14 @@ _METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, T
               Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
 
 
-def lazily(recipe: Recipe) -> Lazy:
+def lazily(recipe: DeferredValue) -> LazyTensor:
     """What `recipe` makes, deferred."""
-    return _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters()) if recipe.trained else Lazy(recipe)
+    return _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters()) if recipe.trained else LazyTensor(recipe)
 
 
 def recipe_of(value: Any) -> Any:
     """The recipe of a tensor that is deferred; None of others."""
-    return value.recipe if isinstance(value, Lazy) and not value.adopted else None
+    return value.recipe if isinstance(value, LazyTensor) and not value.adopted else None
 
 
 def natively(func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -188,12 +188,12 @@ _PASSED_BY = "tunecompile.passed_by"  #: in a node's metadata
 WITHOUT = "the loss was computed without making them"
 
 
-def is_asked(line: Iterable[Place]) -> bool:
+def is_asked(line: Iterable[GradientProbe]) -> bool:
     """Whether somebody waits for a gradient there."""
     return any(place.asked for place in line)
 
 
-def pass_by(made: Tensor, line: Iterable[Place]) -> Tensor:
+def pass_by(made: Tensor, line: Iterable[GradientProbe]) -> Tensor:
     """`made`, whose gradient does not arrive at the places of `line`. Whoever waits for it there, from before or from later on, is told in the backward pass."""
     line, node = tuple(line), made.grad_fn
     if node is None or not line:
@@ -209,7 +209,7 @@ def pass_by(made: Tensor, line: Iterable[Place]) -> Tensor:
     return made
 
 
-def passed_by(outputs: Iterable[Tensor]) -> set[Place]:
+def passed_by(outputs: Iterable[Tensor]) -> set[GradientProbe]:
     """The places at which the gradient of `outputs` does not arrive, or not all of it."""
     nodes, places = {natively(Tensor.grad_fn.__get__, output) for output in outputs if isinstance(output, Tensor)} - {None}, set()
     ahead = list(nodes)
@@ -222,16 +222,16 @@ def passed_by(outputs: Iterable[Tensor]) -> set[Place]:
     return places
 
 
-def _line(tree: Any) -> tuple[Place, ...]:
+def _line(tree: Any) -> tuple[GradientProbe, ...]:
     """Of all deferred tensors there, each place once."""
-    return tuple(dict.fromkeys(place for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Lazy) for place in leaf.recipe.line))
+    return tuple(dict.fromkeys(place for leaf in pytree.tree_leaves(tree) if isinstance(leaf, LazyTensor) for place in leaf.recipe.line))
 
 
 def _record_line(made: Any, given: Any) -> Any:
     """What was recorded `made` of what was `given`, which may be the same in another state."""
     line = _line(given)
     for leaf in pytree.tree_leaves(made):
-        if isinstance(leaf, Lazy) and leaf.recipe.line[-1] not in line:
+        if isinstance(leaf, LazyTensor) and leaf.recipe.line[-1] not in line:
             leaf.recipe.line = (*line, leaf.recipe.line[-1])
     return made
 
@@ -245,7 +245,7 @@ def _ask(table: dict[Callable, Handler], func: Callable, args: tuple, kwargs: di
 
 
 def _real(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.real() if isinstance(x, Lazy) else x, tree)
+    return pytree.tree_map(lambda x: x.real() if isinstance(x, LazyTensor) else x, tree)
 
 
 def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
@@ -253,7 +253,7 @@ def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
     if not torch.is_grad_enabled():
         return
     for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Lazy) and leaf.recipe.padded and not (func in MASKS and MASKS[func](leaf, args, kwargs)):
+        if isinstance(leaf, LazyTensor) and leaf.recipe.padded and not (func in MASKS and MASKS[func](leaf, args, kwargs)):
             leaf.recipe.head.read()
 
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile.errors import NoGradient
 from tunecompile.integrations.fsdp import is_its_own, waits_for_backward
-from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, Lazy, handles, natively, passed_by
+from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, LazyTensor, handles, natively, passed_by
 from tunecompile.runtime.loss_head.logits import Logits
 
 _SEVERAL = "register_multi_grad_hook"  #: begins the name of what `torch.autograd.graph.register_multi_grad_hook` registers at each of several tensors
@@ -46,7 +46,7 @@ def retain_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
     return _ask_at(args[0], func, args, kwargs)
 
 
-def _ask_at(lazy: Lazy, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _ask_at(lazy: LazyTensor, func: Callable, args: tuple, kwargs: dict) -> Any:
     """NotImplemented, where the real one is to be called."""
     if lazy.adopted:  # what is made of it has it behind itself
         return natively(func, *args, **kwargs)
@@ -58,7 +58,7 @@ def _ask_at(lazy: Lazy, func: Callable, args: tuple, kwargs: dict) -> Any:
 def differentiate(func: Callable, args: tuple, kwargs: dict) -> Any:
     """No node may be called whose backward pass would tell of it, so the graph is searched."""
     inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
-    asked = [lazy for lazy in inputs or () if isinstance(lazy, Lazy)]
+    asked = [lazy for lazy in inputs or () if isinstance(lazy, LazyTensor)]
     if asked and all(lazy.adopted for lazy in asked):
         return natively(func, *args, **kwargs)
     if not passed_by(args[0]).isdisjoint(lazy.recipe.line[-1] for lazy in asked):

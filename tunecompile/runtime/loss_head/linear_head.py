@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.dynamo import call_compiled
 from tunecompile._torch.modules import call_original, linear
-from tunecompile.compiler.backend import Forgotten, own_code
+from tunecompile.compiler.backend import WeakBackend, own_code
 from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.integrations.deepspeed import whole
@@ -26,7 +26,7 @@ class NotLinear(Exception):
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearHead:
     """logits = x weight^T + bias + scale (x down^T) up^T, the last term in `adapter_dtype`, all others in `dtype`."""
 
     weight: Tensor
@@ -54,18 +54,18 @@ def _head(module: nn.Module, hidden: Tensor) -> Tensor:
     return call_original(module, hidden)
 
 
-class Peel:
+class HeadTracer:
     """Has Dynamo trace a head, and reads the product off the graph. Dynamo's guards see to it that what was read is still so: another adapter,
     or another weight, is read anew."""
 
     def __init__(self, module: nn.Module, passes: Sequence[Pass]):
         self.module, self.passes = module, passes
-        self.found: Product | None = None
+        self.found: LinearHead | None = None
         self.reason: str | None = None
 
-        self.call = torch.compile(own_code(_head, "head"), backend=Forgotten(self._backend), fullgraph=True)
+        self.call = torch.compile(own_code(_head, "head"), backend=WeakBackend(self._backend), fullgraph=True)
 
-    def product(self, hidden: Tensor) -> Product:
+    def product(self, hidden: Tensor) -> LinearHead:
         """For hidden states like these.
 
         Raises:
@@ -113,7 +113,7 @@ class Peel:
         return run
 
 
-def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
+def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
     """A function from the graph's inputs to the product it computes."""
     inputs = list(graph.find_nodes(op="placeholder"))
     (returned,) = graph.find_nodes(op="output")
@@ -145,9 +145,9 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], Product]:
         raise NotLinear("that does more than multiply")
     tensors = [None if node is None else inputs.index(node) for node in read[1:]]
 
-    def product(arguments: Sequence[Any]) -> Product:
+    def product(arguments: Sequence[Any]) -> LinearHead:
         weight, bias, *adapter = (None if place is None else arguments[place] for place in tensors)
-        return Product(weight, bias, exact, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
+        return LinearHead(weight, bias, exact, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
 
     return product
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tunecompile.runtime.loss_head.deferred import (
     LOSSES,
     RECORD,
-    Lazy,
-    Place,
+    GradientProbe,
+    LazyTensor,
     Unfit,
     handles,
     lazily,
@@ -30,7 +30,7 @@ from tunecompile.runtime.loss_head.logits import (
     SLICES,
     TANH,
     Logits,
-    Step,
+    LogitStep,
     record,
     shape_of,
 )
@@ -38,18 +38,18 @@ from tunecompile.runtime.loss_head.losses import each_row, result_dtype
 
 
 @dataclass(eq=False)
-class Taken:
+class RowReduction:
     """The recipe of one number for each row, in the rows' order: their logsumexp, or what `index` picks of logits or log-probabilities."""
 
     origin: Logits
-    steps: tuple[Step, ...]  #: of the origin, then
-    reduce: Step
+    steps: tuple[LogitStep, ...]  #: of the origin, then
+    reduce: LogitStep
     index: Tensor | None  #: [rows..., 1]; None for logsumexp
     meta: Tensor
     trained: bool
-    views: tuple[Step, ...] = ()
+    views: tuple[LogitStep, ...] = ()
     real: Tensor | None = None
-    line: tuple[Place, ...] = field(init=False, default_factory=lambda: (Place(),))
+    line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
     @property
     def head(self) -> Any:
@@ -97,9 +97,9 @@ class Taken:
             self.origin.read_by(func)
 
 
-def _take(origin: Logits, reduce: Step, index: Tensor | None = None) -> Lazy:
+def _take(origin: Logits, reduce: LogitStep, index: Tensor | None = None) -> LazyTensor:
     meta = reduce(origin.meta) if index is None else origin.meta.new_empty(index.shape)
-    return lazily(Taken(origin, origin.steps, reduce, index, meta, torch.is_grad_enabled() and origin.trained))
+    return lazily(RowReduction(origin, origin.steps, reduce, index, meta, torch.is_grad_enabled() and origin.trained))
 
 
 def log_probabilities(origin: Logits, chain: Chain, index: Tensor, meta: Tensor, trained: bool) -> Tensor:
@@ -134,7 +134,7 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
         raise Unfit("log-probabilities are normalised again")
     # Autocast's own dtype is written down, since whoever reads the real ones may do so outside.
     dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
-    return recipe.then(Step(torch.log_softmax, (-1,), {"dtype": dtype}), torch.empty(recipe.meta.shape, dtype=dtype, device="meta"), recipe)
+    return recipe.then(LogitStep(torch.log_softmax, (-1,), {"dtype": dtype}), torch.empty(recipe.meta.shape, dtype=dtype, device="meta"), recipe)
 
 
 @handles(RECORD, torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
@@ -145,7 +145,7 @@ def logsumexp(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if understand(recipe).normalized or result_dtype(torch.logsumexp, recipe.meta.dtype, recipe.hidden.device.type) != recipe.meta.dtype:
         return NotImplemented
-    return _take(recipe, Step(torch.logsumexp, (-1, bool(given.get("keepdim", False)))))
+    return _take(recipe, LogitStep(torch.logsumexp, (-1, bool(given.get("keepdim", False)))))
 
 
 @handles(RECORD, torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
@@ -154,7 +154,7 @@ def gather(func: Callable, args: tuple, kwargs: dict) -> Any:
     if (found := _picks(func, args, kwargs)) is None or (found[1].normalized and _piece(found[0].steps) is None):
         return NotImplemented
     index = found[2].clone()  # the user may write into it
-    return _take(found[0], Step(torch.gather, (-1, index)), index)
+    return _take(found[0], LogitStep(torch.gather, (-1, index)), index)
 
 
 def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Tensor] | None:
@@ -164,7 +164,7 @@ def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Te
     recipe, index = _deferred(given.pop("input", None)), given.pop("indices" if along else "index", None)
     if recipe is None or given != {"dim": given.get("dim")} or given["dim"] not in (-1, recipe.meta.dim() - 1):
         return None
-    if not isinstance(index, Tensor) or isinstance(index, Lazy) or index.dtype != torch.int64 or index.device != recipe.hidden.device or \
+    if not isinstance(index, Tensor) or isinstance(index, LazyTensor) or index.dtype != torch.int64 or index.device != recipe.hidden.device or \
             index.shape != (*recipe.meta.shape[:-1], 1):
         return None
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
@@ -185,11 +185,11 @@ def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:
 def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Views of what was taken leave its order."""
     recipe = recipe_of(args[0]) if args else None
-    if not isinstance(recipe, Taken) or recipe.real is not None:
+    if not isinstance(recipe, RowReduction) or recipe.real is not None:
         return record(func, args, kwargs)
     if (meta := shape_of(func, recipe.meta, args[1:], kwargs)) is None or meta.dtype != recipe.meta.dtype:
         return NotImplemented
-    return lazily(replace(recipe, meta=meta, trained=torch.is_grad_enabled() and recipe.trained, views=(*recipe.views, Step(func, args[1:], kwargs))))
+    return lazily(replace(recipe, meta=meta, trained=torch.is_grad_enabled() and recipe.trained, views=(*recipe.views, LogitStep(func, args[1:], kwargs))))
 
 
 RECORD.update(dict.fromkeys(RESHAPES | COPIES, _seen))
@@ -210,7 +210,7 @@ def log_probability(func: Callable, args: tuple, kwargs: dict) -> Any:
 def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The logit of each label, less its row's logsumexp."""
     picked, total = map(recipe_of, args) if len(args) == 2 and not kwargs else (None, None)
-    if not all(isinstance(taken, Taken) and taken.real is None for taken in (picked, total)):
+    if not all(isinstance(taken, RowReduction) and taken.real is None for taken in (picked, total)):
         return NotImplemented
     same = picked.steps == total.steps and picked.hidden is total.hidden and picked.head is total.head and picked.trained == total.trained
     if not same or picked.index is None or total.index is not None or picked.meta.shape != total.meta.shape or (chain := picked.chain).normalized:
@@ -223,7 +223,7 @@ def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
 _WHOLE = CASTS | PRODUCTS | QUOTIENTS | TANH | {torch.log_softmax, Tensor.contiguous, Tensor.clone, torch.clone}  #: shapes stay as they are
 
 
-def _piece(steps: tuple[Step, ...]) -> int | None:
+def _piece(steps: tuple[LogitStep, ...]) -> int | None:
     """Where in `steps` one row of a batch is taken, all after which could have been done to the whole batch; None for nowhere."""
     for at in reversed(range(len(steps))):
         if steps[at].function in SLICES and type(steps[at].args[0]) is int:
@@ -233,12 +233,12 @@ def _piece(steps: tuple[Step, ...]) -> int | None:
     return None
 
 
-def _joined(args: tuple, kwargs: dict) -> tuple[list[Taken], int] | None:
+def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
     """What was taken of all rows of a batch in their order, and which step takes a row, if a call stacks just that."""
     if len(args) != 1 or kwargs not in ({}, {"dim": 0}) or not isinstance(args[0], (list, tuple)):
         return None
     parts = [recipe_of(part) for part in args[0]]
-    if not parts or not all(isinstance(part, Taken) and part.real is None for part in parts) or (at := _piece(parts[0].steps)) is None:
+    if not parts or not all(isinstance(part, RowReduction) and part.real is None for part in parts) or (at := _piece(parts[0].steps)) is None:
         return None
     first = parts[0]
     kinds = [(step.function, step.args, step.kwargs) for step in first.steps[at + 1:]]

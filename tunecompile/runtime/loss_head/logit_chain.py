@@ -18,7 +18,7 @@ from tunecompile.runtime.loss_head.logits import (
     SLICES,
     TANH,
     Logits,
-    Step,
+    LogitStep,
 )
 
 _MULTIPLY = PRODUCTS | PRODUCTS_IN_PLACE
@@ -41,7 +41,7 @@ class Chain:
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
 
-def understand(recipe: Logits, steps: Sequence[Step] | None = None) -> Chain:
+def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chain:
     """What `steps`, else all of the recipe's, come to.
 
     Raises:
@@ -68,7 +68,7 @@ def understand(recipe: Logits, steps: Sequence[Step] | None = None) -> Chain:
     return chain
 
 
-def _scaled(chain: Chain, step: Step) -> Chain:
+def _scaled(chain: Chain, step: LogitStep) -> Chain:
     factor = step.args[0] if step.args else None
     if not isinstance(factor, (int, float)) or step.kwargs:
         raise Unfit("logits are scaled by something that is no constant")
@@ -94,7 +94,7 @@ def _rows(index: object, dims: int) -> tuple:
     return parts[:dims]
 
 
-def _reshaped(hidden: Tensor, step: Step, vocabulary: int) -> Tensor:
+def _reshaped(hidden: Tensor, step: LogitStep, vocabulary: int) -> Tensor:
     """Where the last dimension stays the vocabulary, rows stay whole and in their order."""
     shape = step(torch.empty((*hidden.shape[:-1], vocabulary), device="meta")).shape
     if not shape or shape[-1] != vocabulary:

@@ -10,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.runtime.loss_head.deferred import RECORD, Lazy, Place, handles, is_asked, lazily, pass_by, recipe_of
-from tunecompile.runtime.loss_head.linear_head import Product
+from tunecompile.runtime.loss_head.deferred import (
+    RECORD,
+    GradientProbe,
+    LazyTensor,
+    handles,
+    is_asked,
+    lazily,
+    pass_by,
+    recipe_of,
+)
+from tunecompile.runtime.loss_head.linear_head import LinearHead
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitStep:
     """One recorded call: `function(logits, *args, **kwargs)`."""
 
     function: Callable
@@ -27,10 +36,10 @@ class Step:
 
 
 @dataclass
-class Memory:
+class LogitMemory:
     """What several deferred tensors share, as views of the first one: in-place products that are recorded, each behind the views that lead to it."""
 
-    writes: list[tuple[tuple[Step, ...], Step]] = field(default_factory=list)
+    writes: list[tuple[tuple[LogitStep, ...], LogitStep]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -39,21 +48,21 @@ class Logits:
 
     head: Any  #: a `Head`
     hidden: Tensor
-    product: Product
+    product: LinearHead
     autocast: torch.dtype | None  #: under which the head was called
     meta: Tensor
     trained: bool
     padded: bool  #: whether the hidden states are zero at padding
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LogitStep, ...] = ()
     source: Logits | None = None  #: whose memory this shares, as a view or a cast to the same dtype
     before: Logits | None = None  #: what the last step was taken of, where others may read that as well
-    memory: Memory = field(default_factory=Memory)
-    path: tuple[Step, ...] = ()  #: from the first tensor of the memory
+    memory: LogitMemory = field(default_factory=LogitMemory)
+    path: tuple[LogitStep, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
     hooks: list[Callable] = field(default_factory=list)  #: for when they are made after all
     made_at: int = 0  #: how often somebody had written into the real ones when they were made
-    line: tuple[Place, ...] = field(init=False, default_factory=lambda: (Place(),))
+    line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
     def __post_init__(self):
         self.made_of = self.steps  # before any write
@@ -85,28 +94,28 @@ class Logits:
                 place = view(place)
             step(place)
 
-    def still(self, steps: tuple[Step, ...]) -> bool:
+    def still(self, steps: tuple[LogitStep, ...]) -> bool:
         """Whether they are what they were after `steps`."""
         return self.steps == steps and self.pristine
 
     def again(self, hidden: Tensor) -> Tensor | None:
         return self.compute(self.steps, hidden) if self.pristine else None
 
-    def compute(self, steps: tuple[Step, ...], hidden: Tensor | None = None) -> Tensor:
+    def compute(self, steps: tuple[LogitStep, ...], hidden: Tensor | None = None) -> Tensor:
         """Logits after some `steps`, in memory of their own."""
         value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
         for step in steps:
             value = step(value)
         return value
 
-    def then(self, step: Step, meta: Tensor, before: Logits | None = None) -> Lazy:
+    def then(self, step: LogitStep, meta: Tensor, before: Logits | None = None) -> LazyTensor:
         """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
         shared = meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata  # both are held: one address is one storage
         place = dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
         return lazily(Logits(self.head, self.hidden, self.product, self.autocast, meta, torch.is_grad_enabled() and self.trained, self.padded,
                              (*self.steps, step), before=before, **place))
 
-    def multiply(self, step: Step) -> None:
+    def multiply(self, step: LogitStep) -> None:
         """In place."""
         self.steps = (*self.steps, step)
         self.memory.writes.append((self.path, step))
@@ -159,7 +168,7 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     meta = shape_of(func, recipe.meta, args, kwargs)
     changed = meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)  # their bits, or to whole numbers
-    return NotImplemented if changed else recipe.then(Step(func, args, kwargs), meta)
+    return NotImplemented if changed else recipe.then(LogitStep(func, args, kwargs), meta)
 
 
 @handles(RECORD, *PRODUCTS_IN_PLACE, *QUOTIENTS_IN_PLACE)
@@ -170,7 +179,7 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if not isinstance(args[1], (int, float)) or recipe.trained != recipe.base.trained or (recipe.trained and not torch.is_grad_enabled()):
         return NotImplemented
-    recipe.multiply(Step(func, args[1:]))
+    recipe.multiply(LogitStep(func, args[1:]))
     return args[0]
 
 

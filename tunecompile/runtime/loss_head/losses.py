@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.linear_cross_entropy import mean_of_labelled
-from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, Lazy, Unfit, handles, recipe_of
+from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, Unfit, handles, recipe_of
 from tunecompile.runtime.loss_head.logit_chain import Chain, understand
 from tunecompile.runtime.loss_head.logits import Logits
 
@@ -42,7 +42,7 @@ def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, redu
     chain, dtype = understand(recipe), result_dtype(func, recipe.meta.dtype, recipe.hidden.device.type)
     if weight is not None or reduction not in ("mean", "sum", "none") or size_average is not None or reduce is not None:
         raise Unfit("class weights, or a reduction by old names")
-    if target.dtype != torch.int64 or target.dim() != 1 or recipe.meta.dim() != 2 or isinstance(target, Lazy):
+    if target.dtype != torch.int64 or target.dim() != 1 or recipe.meta.dim() != 2 or isinstance(target, LazyTensor):
         raise Unfit("labels are not one class a row")
     if chain.normalized != (func is F.nll_loss):
         raise Unfit("log-probabilities are normalised again" if chain.normalized else "nll_loss of what are no log-probabilities")
@@ -110,7 +110,7 @@ def _arguments(recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ign
 
 
 @handles(MASKS, F.cross_entropy, F.nll_loss)
-def leaves_padding(lazy: Lazy, args: tuple, kwargs: dict) -> bool:
+def leaves_padding(lazy: LazyTensor, args: tuple, kwargs: dict) -> bool:
     """Whether a loss surely counts no row whose hidden state was given up, and so is zero. One in the model's forward has the labels that were
     looked at before; for others this waits for the device."""
     target = args[1] if len(args) > 1 else kwargs.get("target")

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from tunecompile._torch.distributed import fsdp_groups
 from tunecompile._torch.modules import call_original, hooked
-from tunecompile.compiler.pass_manager import Tally
-from tunecompile.integrations.accelerate import Placement, place
-from tunecompile.integrations.deepspeed import Gathered, gathered
-from tunecompile.integrations.fsdp import Held, held
+from tunecompile.compiler.pass_manager import MatchCount
+from tunecompile.integrations.accelerate import DeviceMapLayer, place
+from tunecompile.integrations.deepspeed import Zero3Layer, gathered
+from tunecompile.integrations.fsdp import FsdpHead, held
 from tunecompile.integrations.loss_caller import labels_are_given
 from tunecompile.runtime.loss_head.deferred import lazily
-from tunecompile.runtime.loss_head.linear_head import NotLinear, Peel, Product
+from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
 
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
@@ -56,13 +56,13 @@ class Head:
     """A head whose logits are deferred, and the tally of what became of them."""
 
     module: nn.Module
-    tally: Tally
+    tally: MatchCount
     padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
     read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
     looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
-    gathered: Gathered | Held | None = None  #: what has its weight gathered while a loss is computed
+    gathered: Zero3Layer | FsdpHead | None = None  #: what has its weight gathered while a loss is computed
     scored: weakref.ref | None = None  #: the hidden states of the last loss
 
     def note_loss_of(self, hidden: Tensor) -> None:
@@ -77,7 +77,7 @@ class Head:
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
             return call_original(self.module, hidden)
 
-    def now(self, product: Product) -> Product:
+    def now(self, product: LinearHead) -> LinearHead:
         """The same with the weight that is there now: what was there before is another tensor."""
         return product if self.gathered is None else replace(product, weight=self.module.weight, bias=self.module.bias)
 
@@ -90,7 +90,7 @@ class Head:
             self.tally.refused.append(reason)
 
 
-def defer(head: Head, hidden: Tensor, product: Product) -> Tensor:
+def defer(head: Head, hidden: Tensor, product: LinearHead) -> Tensor:
     """The head's output, deferred."""
     meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
     trained = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.module.parameters()))
@@ -110,8 +110,8 @@ class HeadSlot:
 
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
-        self.peel = Peel(head.module, passes)
-        self.placement: Placement | Gathered | Held | None = None
+        self.peel = HeadTracer(head.module, passes)
+        self.placement: DeviceMapLayer | Zero3Layer | FsdpHead | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
@@ -126,12 +126,12 @@ class HeadSlot:
         if self.placement.refused:
             self.head.refuse(f"the head runs as it is: {self.placement.refused}")
             return call_original(module, *args)
-        if isinstance(self.placement, (Gathered, Held)):
+        if isinstance(self.placement, (Zero3Layer, FsdpHead)):
             return self._gathered_later(*args)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
 
     def let_go(self) -> None:
-        if isinstance(self.placement, Gathered):
+        if isinstance(self.placement, Zero3Layer):
             self.placement.let_go()
 
     def _gathered_later(self, hidden: Tensor) -> Tensor:
@@ -153,21 +153,21 @@ class HeadSlot:
             return call_original(self.head.module, hidden)
         return self._defer(hidden, product)
 
-    def _defer(self, hidden: Tensor, product: Product) -> Tensor:
+    def _defer(self, hidden: Tensor, product: LinearHead) -> Tensor:
         for budget in self.step.budgets:
             budget.settle()
         return defer(self.head, hidden, product)
 
-    def _product(self, hidden: Tensor) -> Product:
+    def _product(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
         if hooked(module):
             raise NotLinear("with hooks")
         return self._plain(hidden) if _is_plain(module) else self.peel.product(hidden)
 
-    def _plain(self, hidden: Tensor) -> Product:
+    def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
-        dtype = self.placement.dtype(hidden) if isinstance(self.placement, Held) else torch.promote_types(hidden.dtype, module.weight.dtype)
-        return Product(module.weight, module.bias, _autocast(hidden) or dtype)
+        dtype = self.placement.dtype(hidden) if isinstance(self.placement, FsdpHead) else torch.promote_types(hidden.dtype, module.weight.dtype)
+        return LinearHead(module.weight, module.bias, _autocast(hidden) or dtype)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -12,15 +12,15 @@ from tunecompile.integrations.deepspeed import whole
 from tunecompile.integrations.fsdp import Shards
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, moment_bytes
-from tunecompile.planner.solver import Stack
-from tunecompile.runtime.cuda_graphs.replay import Replays
+from tunecompile.planner.solver import LayerRun
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory.graph_allowance import Recordings
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.memory.weight_cache import WeightCache
 
 
 @dataclass
-class Room:
+class MemoryAccounting:
     """Bytes on one device.
 
     `layers` are the slots of the model's layers there in running order, each with its `region`; `heads` those whose loss is computed with them, each with its `module`.
@@ -33,8 +33,8 @@ class Room:
     layers: Sequence[Any]
     heads: Sequence[Any]
     offload: Offload | None = None
-    replays: Replays | None = None
-    kept: Kept | None = None
+    replays: GraphReplays | None = None
+    kept: WeightCache | None = None
     present: int = 0  #: bytes allocated before the step's first layer
     moving: dict[int, int] = field(default_factory=dict)  #: by region, bytes that its dense weights take more from this step on
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
@@ -65,7 +65,7 @@ class Room:
     def _room(self, resident: int) -> int:
         return self._own_room(resident) if self.ceiling is None else min(self._own_room(resident), self.ceiling)
 
-    def _resident(self, stacks: Sequence[Stack]) -> int:
+    def _resident(self, stacks: Sequence[LayerRun]) -> int:
         """Bytes that are there whatever layers do."""
         passing = self.shards.passing([slot.layer for slot in self.layers]) if self.bounds_all else 0
         return self.others() + self._to_come() + passing - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus

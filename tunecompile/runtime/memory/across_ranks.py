@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from typing import Callable, Sequence
 
-from tunecompile.integrations.rank_store import Board
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.integrations.rank_store import RankStore
+from tunecompile.runtime.memory.budget import RuntimePlanner
 
 PLAN = "plan"  #: what ranks say on the board
 
 
-class Agreement:
+class RankPlans:
     """Of one rank with the others."""
 
-    def __init__(self, board: Board):
+    def __init__(self, board: RankStore):
         self.board, self.told = board, 0
 
-    def out_of_memory(self, budget: Budget) -> None:
+    def out_of_memory(self, budget: RuntimePlanner) -> None:
         """This rank was, and has its new plan, if there could be any."""
         if budget.admitted is not None:
             self.board.post(room=budget.admitted.room)
@@ -33,14 +33,14 @@ class Agreement:
         """Where a step begins: ranks that ran out of memory since the last one, and bytes for layers, head and loss that each has from there on."""
         return [(notice["rank"], notice["room"]) for notice in self.board.news()]
 
-    def tell(self, budgets: Sequence[Budget], plan: Callable[[], str]) -> None:
+    def tell(self, budgets: Sequence[RuntimePlanner], plan: Callable[[], str]) -> None:
         """The others, where the plan is another than before."""
         plans = sum(budget.plans for budget in budgets)
         if self.board.ranks > 1 and plans != self.told:
             self.told = plans
             self.board.say(PLAN, plan())
 
-    def said(self, budgets: Sequence[Budget], plan: str) -> list[str]:
+    def said(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[str]:
         """For the report."""
         if self.board.ranks == 1:
             return []

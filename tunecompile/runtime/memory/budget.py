@@ -17,20 +17,20 @@ from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import Work, beside_layers
 from tunecompile.planner.device_memory import MARGIN, shown
 from tunecompile.planner.hardware import Rates, rates
-from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Choice, Option, Plan, Stack, choose
-from tunecompile.runtime.memory.accounting import Room
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Assignment, LayerRun, Plan, PlanOption, choose
+from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.memory.graph_allowance import RECORDED
-from tunecompile.runtime.memory.timeline_trace import Trace
+from tunecompile.runtime.memory.timeline_trace import MemoryTrace
 
 SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
 
 
 @dataclass(frozen=True)
-class Menu:
+class RegionCandidates:
     """What one region's layers may choose from, surveyed on a batch of so many tokens."""
 
-    rows: tuple[candidates.Row, ...]
+    rows: tuple[candidates.CandidateCost, ...]
     tokens: int
     names: tuple[str, ...] = ()  #: of the values that plans call by number
     weights: int = 0  #: bytes a layer's frozen weights take as products read them
@@ -39,13 +39,13 @@ class Menu:
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmittedPlan:
     """What a plan was made for: tokens, bytes that are there anyway, bytes it may use for layers, head and loss."""
 
     tokens: int
     resident: int
     room: int
-    choice: Choice
+    choice: Assignment
     weights: int = 0  #: bytes of frozen weights kept dequantised
     seen: bool = True  #: whether every layer's graph was known, or has no backward
     launching: float = 0.0  #: milliseconds a step that launches took, as far as was known
@@ -57,12 +57,12 @@ class Admission:
 
 
 @dataclass
-class Budget(Room):
+class RuntimePlanner(MemoryAccounting):
     """Gives every layer its plan, within the bytes the user allows."""
 
-    menus: dict[int, Menu] = field(default_factory=dict)
-    options: dict[int, Option] = field(default_factory=dict)
-    admitted: Admission | None = None
+    menus: dict[int, RegionCandidates] = field(default_factory=dict)
+    options: dict[int, PlanOption] = field(default_factory=dict)
+    admitted: AdmittedPlan | None = None
     running: Any = None
     tokens: int = 0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
     highest: int = 0  #: the device's peak when last looked at
@@ -79,7 +79,7 @@ class Budget(Room):
         super().__post_init__()
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
         self.offloading = False
-        self.trace = Trace(self.gauge)
+        self.trace = MemoryTrace(self.gauge)
         self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
     def forget_step(self) -> None:
@@ -113,16 +113,16 @@ class Budget(Room):
         trained = [rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))]
         return beside_layers(self._heads(), trained, tokens)
 
-    def _layers_menus(self) -> list[Menu]:
+    def _layers_menus(self) -> list[RegionCandidates]:
         """Each layer's; of those that nobody has surveyed yet, another's."""
         known = next(iter(self.menus.values()))
         return [self.menus.get(id(slot.region), known) for slot in self.layers]
 
-    def _surveyed(self) -> list[Menu]:
+    def _surveyed(self) -> list[RegionCandidates]:
         """Of layers on this device; others' are surveyed where they are."""
         return [self.menus[region] for region in dict.fromkeys(id(slot.region) for slot in self.layers) if region in self.menus]
 
-    def option(self, slot: Any, tokens: int) -> Option | None:
+    def option(self, slot: Any, tokens: int) -> PlanOption | None:
         """What this layer does in this step; None where its graph has to be seen first."""
         place = self.places[id(slot)]
         if not self.asked:  # once a step, at its first layer
@@ -157,16 +157,16 @@ class Budget(Room):
         self.trace.note("tail")
 
     def decide(self, graph: Graph, cut: candidates.Cut, attention: float | None = None) -> Plan:
-        """Inside the compilation of the running layer: survey its graph and plan for all layers. attention: as in its `Menu`."""
+        """Inside the compilation of the running layer: survey its graph and plan for all layers. attention: as in its `RegionCandidates`."""
         region, tokens = id(self.running.region), self.tokens
         before = self.menus.get(region)
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
             self.moving[region] = growth(graph) if self.moves else 0
             rows, names = [], tuple(map(candidates.name, candidates.dear_nodes(graph)))
-            for plans in candidates.courses(graph):
+            for plans in candidates.candidate_stages(graph):
                 rows += candidates.survey(cut, plans)
-                self.menus[region] = Menu(tuple(rows), tokens, names, weights, attention=attention)
+                self.menus[region] = RegionCandidates(tuple(rows), tokens, names, weights, attention=attention)
                 self._admit(tokens)
                 if self._satisfied():
                     break
@@ -221,7 +221,7 @@ class Budget(Room):
     def _without(self) -> Plan:
         """For layers there is nothing to plan with: what the user asked for."""
         for slot in self.layers:
-            self.options.setdefault(id(slot), Option(RECOMPUTE if slot.checkpoint else KEEP, 0, 0, 0, 0.0))
+            self.options.setdefault(id(slot), PlanOption(RECOMPUTE if slot.checkpoint else KEEP, 0, 0, 0, 0.0))
         return self.options[id(self.running)].plan
 
     def _review(self, tokens: int) -> None:
@@ -286,7 +286,7 @@ class Budget(Room):
         choice = self.recordings.weigh(choose(stacks, room, tail, self.host_bytes()), stacks, room, tail, self._computing(tokens))
         choice, weights = self._keep_weights(choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak))
         self.recordings.allow(choice, room - weights)
-        self.admitted = Admission(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
+        self.admitted = AdmittedPlan(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
         self.plans += 1
         self.shortfall = None
         self.offloading = choice.offloads
@@ -303,7 +303,7 @@ class Budget(Room):
             return 0.0
         return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
 
-    def _keep_weights(self, choice: Choice, slots: list[list[Any]], left: int) -> tuple[Choice, int]:
+    def _keep_weights(self, choice: Assignment, slots: list[list[Any]], left: int) -> tuple[Assignment, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
         needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
         kept = self._all_seen() and all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
@@ -316,7 +316,7 @@ class Budget(Room):
         options = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in options) for options in choice.options)
         return replace(choice, options=options), needed
 
-    def _stacks(self, tokens: int) -> tuple[list[Stack], list[list[Any]]]:
+    def _stacks(self, tokens: int) -> tuple[list[LayerRun], list[list[Any]]]:
         """Layers of one region after another's are a stack. A region nobody has surveyed yet is taken for one that was, until a whole step has
         passed: then none of its graphs has a backward, and its layers hold nothing."""
         known = next(iter(self.menus.values()))
@@ -330,11 +330,11 @@ class Budget(Room):
         stacks = []
         for layers in slots:
             if id(layers[0].region) not in self.menus and self._all_seen():
-                stacks.append(Stack(len(layers), (Option(KEEP, 0, 0, 0, 0.0),)))
+                stacks.append(LayerRun(len(layers), (PlanOption(KEEP, 0, 0, 0, 0.0),)))
                 continue
             found = self.menus.get(id(layers[0].region), known)
             options, coming = candidates.options(found.rows, tokens / found.tokens, self._rates_of(found), self.offload is not None and len(found.rows) > 1), self._coming(layers)
-            stacks.append(Stack(len(layers), tuple(replace(option, gradients=coming) for option in options)))
+            stacks.append(LayerRun(len(layers), tuple(replace(option, gradients=coming) for option in options)))
         return stacks, slots
 
     def _rates(self) -> Rates:
@@ -344,7 +344,7 @@ class Budget(Room):
         return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
             if self.device.type == "cuda" else torch.float32
 
-    def _rates_of(self, found: Menu) -> Rates:
+    def _rates_of(self, found: RegionCandidates) -> Rates:
         speed = self._rates()
         return replace(speed, attention=found.attention) if found.attention else speed
 
@@ -368,7 +368,7 @@ class Budget(Room):
         """What so many layers do."""
         return self.described([(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))])
 
-    def described(self, options: Sequence[tuple[Any, Option]]) -> list[dict[str, Any]]:
+    def described(self, options: Sequence[tuple[Any, PlanOption]]) -> list[dict[str, Any]]:
         """How many of these (slot, option) do what."""
         counts = Counter((self.again(slot, option.plan), option.plan.tiles, option.offloaded > 0, bool(option.offloaded and option.held)) for slot, option in options)
         return [{"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}

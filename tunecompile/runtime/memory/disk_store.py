@@ -14,11 +14,11 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.runtime.memory.pinned_pool import Copier, Mark, Pool, Room
+from tunecompile.runtime.memory.pinned_pool import CopyEngine, CopyMark, PinnedBlock, PinnedPool
 
 
 @dataclass
-class File:
+class DiskFile:
     """A block's file, and the job that is writing or reading it."""
 
     path: Path
@@ -27,39 +27,39 @@ class File:
 
 
 @dataclass(eq=False)
-class Stay:
+class StoredBlock:
     """A block's copy away from the device."""
 
     nbytes: int
-    room: Room | None
-    mark: Mark | None = None  #: of the last copy from or to `room`; None before it was ever filled
-    file: File | None = None
+    room: PinnedBlock | None
+    mark: CopyMark | None = None  #: of the last copy from or to `room`; None before it was ever filled
+    file: DiskFile | None = None
 
 
-class Store:
+class BlockStore:
     """Host memory, and behind it the disk. Blocks are needed again last in, first out, so the oldest go to disk.
 
     Writing begins when memory for two more layers is not there any longer, so that mostly it has been done when memory is needed.
     """
 
-    def __init__(self, pool: Pool, copier: Copier, disk: "Disk | None" = None):
+    def __init__(self, pool: PinnedPool, copier: CopyEngine, disk: "Disk | None" = None):
         self.pool, self.copier, self.disk = pool, copier, disk
-        self.stays: deque[Stay] = deque()  #: filled, the oldest first
+        self.stays: deque[StoredBlock] = deque()  #: filled, the oldest first
         self.blocked_ms = 0.0  #: the host's, waiting for the disk
         self.written = 0  #: bytes
         self.failure: str | None = None
 
-    def take(self, nbytes: int) -> Stay | None:
+    def take(self, nbytes: int) -> StoredBlock | None:
         """None where there is no place, neither in host memory nor on disk."""
         room = self.pool.take(nbytes)
         while room is None and self._free_oldest():
             room = self.pool.take(nbytes)
-        return Stay(nbytes, room) if room is not None else None
+        return StoredBlock(nbytes, room) if room is not None else None
 
     def why_not(self) -> str:
         return self.pool.failure or self.failure or "host memory is full"
 
-    def filled(self, stays: Sequence[Stay], mark: Mark) -> None:
+    def filled(self, stays: Sequence[StoredBlock], mark: CopyMark) -> None:
         """Their bytes are there after the mark."""
         for stay in stays:
             stay.mark = mark
@@ -73,7 +73,7 @@ class Store:
                     self._write(stay)
                     ahead -= stay.nbytes
 
-    def give(self, stay: Stay) -> None:
+    def give(self, stay: StoredBlock) -> None:
         """Nobody needs it any more."""
         if stay.file is not None:
             self._waiting(lambda: self.disk.delete(stay.file))
@@ -82,17 +82,17 @@ class Store:
         if stay.mark is not None:
             self.stays.remove(stay)
 
-    def prepare(self, stay: Stay) -> None:
+    def prepare(self, stay: StoredBlock) -> None:
         """It will be loaded soon: begin to read it, if it is on disk and there is room."""
         if stay.room is None and (room := self.pool.take(stay.nbytes)) is not None:
             stay.room = room
             self.disk.read(stay.file, room, self.copier.fence())
 
-    def ready(self, stay: Stay) -> bool:
+    def ready(self, stay: StoredBlock) -> bool:
         """Whether `load` would not wait."""
         return stay.room is not None and not (stay.file is not None and stay.file.reading and not stay.file.job.done())
 
-    def load(self, stay: Stay) -> Room:
+    def load(self, stay: StoredBlock) -> PinnedBlock:
         """Its memory, filled.
 
         Raises:
@@ -100,7 +100,7 @@ class Store:
         """
         self.prepare(stay)
         if stay.room is None:  # memory of its own, not pinned: slow, but never refused
-            stay.room = Room(stay.nbytes, [], [torch.empty(stay.nbytes, dtype=torch.uint8)])
+            stay.room = PinnedBlock(stay.nbytes, [], [torch.empty(stay.nbytes, dtype=torch.uint8)])
             self.disk.read(stay.file, stay.room, [])
         if stay.file is not None and stay.file.reading:
             self._waiting(stay.file.job.result)
@@ -127,12 +127,12 @@ class Store:
         self._give_room(stay)
         return True
 
-    def _write(self, stay: Stay) -> None:
+    def _write(self, stay: StoredBlock) -> None:
         if stay.file is None:
             stay.file = self.disk.write(stay.room, stay.mark)
             self.written += stay.nbytes
 
-    def _give_room(self, stay: Stay) -> None:
+    def _give_room(self, stay: StoredBlock) -> None:
         if stay.mark is not None:
             self.copier.order(stay.mark)
         self.pool.give(stay.room)
@@ -161,24 +161,24 @@ class Disk:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="tunecompile-offload")
         self.files = 0
 
-    def write(self, room: Room, after: Mark) -> File:
+    def write(self, room: PinnedBlock, after: CopyMark) -> DiskFile:
         """Write what `room` holds after the mark. The job fails with an OSError where the disk is full."""
         self.files += 1
         path = Path(self.folder.name) / str(self.files)
-        return File(path, self.worker.submit(_write, path, room.pieces, after))
+        return DiskFile(path, self.worker.submit(_write, path, room.pieces, after))
 
-    def read(self, file: File, room: Room, after: Sequence[Mark]) -> None:
+    def read(self, file: DiskFile, room: PinnedBlock, after: Sequence[CopyMark]) -> None:
         """Read into `room`, whose last owner's copies end with the marks."""
         file.job, file.reading = self.worker.submit(_read, file.path, room.pieces, after), True
 
-    def delete(self, file: File) -> None:
+    def delete(self, file: DiskFile) -> None:
         """Once nobody needs it. Waits for a job that is being done: its memory is about to have another owner."""
         if not file.job.cancel():
             file.job.exception()
         file.path.unlink(missing_ok=True)
 
 
-def _write(path: Path, pieces: Sequence[Tensor], after: Mark) -> None:
+def _write(path: Path, pieces: Sequence[Tensor], after: CopyMark) -> None:
     after.synchronize()
     with open(path, "wb", buffering=0) as file:
         for piece in pieces:
@@ -187,7 +187,7 @@ def _write(path: Path, pieces: Sequence[Tensor], after: Mark) -> None:
                 rest = rest[file.write(rest):]
 
 
-def _read(path: Path, pieces: Sequence[Tensor], after: Sequence[Mark]) -> None:
+def _read(path: Path, pieces: Sequence[Tensor], after: Sequence[CopyMark]) -> None:
     for mark in after:
         mark.synchronize()
     with open(path, "rb", buffering=0) as file:

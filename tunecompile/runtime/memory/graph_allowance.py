@@ -11,8 +11,8 @@ from typing import Sequence
 
 import torch
 
-from tunecompile.planner.solver import Choice, Stack, choose
-from tunecompile.runtime.cuda_graphs.replay import Allowance, Replays
+from tunecompile.planner.solver import Assignment, LayerRun, choose
+from tunecompile.runtime.cuda_graphs.replay import Allowance, GraphReplays
 
 RECORDED = 1.5  #: times what a step needs is what it needs recorded. (8B on 2x512 tokens: 4.1 GiB for 2.8, forwards' scratch and backwards' apart)
 MAX_DROPPED = 3  #: from then on only what leaves room for any step beside it is recorded
@@ -23,7 +23,7 @@ SHARES = (0.9, 0.8, 1 / RECORDED)  #: of the room, for a plan beside which there
 class Recordings:
     """Those of one model."""
 
-    replays: Replays | None
+    replays: GraphReplays | None
     device: torch.device
     launching: float = 0.0  #: milliseconds in which the host launches the forwards of one step, if kernels wait for it; 0 if that is not known
     short: bool = False  #: whether no plan was known that leaves room for all of them
@@ -44,7 +44,7 @@ class Recordings:
             self.launching = max(self.launching, self.replays.launching())
         return self.launching
 
-    def weigh(self, choice: Choice, stacks: Sequence[Stack], room: int, tail: int, computing: float) -> Choice:
+    def weigh(self, choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int, computing: float) -> Assignment:
         """Of this choice and smaller ones, the one whose step is shortest. computing: milliseconds of the forwards themselves."""
         self.short = False
         gain = 2 * (self.look() - computing)  # as much in backwards
@@ -55,7 +55,7 @@ class Recordings:
         self.short = not any(RECORDED * found.peak <= 1.01 * room for found in smaller)
         return min([choice, *smaller], key=lambda c: c.ms - gain * (0 if c.offloads else min(1.0, (room / c.peak - 1) / (RECORDED - 1))))
 
-    def allow(self, choice: Choice, room: int) -> None:
+    def allow(self, choice: Assignment, room: int) -> None:
         """So much, beside this choice."""
         if self.replays is not None:
             layers = sum(map(len, choice.options))

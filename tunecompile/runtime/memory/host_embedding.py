@@ -51,7 +51,7 @@ def tables(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[str]]
     return moved, notes if found else ["host_embedding: the model has no nn.Embedding"]
 
 
-class HostTables:
+class HostEmbeddings:
     """Which of a model's tables were moved, and how they come back."""
 
     def __init__(self, move: Callable[[Tensor], Tensor] = in_host_memory):

@@ -25,31 +25,38 @@ from tunecompile._torch.autograd import plain_tensors, saving_is_taken
 from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.planner.solver import AHEAD
-from tunecompile.runtime.memory.disk_store import Disk, Stay, Store
-from tunecompile.runtime.memory.pinned_pool import Copier, CudaCopier, KeepCopier, Mark, Pool, available
+from tunecompile.runtime.memory.disk_store import BlockStore, Disk, StoredBlock
+from tunecompile.runtime.memory.pinned_pool import (
+    CopyEngine,
+    CopyMark,
+    CudaCopyEngine,
+    PinnedPool,
+    ResidentCopyEngine,
+    available,
+)
 
 SMALLEST = 1 << 20  #: bytes; smaller storages stay
 
 
-class Call:
+class LayerCall:
     """One run of one layer's forward. It lives as long as something it saved."""
 
     def __init__(self, number: int, layer: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None):
         self.number, self.layer, self.module, self.offloads = number, layer, module, offloads
         self.weights: set[int] | None = None  #: addresses, known once something is saved
-        self.blocks: list[weakref.ref[Block]] = []
+        self.blocks: list[weakref.ref[OffloadedBlock]] = []
 
 
-class Block:
+class OffloadedBlock:
     """One storage that layers have saved: on the device, away from it, or both."""
 
-    def __init__(self, layer: int, tensor: Tensor, stay: Stay, dead: deque):
+    def __init__(self, layer: int, tensor: Tensor, stay: StoredBlock, dead: deque):
         storage = tensor.untyped_storage()
         self.layer, self.stay, self.dead = layer, stay, dead
         self.identity = StorageWeakRef(storage)  # while it is held, no other storage has this identity
         self.version = tensor._version
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        self.mark: Mark | None = None  #: of the last copy; before it, nobody may write to `device`, or free it
+        self.mark: CopyMark | None = None  #: of the last copy; before it, nobody may write to `device`, or free it
         self.watched: list[tuple[Tensor, int]] = []  #: with their versions, until the copy is behind whatever comes
         self.modified: str | None = None
         self.handles = 0
@@ -71,10 +78,10 @@ class Block:
         self.dead.append((self.stay, self.device, self.mark))
 
 
-class Handle:
+class SavedHandle:
     """What autograd holds in place of a tensor of a block."""
 
-    def __init__(self, call: Call, block: Block, tensor: Tensor):
+    def __init__(self, call: LayerCall, block: OffloadedBlock, tensor: Tensor):
         self.call, self.block, self.number = call, block, block.add(tensor)
         self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -82,10 +89,10 @@ class Handle:
         return torch.empty(0, dtype=self.dtype, device=device.device).set_(device.untyped_storage(), *self.view)
 
 
-class Kept:
+class ResidentTensor:
     """What autograd holds in place of a tensor that stays: the tensor, with the check that hooks take from autograd."""
 
-    def __init__(self, call: Call, tensor: Tensor):
+    def __init__(self, call: LayerCall, tensor: Tensor):
         self.call, self.tensor, self.version = call, tensor, tensor._version
 
 
@@ -109,17 +116,17 @@ class Offload:
     """
 
     def __init__(self, device: torch.device, host_bytes: int | None = None, folder: Path | None = None, ahead: int = AHEAD, *,
-                 smallest: int = SMALLEST, copier: Copier | None = None):
+                 smallest: int = SMALLEST, copier: CopyEngine | None = None):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.ahead, self.smallest = device, ahead, smallest
-        self.copier = copier or (CudaCopier(device) if device.type == "cuda" else KeepCopier())
-        self.pool = Pool(available() // 2 if host_bytes is None else host_bytes, self.copier.allocate)
-        self.store = Store(self.pool, self.copier, Disk(folder) if folder is not None and self.copier.moves else None)
-        self.calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  #: by identity of the storage
-        self.dead: deque[tuple[Stay, Tensor | None, Mark | None]] = deque()  #: of blocks; freed here, since they may die at any moment
-        self.flying: deque[list[weakref.ref[Block]]] = deque()  #: of each call, copied out and not yet freed on the device
+        self.copier = copier or (CudaCopyEngine(device) if device.type == "cuda" else ResidentCopyEngine())
+        self.pool = PinnedPool(available() // 2 if host_bytes is None else host_bytes, self.copier.allocate)
+        self.store = BlockStore(self.pool, self.copier, Disk(folder) if folder is not None and self.copier.moves else None)
+        self.calls: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
+        self.blocks: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()  #: by identity of the storage
+        self.dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]] = deque()  #: of blocks; freed here, since they may die at any moment
+        self.flying: deque[list[weakref.ref[OffloadedBlock]]] = deque()  #: of each call, copied out and not yet freed on the device
         self.outliving: dict[int, StorageWeakRef] = {}
         self.number = 0
         self.reached: int | None = None  #: the call that the backward pass is in
@@ -152,7 +159,7 @@ class Offload:
         self._sweep()
         self._free(all_but=min(1, self.ahead))
         self.number += 1
-        call = self.calls[self.number] = Call(self.number, index, module, offloads)
+        call = self.calls[self.number] = LayerCall(self.number, index, module, offloads)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, call), self._unpack):
             yield
         self._send(call)
@@ -192,13 +199,13 @@ class Offload:
         self.pool.peak, self.store.blocked_ms, self.store.written = self.pool.used, 0.0, 0
         self.copier.reset()
 
-    def _pack(self, call: Call, tensor: Tensor) -> Any:
+    def _pack(self, call: LayerCall, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
         block = self._block(call, tensor) if self._goes(call, tensor) else None
-        return Kept(call, tensor) if block is None else Handle(call, block, tensor)
+        return ResidentTensor(call, tensor) if block is None else SavedHandle(call, block, tensor)
 
-    def _goes(self, call: Call, tensor: Tensor) -> bool:
+    def _goes(self, call: LayerCall, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         if tensor.device != self.device or storage.nbytes() < self.smallest or tensor.is_conj() or tensor.is_neg():
             return False
@@ -209,7 +216,7 @@ class Offload:
             return False
         return call.offloads is None or call.offloads(tensor)
 
-    def _block(self, call: Call, tensor: Tensor) -> Block | None:
+    def _block(self, call: LayerCall, tensor: Tensor) -> OffloadedBlock | None:
         """The block of this tensor's storage. None where there is no place for it."""
         storage = tensor.untyped_storage()
         identity = StorageWeakRef(storage).cdata
@@ -219,12 +226,12 @@ class Offload:
             if stay is None:
                 self.refusals[self.store.why_not()] += storage.nbytes()
                 return None
-            block = self.blocks[identity] = Block(call.layer, tensor, stay, self.dead)
+            block = self.blocks[identity] = OffloadedBlock(call.layer, tensor, stay, self.dead)
         if all(ref() is not block for ref in call.blocks):
             call.blocks.append(weakref.ref(block))
         return block
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: LayerCall) -> None:
         """Copy out what the layer was the first to save."""
         call.module = call.weights = call.offloads = None
         self.flying.append(call.blocks)  # even none: the layer before is freed when the next one comes
@@ -243,7 +250,7 @@ class Offload:
             for block in _alive(self.flying.popleft()):
                 self._drop(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: OffloadedBlock) -> None:
         """Free it on the device, if it is away from it."""
         if block.mark is None or block.device is None:
             return
@@ -260,15 +267,15 @@ class Offload:
             return packed
         if packed.call.number != self.reached:
             self._reach(packed.call)
-        return self._kept(packed) if isinstance(packed, Kept) else self._restored(packed)
+        return self._kept(packed) if isinstance(packed, ResidentTensor) else self._restored(packed)
 
-    def _kept(self, kept: Kept) -> Tensor:
+    def _kept(self, kept: ResidentTensor) -> Tensor:
         if kept.tensor._version != kept.version:
             what = f"{list(kept.tensor.shape)} is at version {kept.tensor._version}; expected version {kept.version}"
             raise ModifiedInPlace(what=what, layer=kept.call.layer)
         return kept.tensor
 
-    def _restored(self, handle: Handle) -> Tensor:
+    def _restored(self, handle: SavedHandle) -> Tensor:
         block = handle.block
         block.check()
         if block.modified is not None:
@@ -283,7 +290,7 @@ class Offload:
             self._drop(block)
         return tensor
 
-    def _reach(self, call: Call) -> None:
+    def _reach(self, call: LayerCall) -> None:
         """The backward pass has come to this call: fetch it, if that was not done, and those that it needs next."""
         self.reached = call.number
         self._sweep()
@@ -297,13 +304,13 @@ class Offload:
                 if distance <= self.ahead:
                     self._prefetch([block for block in absent if self.store.ready(block.stay)])
 
-    def _prefetch(self, blocks: Sequence[Block]) -> None:
+    def _prefetch(self, blocks: Sequence[OffloadedBlock]) -> None:
         try:
             self._fetch(blocks)
         except torch.OutOfMemoryError:  # it may be there when it is needed
             self.refusals["no memory on the device to fetch ahead"] += sum(block.stay.nbytes for block in blocks)
 
-    def _fetch(self, blocks: Sequence[Block]) -> None:
+    def _fetch(self, blocks: Sequence[OffloadedBlock]) -> None:
         if not blocks:
             return
         devices, mark = self.copier.back([self.store.load(block.stay) for block in blocks])
@@ -313,7 +320,7 @@ class Offload:
             self.back += block.stay.nbytes
 
 
-def _give_back(dead: deque[tuple[Stay, Tensor | None, Mark | None]], store: Store, copier: Copier) -> None:
+def _give_back(dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]], store: BlockStore, copier: CopyEngine) -> None:
     """What dead blocks held."""
     while dead:
         stay, device, mark = dead.popleft()
@@ -322,7 +329,7 @@ def _give_back(dead: deque[tuple[Stay, Tensor | None, Mark | None]], store: Stor
         store.give(stay)
 
 
-def _alive(refs: Sequence[weakref.ref[Block]]) -> list[Block]:
+def _alive(refs: Sequence[weakref.ref[OffloadedBlock]]) -> list[OffloadedBlock]:
     return [block for ref in refs if (block := ref()) is not None]
 
 

@@ -24,13 +24,13 @@ from tunecompile._torch.autograd import saving_is_taken
 from tunecompile.errors import NothingFits, RankLost, StepLost
 from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.integrations.fsdp import gathers_inside
-from tunecompile.integrations.rank_store import Board
+from tunecompile.integrations.rank_store import RankStore
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import in_words
-from tunecompile.runtime.memory.across_ranks import Agreement
-from tunecompile.runtime.memory.budget import Budget
-from tunecompile.runtime.memory.recompute_call import Call, NotExact, full_gpu, requested
-from tunecompile.runtime.memory.rng_autocast import Surroundings
+from tunecompile.runtime.memory.across_ranks import RankPlans
+from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall, full_gpu, requested
+from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
@@ -52,23 +52,23 @@ class Recovery:
 
     def __init__(self, step: Any, slots: Sequence[Any]):
         self.step, self.slots = step, slots
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes what is cut part of a graph
         self.looked: set[int] = set()  #: slots of which it is known whether their layers can be repeated
         self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers give up their graphs as soon as they have them
         self.open = 0  #: layers of this step that had no backward that is known of
-        self.running: Budget | None = None  #: of the layer that ran last, or of the device that was full
+        self.running: RuntimePlanner | None = None  #: of the layer that ran last, or of the device that was full
         self.before: str | None = None  #: the plan under which memory ran out, until the user is told
         self.cause = "the step"  #: what ran out of it
-        self.agreement = Agreement(Board(None, 0, 1))  #: with other ranks
+        self.agreement = RankPlans(RankStore(None, 0, 1))  #: with other ranks
         self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
         self.gathers: bool | None = None  #: whether parts of the forward are gathered one by one, so that it cannot begin again; None as long as that is not known
         self.notes: list[str] = []
 
     @property
-    def budgets(self) -> Sequence[Budget]:
+    def budgets(self) -> Sequence[RuntimePlanner]:
         return self.step.budgets
 
     def devices(self) -> list[torch.device]:
@@ -119,11 +119,11 @@ class Recovery:
         if id(slot) in self.refused:
             self.open += 1
             return slot.compiled(args, kwargs)
-        start = Surroundings.now(slot.device or slot.budget.device)
+        start = RngAutocastState.now(slot.device or slot.budget.device)
         try:
             if self.bound is not None:
                 raise NotExact(self.bound)
-            call = Call(self, slot, start, args, kwargs)
+            call = RecomputeCall(self, slot, start, args, kwargs)
             if id(slot) not in self.looked:
                 return slot.compiled(*call.through(), call.first)
             return slot.compiled(*call.cut(call.given), call.join)
@@ -143,7 +143,7 @@ class Recovery:
         """
         if saving_is_taken() is not None:  # a checkpoint counts what is saved, and would miss what failed
             return call()
-        start, tries = Surroundings.now(*self.devices()), Counter()  # by device
+        start, tries = RngAutocastState.now(*self.devices()), Counter()  # by device
         try:
             while True:
                 try:
@@ -166,7 +166,7 @@ class Recovery:
         self.tell()
         return result
 
-    def make_room(self, missing: int, tries: int, budget: Budget, restarts: bool = False) -> bool:
+    def make_room(self, missing: int, tries: int, budget: RuntimePlanner, restarts: bool = False) -> bool:
         """Give up what can be computed again on a device, and plan for less there: at the second try for as little as possible. Whether either was possible."""
         self.running = budget
         before = self.in_words()
@@ -185,7 +185,7 @@ class Recovery:
         self.before = self.before or before
         return (smaller or bool(dropped)) and tries < TRIES
 
-    def full(self, error: torch.OutOfMemoryError) -> Budget:
+    def full(self, error: torch.OutOfMemoryError) -> RuntimePlanner:
         """The budget of the device that is; where torch does not tell, of the layer that ran last."""
         number = full_gpu(error)
         return next((budget for budget in self.budgets if budget.device.index == number is not None), self.running or self.budgets[0])
@@ -239,7 +239,7 @@ def _short(missing: int) -> str:
     return f"{shown(missing)}" if missing else "an unknown number of bytes"
 
 
-def helps(budget: Budget, missing: int) -> str:
+def helps(budget: RuntimePlanner, missing: int) -> str:
     """What the user had best change, by the model of bytes that plans are made with."""
     made = budget.admitted
     if made is None:

@@ -10,14 +10,14 @@ from torch import nn
 
 from tunecompile._torch.cuda import grow_segments
 from tunecompile.planner.device_memory import Spec, gauge
-from tunecompile.runtime.cuda_graphs.replay import Replays
-from tunecompile.runtime.layer_slot import Slot
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head import Head
-from tunecompile.runtime.memory.budget import Budget
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.memory.pinned_pool import available
-from tunecompile.runtime.memory.weight_cache import Kept
+from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.region import Region
 
 
@@ -29,15 +29,15 @@ class Planned(Protocol):
     host_bytes: int | None
     offload_dir: Path | None
     precision: str | None
-    slots: list[Slot]
+    slots: list[LayerSlot]
     heads: list[Head]
     regions: list[Region]
-    replays: Replays
-    kept: Kept
+    replays: GraphReplays
+    kept: WeightCache
     notes: list[str]
 
 
-def make_budgets(state: Planned) -> tuple[Budget, ...]:
+def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
     """As `memory=` has it: the same for each device, and host memory in equal shares. Empty where nothing can be planned."""
     placed = by_device(state.slots)
     if left := len(state.slots) - sum(map(len, placed.values())):
@@ -52,16 +52,16 @@ def make_budgets(state: Planned) -> tuple[Budget, ...]:
     if not alone:
         _leave_out_recordings(state, placed)
     kept = state.kept if alone and state.precision is None and not any(map(sharded, state.model.parameters())) else None
-    made = [Budget(state.memory, state.model, gauge(device), device, slots, state.heads, _offload(state, device, len(placed)), state.replays if alone else None, kept)
+    made = [RuntimePlanner(state.memory, state.model, gauge(device), device, slots, state.heads, _offload(state, device, len(placed)), state.replays if alone else None, kept)
             for device, slots in placed.items()]
     for budget in made[1:]:
         budget.menus = made[0].menus  # layers of one kind are surveyed once, wherever they are
     return tuple(made)
 
 
-def by_device(slots: Sequence[Slot]) -> dict[torch.device, list[Slot]]:
+def by_device(slots: Sequence[LayerSlot]) -> dict[torch.device, list[LayerSlot]]:
     """Layers whose weights stay somewhere. Where there are GPUs, those on them: a CPU has no bounds to keep."""
-    found: dict[torch.device, list[Slot]] = {}
+    found: dict[torch.device, list[LayerSlot]] = {}
     for slot in slots:
         if (device := slot.device) is not None:
             found.setdefault(device, []).append(slot)

@@ -17,7 +17,7 @@ SLAB = 512 << 20  #: bytes allocated at once; a power of two, since torch rounds
 
 
 @dataclass
-class Room:
+class PinnedBlock:
     """Host memory of one block: pieces of slabs, in the order of its bytes."""
 
     nbytes: int
@@ -62,7 +62,7 @@ class Ahead:
         return made
 
 
-class Pool:
+class PinnedPool:
     """Host memory, allocated when first needed, or ahead where more is expected, and kept for the next step.
 
     A block may lie in several pieces, so free memory is never too scattered to be used.
@@ -86,7 +86,7 @@ class Pool:
         if missing > 0 and not self._coming and self.failure is None:
             self.ahead = Ahead(missing, lambda: self.allocate(self.slab))
 
-    def take(self, nbytes: int) -> Room | None:
+    def take(self, nbytes: int) -> PinnedBlock | None:
         """None where it does not fit."""
         need = -(-nbytes // self.granule) * self.granule
         while self.reserved - self.used < need:
@@ -99,9 +99,9 @@ class Pool:
         for slab, begin, end in extents:
             pieces.append(self.slabs[slab][begin:min(end, begin + left)])
             left -= pieces[-1].numel()
-        return Room(nbytes, extents, pieces)
+        return PinnedBlock(nbytes, extents, pieces)
 
-    def give(self, room: Room) -> None:
+    def give(self, room: PinnedBlock) -> None:
         """Take it back. Copies that are still to come must have been ordered before the next owner's."""
         self.used -= sum(end - begin for _, begin, end in room.extents)
         merged: list[tuple[int, int, int]] = []
@@ -173,7 +173,7 @@ def _read(path: str) -> str:
 
 
 @dataclass
-class Mark:
+class CopyMark:
     """The end of a batch of copies. `stream` is the one that computes: what is copied was made there, or will be used there."""
 
     begin: Any = None
@@ -187,7 +187,7 @@ class Mark:
             self.end.synchronize()
 
 
-class Copier(Protocol):
+class CopyEngine(Protocol):
     """Copies blocks, in order in each direction, while the device computes."""
 
     moves: bool  #: whether a block's bytes are anywhere but where they were
@@ -195,19 +195,19 @@ class Copier(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """Host memory."""
 
-    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+    def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
         """Copy to the host what the device has computed by now."""
 
-    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+    def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         """Copy to new memory on the device, which may be used, or freed, once `wait` was called."""
 
-    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+    def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
         """What is computed from now on comes after the mark. `used` is what it uses."""
 
-    def order(self, mark: Mark) -> None:
+    def order(self, mark: CopyMark) -> None:
         """What is copied out from now on comes after the mark."""
 
-    def fence(self) -> list[Mark]:
+    def fence(self) -> list[CopyMark]:
         """The end of all copies asked for up to now, in each direction."""
 
     def times(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Copier(Protocol):
     def reset(self) -> None: ...
 
 
-class KeepCopier:
+class ResidentCopyEngine:
     """Copies nothing, everything stays where it is: so that plans can be run where there is no device."""
 
     moves = False
@@ -224,20 +224,20 @@ class KeepCopier:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+    def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
         for device, room in pairs:
             room.kept = device
-        return Mark()
+        return CopyMark()
 
-    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
-        return [room.kept for room in rooms], Mark()
+    def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
+        return [room.kept for room in rooms], CopyMark()
 
-    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+    def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
         mark.waited = True
 
-    def order(self, mark: Mark) -> None: ...
+    def order(self, mark: CopyMark) -> None: ...
 
-    def fence(self) -> list[Mark]:
+    def fence(self) -> list[CopyMark]:
         return []
 
     def times(self) -> dict[str, float]:
@@ -246,7 +246,7 @@ class KeepCopier:
     def reset(self) -> None: ...
 
 
-class HostCopier(KeepCopier):
+class HostCopyEngine(ResidentCopyEngine):
     """Copies at once, from host memory to host memory: the runtime's logic, without streams."""
 
     moves = True
@@ -254,22 +254,22 @@ class HostCopier(KeepCopier):
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+    def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
         for device, room in pairs:
             for piece, part in room.beside(device):
                 piece.copy_(part)
-        return Mark()
+        return CopyMark()
 
-    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+    def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         devices = [torch.empty(room.nbytes, dtype=torch.uint8) for room in rooms]
         for device, room in zip(devices, rooms):
             for piece, part in room.beside(device):
                 part.copy_(piece)
-        return devices, Mark()
+        return devices, CopyMark()
 
 
 @dataclass
-class CudaCopier:
+class CudaCopyEngine:
     """One stream out and one back, since a GPU copies in both directions at once. The host never waits.
 
     The host is far ahead of the device, so asking an event whether it has passed would say no, and nothing would be freed: the
@@ -279,7 +279,7 @@ class CudaCopier:
     moves = True
 
     device: torch.device
-    copies: dict[str, list[Mark]] = field(default_factory=lambda: {"out": [], "back": []})
+    copies: dict[str, list[CopyMark]] = field(default_factory=lambda: {"out": [], "back": []})
     waits: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -289,18 +289,18 @@ class CudaCopier:
         with torch.cuda.device(self.device):  # a new thread's is the first, where it would make a context
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def out(self, pairs: Sequence[tuple[Tensor, Room]]) -> Mark:
+    def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
         return self._copy("out", self.outward, [(piece, part) for device, room in pairs for piece, part in room.beside(device)])
 
-    def back(self, rooms: Sequence[Room]) -> tuple[list[Tensor], Mark]:
+    def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         # Of the computing stream's memory: blocks freed there, whose last use is still to come on the device, are taken again at once,
         # and `_copy` begins after what that stream was asked for up to now.
         devices = [torch.empty(room.nbytes, dtype=torch.uint8, device=self.device) for room in rooms]
         pairs = [(part, piece) for device, room in zip(devices, rooms) for piece, part in room.beside(device)]
         return devices, self._copy("back", self.inward, pairs)
 
-    def _copy(self, direction: str, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
-        mark = Mark(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device))
+    def _copy(self, direction: str, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyMark:
+        mark = CopyMark(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device))
         stream.wait_stream(mark.stream)
         with torch.cuda.stream(stream):
             mark.begin.record(stream)
@@ -310,7 +310,7 @@ class CudaCopier:
         self.copies[direction].append(mark)
         return mark
 
-    def wait(self, mark: Mark, used: Tensor | None = None) -> None:
+    def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
         stream = torch.cuda.current_stream(self.device)
         if stream != mark.stream and used is not None:  # the allocator has to know, before it gives the memory to `mark.stream` again
             used.record_stream(stream)
@@ -323,11 +323,11 @@ class CudaCopier:
         self.waits.append((begin, end))
         mark.waited = mark.waited or stream == mark.stream
 
-    def order(self, mark: Mark) -> None:
+    def order(self, mark: CopyMark) -> None:
         self.outward.wait_event(mark.end)
 
-    def fence(self) -> list[Mark]:
-        return [Mark(end=stream.record_event()) for stream in (self.outward, self.inward)]
+    def fence(self) -> list[CopyMark]:
+        return [CopyMark(end=stream.record_event()) for stream in (self.outward, self.inward)]
 
     def times(self) -> dict[str, float]:
         def total(pairs: Sequence[tuple[Any, Any]]) -> float:

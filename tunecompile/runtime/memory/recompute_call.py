@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch.autograd import differentiable_outputs, keeps_graph
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
-from tunecompile.runtime.memory.rng_autocast import Surroundings
+from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _WRITE = "write to their arguments or buffers"
@@ -85,7 +85,7 @@ class _Node(torch.autograd.Function):
     """A layer's call in the caller's graph. What it was called with is saved where the layer's own tensors are: on the host, under some plans."""
 
     @staticmethod
-    def forward(ctx: Any, call: "Call", given: list[Tensor], made: list[Tensor], *_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: "RecomputeCall", given: list[Tensor], made: list[Tensor], *_inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
@@ -98,14 +98,14 @@ class _Node(torch.autograd.Function):
         return None, None, None, *ctx.call.backward(lambda: ctx.saved_tensors, grads)
 
 
-class Call:
+class RecomputeCall:
     """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer wrote to an argument or a buffer, it stays.
 
     Raises:
         NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
     """
 
-    def __init__(self, recovery: RecomputeHost, slot: Any, start: Surroundings, args: tuple, kwargs: dict):
+    def __init__(self, recovery: RecomputeHost, slot: Any, start: RngAutocastState, args: tuple, kwargs: dict):
         self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
         self.leaves, self.form = _flat((args, kwargs), "are given")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RngAutocastState:
     """torch's random state, on the host and on devices, and autocast."""
 
     devices: tuple[torch.device, ...]
@@ -21,11 +21,11 @@ class Surroundings:
     cached: bool
 
     @staticmethod
-    def now(*devices: torch.device) -> "Surroundings":
+    def now(*devices: torch.device) -> "RngAutocastState":
         kinds = dict.fromkeys((*(device.type for device in devices), "cpu"))
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         there = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-        return Surroundings(devices, torch.get_rng_state(), there, autocast, torch.is_autocast_cache_enabled())
+        return RngAutocastState(devices, torch.get_rng_state(), there, autocast, torch.is_autocast_cache_enabled())
 
     def rewind(self) -> None:
         """Random numbers are those of then."""
@@ -36,7 +36,7 @@ class Surroundings:
     @contextmanager
     def again(self) -> Iterator[None]:
         """In the backward pass: as it was then, and after it as it is now."""
-        present = Surroundings.now(*self.devices)
+        present = RngAutocastState.now(*self.devices)
         with ExitStack() as stack:
             stack.callback(present.rewind)
             stack.enter_context(torch.enable_grad())

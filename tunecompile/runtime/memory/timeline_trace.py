@@ -28,7 +28,7 @@ class Sample:
 
 
 @dataclass
-class Trace:
+class MemoryTrace:
     """The samples of the last step that was sampled."""
 
     gauge: Gauge

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import in_backward, plain_tensors
-from tunecompile.compiler.weight_layout import Position
+from tunecompile.compiler.weight_layout import FusedWeightSlots
 from tunecompile.ir.op import has_triton
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.runtime.memory.weight_move import matrix_of, move_in, move_out, stand
@@ -24,7 +24,7 @@ from tunecompile.runtime.memory.weight_move import matrix_of, move_in, move_out,
 Run = Callable[[list], Sequence[Any]]
 
 
-class Matrix:
+class FusedWeight:
     """Whose values are in one product's matrix. It lives as long as the tensor does, also where only a pending backward holds that."""
 
     def __init__(self, weights: Sequence[Tensor], columns: int):
@@ -62,14 +62,14 @@ class Matrix:
         return found
 
 
-class Kept:
+class WeightCache:
     """All matrices of one model."""
 
     def __init__(self, moves: bool | None = None) -> None:
         self.moves = moves  #: whether dense weights may move; None as long as that is not known
         self.last = 0  #: place of the layer that ran last; more than any other's before a step
         self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
-        self.moved: dict[tuple, Matrix] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
+        self.moved: dict[tuple, FusedWeight] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
         self.write_all: Callable[[], None] | None = None
         self.addresses: list[int] = []  #: of what it writes
 
@@ -124,7 +124,7 @@ class Kept:
                     del found[key]
                     self.write_all = None
 
-    def forward(self, run: Run, positions: Sequence[Position]) -> Run:
+    def forward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
         kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
 
         def call(inputs: list) -> Sequence[Any]:
@@ -135,7 +135,7 @@ class Kept:
 
         return call
 
-    def backward(self, run: Run, positions: Sequence[Position]) -> Run:
+    def backward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
         """Matrices come as what the forward saved; another adapter may have run in between."""
         kept = weakref.ref(self)
 
@@ -148,55 +148,55 @@ class Kept:
 
         return call
 
-    def _values(self, position: Position, inputs: list) -> Tensor:
+    def _values(self, position: FusedWeightSlots, inputs: list) -> Tensor:
         weights = [inputs[weight[0]] for weight in position.weights]
         values = self._standing(position, weights) if position.dense else self._dequantized(position, inputs, weights)
         if _adapt(values, position, inputs):
             self.write_all = None
         return values
 
-    def _dequantized(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
+    def _dequantized(self, position: FusedWeightSlots, inputs: list, weights: list[Tensor]) -> Tensor:
         key = _key(position, weights)
         values = self.matrices.get(key)
         if values is None or not values._matrix.holds(weights):
             values = self.matrices[key] = self._made(position, inputs, weights)
         return values
 
-    def _made(self, position: Position, inputs: list, weights: list[Tensor]) -> Tensor:
+    def _made(self, position: FusedWeightSlots, inputs: list, weights: list[Tensor]) -> Tensor:
         values = torch.zeros(position.shape, dtype=position.dtype, device=weights[0].device)
         row = 0
         for weight in position.weights:
             row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight])
-        values._matrix = Matrix(weights, position.columns)
+        values._matrix = FusedWeight(weights, position.columns)
         return values
 
-    def _standing(self, position: Position, weights: list[Tensor]) -> Tensor:
+    def _standing(self, position: FusedWeightSlots, weights: list[Tensor]) -> Tensor:
         matrix = self.moved.get(_key(position, weights))
         if not stand(weights, position.shape):
             move_in(weights, position.shape)
             matrix = None
         if matrix is None:
-            matrix = self.moved[_key(position, weights)] = Matrix(weights, position.columns)
+            matrix = self.moved[_key(position, weights)] = FusedWeight(weights, position.columns)
         values = matrix_of(position.shape, weights[0])
         values._matrix = matrix
         return values
 
 
-def _at(key: tuple, matrix: Matrix) -> bool:
+def _at(key: tuple, matrix: FusedWeight) -> bool:
     """Whether the weights are where they were."""
     return all((weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0]))
 
 
-def _stands(key: tuple, matrix: Matrix) -> bool:
+def _stands(key: tuple, matrix: FusedWeight) -> bool:
     """Whether dense weights are, in the matrix that they were in."""
     return _at(key, matrix) and matrix.weights[0]().untyped_storage().nbytes() == math.prod(key[1]) * key[3].itemsize
 
 
-def _key(position: Position, weights: Sequence[Tensor]) -> tuple:
+def _key(position: FusedWeightSlots, weights: Sequence[Tensor]) -> tuple:
     return tuple(weight.data_ptr() for weight in weights), position.shape, position.columns, position.dtype
 
 
-def _adapt(values: Tensor, position: Position, inputs: list) -> bool:
+def _adapt(values: Tensor, position: FusedWeightSlots, inputs: list) -> bool:
     """Let the matrix hold these adapters. Whether it held others."""
     a, b = ([inputs[i] for i in places] for places in (position.a, position.b))
     matrix = getattr(values, "_matrix", None)

@@ -14,7 +14,7 @@ from tunecompile.runtime.unpad import refusals
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatBatch:
     """One batch's real tokens among its [B, T] places."""
 
     index: Tensor  #: int64 [N]: the place of each token; beyond the last real token, place 0
@@ -24,22 +24,22 @@ class Flat:
     shape: tuple[int, int]
 
     @staticmethod
-    def of(real: Tensor, count: int) -> "Flat":
+    def of(real: Tensor, count: int) -> "FlatBatch":
         """From where tokens are, [B, T], and how many."""
         rows, length = real.shape
         total = _rounded(count, real.device)
         order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
         offsets = torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)])
         longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
-        return Flat(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
+        return FlatBatch(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
 
     @staticmethod
-    def packed(starts: Tensor, device: torch.device) -> "Flat":
+    def packed(starts: Tensor, device: torch.device) -> "FlatBatch":
         """From where sequences begin, bool [B, T] on the host: every row's first token, and others."""
         count, total = starts.numel(), _rounded(starts.numel(), device)
         offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
         longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
-        return Flat(F.pad(torch.arange(count, device=device), (0, total - count)), offsets.to(device, torch.int32), longest, count, tuple(starts.shape))
+        return FlatBatch(F.pad(torch.arange(count, device=device), (0, total - count)), offsets.to(device, torch.int32), longest, count, tuple(starts.shape))
 
     @property
     def gives_up(self) -> bool:

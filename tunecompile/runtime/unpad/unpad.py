@@ -28,7 +28,7 @@ from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.varlen_attention import INTERFACE, NO_KERNEL, CannotFlatten, attention
 from tunecompile.ir.op import HALF
 from tunecompile.runtime.unpad import packed_masks, refusals
-from tunecompile.runtime.unpad.flat_batch import Flat
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ PADDED, PACKED = "padded batches are not flattened", "packed batches stay as the
 UNPADDED = 8  #: so many batches are looked at to say why a padded one would not be flattened
 
 
-class Padding:
+class Unpadding:
     """Decides for each batch of one owner of layers, and keeps why padded ones were not flattened."""
 
     def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any, head_is_called: Callable[[], bool] = lambda: True):
@@ -80,7 +80,7 @@ class Padding:
         self.flat = flat is not None and flat.gives_up
         return call_original(self.owner, *args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
 
-    def _without_padding(self, flat: Flat, given: dict, args: tuple, kwargs: dict) -> Any:
+    def _without_padding(self, flat: FlatBatch, given: dict, args: tuple, kwargs: dict) -> Any:
         try:
             with self.attention():
                 return flat.outputs(call_original(self.owner, **flat.inputs(given)))
@@ -114,7 +114,7 @@ class Padding:
             for config, name in before:  # another model may share the config, and be under way
                 config._attn_implementation_internal = "sdpa" if name == interface else name
 
-    def decide(self, given: dict) -> Flat | None:
+    def decide(self, given: dict) -> FlatBatch | None:
         """The batch without its padding, or None where it has none or must keep it."""
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if in_backward():  # a checkpoint's recomputation: its forward was padded, see `_changed`
@@ -140,9 +140,9 @@ class Padding:
         if kept:
             self._note(kept)
             return None
-        return Flat.of(real, count)
+        return FlatBatch.of(real, count)
 
-    def _decide_packed(self, given: dict, tokens: Tensor, positions: Tensor) -> Flat | None:
+    def _decide_packed(self, given: dict, tokens: Tensor, positions: Tensor) -> FlatBatch | None:
         """The batch with its sequences told apart, where a mask would do so."""
         if positions.dim() != 2 or positions.shape[0] not in (1, len(tokens)) or positions.shape[1] != tokens.shape[1]:
             return None
@@ -153,7 +153,7 @@ class Padding:
             self._look(~starts[:, 1:], reason, PACKED)
             return None
         starts = starts.cpu()  # the one host read of the step
-        return Flat.packed(starts, tokens.device) if int(starts.sum()) > len(starts) else None
+        return FlatBatch.packed(starts, tokens.device) if int(starts.sum()) > len(starts) else None
 
     def _keeps_apart(self, given: dict, tokens: Tensor) -> bool | None:
         """Asked once for each way in which the model can be called."""
@@ -214,7 +214,7 @@ def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bo
 class OwnerSlot:
     """What stands in the owner's `_compiled_call_impl`: in a training step the batch is flattened, if it may be."""
 
-    def __init__(self, padding: Padding):
+    def __init__(self, padding: Unpadding):
         self.padding = padding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
