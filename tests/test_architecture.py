@@ -1,11 +1,16 @@
-"""The house keeps its shape: imports go down, private names of torch stay in one place, folders stay small."""
+"""The house keeps its shape: imports go down and in no circle, private names stay in one place, folders stay small."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 #: low to high; a package imports only from lines above its own
@@ -21,55 +26,128 @@ LEVELS = (
     "cli",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
+#: what only `_torch` may touch. `_scaled_mm` and the like are operators, and `torch.utils._pytree` is what torch's own documents use
 PRIVATE = re.compile(
-    r"torch\._(?!scaled_mm|foreach|ops)|torch\.(?!utils\._pytree)\w+\._\w|_compiled_call_impl|\._call_impl|sys\._getframe"
+    r"torch\._(?!scaled_mm|grouped_mm|foreach|ops|_version)|torch\.(?!utils\._pytree)\w+\._(?!_)\w"
+    r"|\b_compiled_call_impl\b|\._call_impl\b|sys\._getframe"
 )
-LARGEST = 16  #: files in a folder
-WIDE = ("cli/compare",)  #: whose files are one command
+LARGEST = 16  #: entries of a folder
+WIDE = {"tunecompile/cli/compare"}  #: one command, whose files are its parts
 
 
-def sources(root: Path) -> dict[str, str]:
-    """Path inside the package -> source, of `tunecompile` with `passes` and `templates`."""
+def sources(root: Path = ROOT) -> dict[str, str]:
+    """Source by its path inside the package. `passes` and `templates` stand beside it, and may be linked into it."""
     found = {}
-    for folder, prefix in ((root / "tunecompile", ""), (root / "passes", "passes/"), (root / "templates", "templates/")):
-        for file in folder.rglob("*.py"):
-            path = file.relative_to(folder)
-            if "__pycache__" not in path.parts and not (prefix == "" and path.parts[0] in ("passes", "templates")):
+    for folder, prefix in (("tunecompile", ""), ("passes", "passes/"), ("templates", "templates/")):
+        for file in (root / folder).rglob("*.py"):
+            path = file.relative_to(root / folder)
+            if prefix or path.parts[0] not in ("passes", "templates"):
                 found[prefix + path.as_posix()] = file.read_text(encoding="utf-8")
     return found
 
 
-def top(name: str) -> str:
-    """The package that a path or a dotted name is in."""
-    return re.split(r"[./]", name)[0]
+def module_of(path: str) -> str:
+    return f"tunecompile/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports(path: str, source: str, packages: set[str]) -> Iterator[str]:
-    """Packages of ours that a file imports: `ast.walk`, so that late imports and those under TYPE_CHECKING count, too."""
-    for node in ast.walk(ast.parse(source, path)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            yield "a relative import"
-        elif isinstance(node, ast.ImportFrom) and node.module == "tunecompile":
-            yield from (alias.name if alias.name in packages else "__init__" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunecompile."):
-            yield top(node.module.removeprefix("tunecompile."))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "tunecompile":
-                    yield top(alias.name.removeprefix("tunecompile").lstrip(".") or "__init__")
+def top(path: str) -> str:
+    """The package that a file is in."""
+    return path.partition("/")[0].removesuffix(".py")
 
 
-def upward(files: dict[str, str]) -> list[str]:
+def edges(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(file, file it imports). `ast.walk`, so that late imports and those under TYPE_CHECKING count, too."""
+    paths = {module_of(path): path for path in files}
+    for path, source in files.items():
+        package = module_of(path) if path.endswith("__init__.py") else module_of(path).rpartition(".")[0]
+        for node in ast.walk(ast.parse(source, path)):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                module = ".".join(filter(None, (above, node.module)))
+                named = [full if (full := f"{module}.{alias.name}") in paths else module for alias in node.names]
+            else:
+                continue
+            yield from ((path, paths[name]) for name in named if paths.get(name, path) != path)
+
+
+def upward(files: Mapping[str, str]) -> list[str]:
     """Imports that do not go down."""
-    packages = {top(path).removesuffix(".py") for path in files}
-    wrong = []
-    for path, source in sorted(files.items()):
-        own = top(path)
-        for other in imports(path, source, packages):
-            if other != own and LEVEL.get(other, len(LEVELS)) >= LEVEL[own]:
-                wrong.append(f"{path} -> {other}")
-    return wrong
+    return sorted({f"{a} -> {b}" for a, b in edges(files) if top(a) != top(b) and LEVEL[top(b)] >= LEVEL[top(a)]})
+
+
+def circles(files: Mapping[str, str]) -> list[str]:
+    """Files that can be reached from themselves: what is left where files that import nothing are taken away again and again."""
+    left = {path: {b for a, b in edges(files) if a == path} for path in files}
+    while leaves := {path for path, imported in left.items() if not imported & left.keys()}:
+        left = {path: imported for path, imported in left.items() if path not in leaves}
+    return sorted(path for path in left if any(path in left[other] for other in left))
+
+
+def private(files: Mapping[str, str]) -> list[str]:
+    """Code outside `_torch` that touches torch's private names. Comments and strings may speak of them."""
+    found = []
+    for path, source in files.items():
+        lines: dict[int, str] = {}
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type not in (tokenize.COMMENT, tokenize.STRING):
+                lines[token.start[0]] = lines.get(token.start[0], "") + token.string + " " * (token.type == tokenize.NAME and keyword(token.string))
+        found += [f"{path}:{number}" for number, line in lines.items() if top(path) != "_torch" and PRIVATE.search(line)]
+    return found
+
+
+def keyword(name: str) -> bool:
+    return name in ("import", "from", "as", "in", "not", "and", "or", "is", "return", "if", "else", "lambda")
+
+
+def crowded(files: Mapping[str, str]) -> dict[str, int]:
+    folders = Counter("/".join(("tunecompile", *path.split("/")[:-1])) for path in files)
+    return {folder: count for folder, count in folders.items() if count > LARGEST and folder not in WIDE}
 
 
 def test_imports_go_down():
-    assert upward(sources(ROOT)) == []
+    assert upward(sources()) == []
+
+
+def test_no_circles():
+    assert circles(sources()) == []
+
+
+def test_private_torch_is_in_one_place():
+    assert private(sources()) == []
+
+
+def test_folders_are_small():
+    assert crowded(sources()) == {}
+    shown = {path.name for path in (ROOT / "tunecompile").iterdir()} - {"__pycache__", "passes", "templates"}
+    assert len(shown) <= LARGEST, shown
+
+
+def test_every_package_has_a_level():
+    assert {top(path) for path in sources()} == set(LEVEL)
+
+
+@pytest.mark.parametrize(
+    "net, path, code",
+    [
+        (upward, "planner/planted.py", "from tunecompile.runtime.region import Region\n"),
+        (upward, "ir/planted.py", "def late():\n    from tunecompile import ops\n"),
+        (upward, "report/planted.py", "if TYPE_CHECKING:\n    import tunecompile.verification.verify\n"),
+        (upward, "templates/planted.py", "from ..ops import lora\n"),
+        (circles, "_torch/inductor.py", "from tunecompile._torch.known_bugs import Fault\n"),
+        (private, "runtime/planted.py", "import torch\nprint(torch._C._current_graph_task_id())\n"),
+        (private, "ops/planted.py", "from torch._dynamo.utils import counters\n"),
+        (private, "report/planted.py", "slot = module._compiled_call_impl\n"),
+        (crowded, None, ""),
+    ],
+)
+def test_violations_are_seen(net, path, code):
+    planted = sources()
+    if net is circles:
+        planted["_torch/known_bugs.py"] += "from tunecompile._torch.inductor import Wrap\n"
+    if path is None:
+        planted |= {f"planner/planted{number}.py": "" for number in range(LARGEST)}
+    else:
+        planted[path] = planted.get(path, "") + code
+    assert net(planted), "not noticed"
