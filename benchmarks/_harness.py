@@ -47,7 +47,9 @@ System = Callable | Before | Exception
 class Bench:
     """Runs the cases of the families; each system of a case becomes a row."""
 
-    def __init__(self, only: str = "", sweep: bool = False, shown: bool = False, dry: bool = False, repetitions: int = 30) -> None:
+    def __init__(
+        self, only: str = "", sweep: bool = False, shown: bool = False, dry: bool = False, repetitions: int = 30
+    ) -> None:
         self.only, self.sweep, self.shown, self.dry, self.repetitions = only, sweep, shown, dry, repetitions
         self.family = ""
         self.rows: list[dict[str, Any]] = []
@@ -62,8 +64,17 @@ class Bench:
         """The template with other tiles, where they are asked for."""
         return tiles() if self.sweep else {}
 
-    def __call__(self, case: str, systems: Mapping[str, System], make: Callable[[int], Sequence[Any]], *, bytes: float, flops: float = 0.0,
-                 check: Callable[[Any, Any], float] | None = None, shown: str = "") -> None:
+    def __call__(
+        self,
+        case: str,
+        systems: Mapping[str, System],
+        make: Callable[[int], Sequence[Any]],
+        *,
+        bytes: float,
+        flops: float = 0.0,
+        check: Callable[[Any, Any], float] | None = None,
+        shown: str = "",
+    ) -> None:
         """Time each system on inputs from ``make(seed)``, several sets in turn.
 
         bytes, flops: the least the operation needs, the same for every system. check(result, result of the first system) -> error,
@@ -85,7 +96,12 @@ class Bench:
                     row["error"] = check(result, first)
                     del result
                 ms = self._median(system, sets)
-                row |= {"ms": ms, "gbps": bytes / ms / 1e6, "percent": 100 * bytes / ms / 1e6 / self.copy_gbps, "tflops": flops / ms / 1e9}
+                row |= {
+                    "ms": ms,
+                    "gbps": bytes / ms / 1e6,
+                    "percent": 100 * bytes / ms / 1e6 / self.copy_gbps,
+                    "tflops": flops / ms / 1e9,
+                }
             except ImportError as error:
                 row["failed"] = f"not installed: {error}".splitlines()[0][:80]
             except Exception as error:  # a peer that fails must not end the run
@@ -99,7 +115,9 @@ class Bench:
             call, begin = _prepared(system, next(rotation)), time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - begin)
-        clocks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARMUP + self.repetitions)]
+        clocks = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARMUP + self.repetitions)
+        ]
         for begin, end in clocks:
             call = _prepared(system, next(rotation))
             self.flush.zero_()
@@ -125,9 +143,13 @@ def main(families: Mapping[str, Callable[[Bench], None]], shown: bool = False) -
     parser = argparse.ArgumentParser(description=f"{', '.join(families)}: templates against their peers")
     parser.add_argument("--out", type=Path, help="write one JSON here")
     parser.add_argument("--only", default="", help="only cases whose family and name contain this")
-    parser.add_argument("--shown", action=argparse.BooleanOptionalAction, default=shown, help="only the cases of the README's table")
+    parser.add_argument(
+        "--shown", action=argparse.BooleanOptionalAction, default=shown, help="only the cases of the README's table"
+    )
     parser.add_argument("--sweep", action="store_true", help="time every tile of the template as well")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes: checks that everything runs, says nothing about speed")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny sizes: checks that everything runs, says nothing about speed"
+    )
     parser.add_argument("--repetitions", type=int, default=30)
     given = parser.parse_args()
     bench = Bench(given.only, given.sweep, given.shown, given.dry, given.repetitions)
@@ -136,24 +158,45 @@ def main(families: Mapping[str, Callable[[Bench], None]], shown: bool = False) -
         try:
             run(bench)
         except Exception as error:
-            bench.rows.append({"family": bench.family, "case": "", "system": "", "failed": f"{type(error).__name__}: {error}"[:300]})
+            bench.rows.append(
+                {"family": bench.family, "case": "", "system": "", "failed": f"{type(error).__name__}: {error}"[:300]}
+            )
     show(bench)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, indent=1) + "\n")
+        given.out.write_text(
+            json.dumps({**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, indent=1) + "\n"
+        )
 
 
 def show(bench: Bench) -> None:
-    table = Table(title=f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU, interpreted'}, torch {torch.__version__}")
-    for column in ("family", "case", "system", "ms", "GB/s", f"% of {bench.copy_gbps / 1000:.1f} TB/s", "TFLOP/s", "error"):
+    table = Table(
+        title=f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU, interpreted'}, torch {torch.__version__}"
+    )
+    for column in (
+        "family",
+        "case",
+        "system",
+        "ms",
+        "GB/s",
+        f"% of {bench.copy_gbps / 1000:.1f} TB/s",
+        "TFLOP/s",
+        "error",
+    ):
         table.add_column(column, justify="left" if column in ("family", "case", "system") else "right")
     for row in bench.rows:
         names = row["family"], row["case"], row["system"]
         if "failed" in row:
             table.add_row(*names, row["failed"])
             continue
-        table.add_row(*names, f"{row['ms']:.4f}", f"{row['gbps']:,.0f}", f"{row['percent']:.1f}", f"{row['tflops']:.1f}" if row["tflops"] else "",
-                      f"{row['error']:.1e}" if "error" in row else "")
+        table.add_row(
+            *names,
+            f"{row['ms']:.4f}",
+            f"{row['gbps']:,.0f}",
+            f"{row['percent']:.1f}",
+            f"{row['tflops']:.1f}" if row["tflops"] else "",
+            f"{row['error']:.1e}" if "error" in row else "",
+        )
     Console(width=170).print(table)
 
 
@@ -197,25 +240,37 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 def backward_of(function: Callable, frozen: Sequence[int] = ()) -> Before:
     """The backward pass of ``function(*inputs)``, timed alone: its inputs come after the gradients of its outputs, which it may
     overwrite. ``frozen``: positions among the inputs that want no gradient."""
+
     def prepare(*given):
         grads, inputs = given[0], given[1:]
         grads = [g.clone() for g in (grads if isinstance(grads, tuple) else (grads,))]
-        leaves = [x.detach().clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)]  # a forward pass may work in place, too
+        leaves = [
+            x.detach().clone().requires_grad_(i not in frozen) for i, x in enumerate(inputs)
+        ]  # a forward pass may work in place, too
         out = function(*leaves)
         wanted = [x for x in leaves if x.requires_grad]
         return lambda: torch.autograd.grad(out, wanted, grads)
+
     return Before(prepare)
 
 
 def packed_nf4(n: int, k: int) -> Callable[[int], tuple]:
     """seed -> (packed, absmax, its code, its scales, its offset) of a double-quantised weight [n, k] in blocks of 64."""
+
     def make(seed):
         g = torch.Generator(DEVICE).manual_seed(seed)
         blocks = n * k // 64
         packed = torch.randint(0, 256, (n * k // 2, 1), generator=g, device=DEVICE, dtype=torch.uint8)
         absmax = torch.randint(0, 256, (blocks,), generator=g, device=DEVICE, dtype=torch.uint8)
         code = torch.linspace(-1, 1, 256, device=DEVICE).pow(3)
-        return packed, absmax, code, torch.rand(-(-blocks // 256), generator=g, device=DEVICE) + 0.1, torch.tensor(0.7, device=DEVICE)
+        return (
+            packed,
+            absmax,
+            code,
+            torch.rand(-(-blocks // 256), generator=g, device=DEVICE) + 0.1,
+            torch.tensor(0.7, device=DEVICE),
+        )
+
     return make
 
 
@@ -225,4 +280,6 @@ def relative_error(value: Any, reference: Any) -> float:
         value = (value,)
     if isinstance(reference, torch.Tensor):
         reference = (reference,)
-    return max(float((v.float() - r.float()).norm() / r.float().norm().clamp_min(1e-30)) for v, r in zip(value, reference))
+    return max(
+        float((v.float() - r.float()).norm() / r.float().norm().clamp_min(1e-30)) for v, r in zip(value, reference)
+    )

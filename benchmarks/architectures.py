@@ -36,20 +36,95 @@ SECONDS = 120  #: for one architecture in one mode
 LARGEST = 150e6  #: parameters
 ROWS, LENGTH = 2, 24
 SMALL: dict[str, Any] = {  #: of config attributes that an architecture has
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "moe_intermediate_size", "shared_expert_intermediate_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "max_position_embeddings"), 128),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers", "num_experts_per_tok", "num_key_value_heads"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "mamba_d_head", "mamba_d_state",
-                     "linear_key_head_dim", "linear_value_head_dim"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_groups", "mamba_n_groups", "bos_token_id"), 1),
-    "vocab_size": 256, "qk_head_dim": 32, "sliding_window": 32, "num_heads": 8, "mamba_n_heads": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "pad_token_id": 0, "eos_token_id": 2,
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "word_embed_proj_dim",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+        ),
+        128,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "decoder_layers",
+            "encoder_layers",
+            "num_experts_per_tok",
+            "num_key_value_heads",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "state_size",
+            "mamba_d_head",
+            "mamba_d_state",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "first_k_dense_replace", "n_groups", "mamba_n_groups", "bos_token_id"), 1
+    ),
+    "vocab_size": 256,
+    "qk_head_dim": 32,
+    "sliding_window": 32,
+    "num_heads": 8,
+    "mamba_n_heads": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
 }
 FORMS: tuple[dict[str, Any], ...] = (  #: of what does not fit together in some of them; None: the config's own
-    {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": 32}, {"num_key_value_heads": 4, "head_dim": 8}, {"rotary_dim": 8}, {"head_dim": None},
-    {"head_dim": None, "num_attention_heads": None, "num_key_value_heads": None}, {"mamba_n_heads": 16, "mamba_d_head": 8, "attn_layer_indices": [0]},
-    {"mamba_n_heads": 4, "mamba_d_ssm": 64}, {"use_cache": False}, {"num_hidden_layers": 4, "use_cache": False}, {"num_hidden_layers": None, "use_cache": False},
+    {},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": 4, "head_dim": 32},
+    {"num_key_value_heads": 4, "head_dim": 8},
+    {"rotary_dim": 8},
+    {"head_dim": None},
+    {"head_dim": None, "num_attention_heads": None, "num_key_value_heads": None},
+    {"mamba_n_heads": 16, "mamba_d_head": 8, "attn_layer_indices": [0]},
+    {"mamba_n_heads": 4, "mamba_d_ssm": 64},
+    {"use_cache": False},
+    {"num_hidden_layers": 4, "use_cache": False},
+    {"num_hidden_layers": None, "use_cache": False},
 )
 
 
@@ -69,7 +144,11 @@ def shrink(config: Any, sizes: dict[str, Any], depth: int = 0) -> None:
             shrink(value, sizes, depth + 1)
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             setattr(config, name, 0.0)
-        elif isinstance(value, list) and len(value) > 2 and name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        elif (
+            isinstance(value, list)
+            and len(value) > 2
+            and name in ("layer_types", "layers_block_type", "mlp_layer_types")
+        ):
             with contextlib.suppress(Exception):
                 setattr(config, name, (list(dict.fromkeys(value)) * 2)[:2])
     for name, value in sizes.items():
@@ -152,10 +231,21 @@ def compared(case: tuple[str, str]) -> dict[str, Any]:
         return row | {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
     report = tunecompile.report(model)
     norm = sum(gradient.norm().item() ** 2 for gradient in gradients.values()) ** 0.5
-    error = max((found[key] - gradient).norm().item() for key, gradient in gradients.items()) / norm if found.keys() == gradients.keys() else float("inf")
+    error = (
+        max((found[key] - gradient).norm().item() for key, gradient in gradients.items()) / norm
+        if found.keys() == gradients.keys()
+        else float("inf")
+    )
     same = error < ENOUGH and abs(ours - loss) < ENOUGH * abs(loss)
-    return row | {"status": "same" if same else "differs", "error": error, "losses": [loss, ours], "rewritten": sum(m.rewritten for m in report.matches),
-                  "found": sum(m.found for m in report.matches), "compiled": report.compiles > 0, "notes": [re.sub(r"/\S+/site-packages/", "", note) for note in report.notes]}
+    return row | {
+        "status": "same" if same else "differs",
+        "error": error,
+        "losses": [loss, ours],
+        "rewritten": sum(m.rewritten for m in report.matches),
+        "found": sum(m.found for m in report.matches),
+        "compiled": report.compiles > 0,
+        "notes": [re.sub(r"/\S+/site-packages/", "", note) for note in report.notes],
+    }
 
 
 def main() -> int:
@@ -169,7 +259,10 @@ def main() -> int:
         for row in pool.imap(compared, cases):
             result["runs"].append(row)
             given.out.write_text(json.dumps(result, indent=1) + "\n")
-            said = row.get("reason") or f"gradients off by {row['error']:.1e}, {row['rewritten']} of {row['found']} patterns rewritten"
+            said = (
+                row.get("reason")
+                or f"gradients off by {row['error']:.1e}, {row['rewritten']} of {row['found']} patterns rewritten"
+            )
             print(f"{row['architecture']:28s}{row['mode']:6s}{row['status']:10s}{said}", flush=True)
     print(dict(Counter(row["status"] for row in result["runs"])))
     return 1 if any(row["status"] in ("failed", "differs") for row in result["runs"]) else 0

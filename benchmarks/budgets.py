@@ -24,7 +24,7 @@ import tunecompile
 from tunecompile.cli.compare import data, loops, models
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Check, Comparison, assemble, run_comparison
-from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
 
@@ -42,7 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sweep(job: Job, names: list[str], keep: Callable[[dict[str, dict[str, Any]]], None] = lambda outcome: None) -> dict[str, dict[str, Any]]:
+def sweep(
+    job: Job, names: list[str], keep: Callable[[dict[str, dict[str, Any]]], None] = lambda outcome: None
+) -> dict[str, dict[str, Any]]:
     """A result a system, as of a process of its own. keep: is given all there are after each."""
     outcome, model = {}, models.load_model(job)
     for name in names:
@@ -50,9 +52,15 @@ def sweep(job: Job, names: list[str], keep: Callable[[dict[str, dict[str, Any]]]
         models.apply_system(model, own)
         torch.manual_seed(job.seed)
         batches = data.random_batches(parse_shape(job.shapes[0]), model.config.vocab_size, own, job.seed, job.steps)
-        run = {"shape": job.shapes[0]} | guarded(lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name)))
+        run = {"shape": job.shapes[0]} | guarded(
+            lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name))
+        )
         run |= predicted(model, own, parse_shape(job.shapes[0]))
-        outcome[name] = {"runs": [run], "attention": model.config._attn_implementation, "report": compiler_report(model, own)}
+        outcome[name] = {
+            "runs": [run],
+            "attention": model.config._attn_implementation,
+            "report": compiler_report(model, own),
+        }
         keep(outcome)
         tunecompile.restore(model)
         model.zero_grad(set_to_none=True)
@@ -74,8 +82,20 @@ def summary(run: dict[str, Any]) -> str:
 def main() -> None:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(given.shape,), lr=1e-4, steps=WARMUP + given.steps, device=device,
-              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers, launches=False, saved_bytes=False)
+    job = Job(
+        system="hf",
+        model=given.model,
+        mode=given.mode,
+        trainer="loop",
+        shapes=(given.shape,),
+        lr=1e-4,
+        steps=WARMUP + given.steps,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        layers=given.layers,
+        launches=False,
+        saved_bytes=False,
+    )
     budgets = resolve_systems(",".join(f"tunecompile@{budget}" for budget in given.budgets.split(",")), False)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tunecompile-budgets-") as logs:
@@ -87,7 +107,12 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{logs}/caches"  # cold, as those of the others
 
         def keep(outcome: dict[str, dict[str, Any]]) -> None:
-            result = assemble(dataclasses.replace(comparison, systems=[b for b in budgets if b.name in outcome]), outcome, None, Check())
+            result = assemble(
+                dataclasses.replace(comparison, systems=[b for b in budgets if b.name in outcome]),
+                outcome,
+                None,
+                Check(),
+            )
             result["runs"] = beside + [run | {"order": run["order"] + len(beside)} for run in result["runs"]]
             given.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -15,6 +15,7 @@ def inputs(rows, vocabulary):
     def make(seed):
         g = torch.Generator(DEVICE).manual_seed(seed)
         return randn(rows, vocabulary, seed=seed), torch.randint(0, vocabulary, (rows,), generator=g, device=DEVICE)
+
     return make
 
 
@@ -36,7 +37,9 @@ def liger():
         def call():
             liger_cross_entropy(own, labels, reduction="sum")
             return own.detach()
+
         return call
+
     return Before(prepare)
 
 
@@ -49,7 +52,9 @@ def unsloth():
         def call():
             loss = Fast_CrossEntropyLoss.apply(own, labels, 0, 0)
             return *torch.autograd.grad(loss, own, ones), loss.detach()
+
         return call
+
     return Before(prepare)
 
 
@@ -57,6 +62,7 @@ def template(**options):
     def prepare(logits, labels):
         own = logits.clone()
         return lambda: (own, cross_entropy.loss_and_grad_(own, labels, **options)[0])
+
     return Before(prepare)
 
 
@@ -69,8 +75,11 @@ def exactness(rows, vocabulary):
 
 def tiles():
     sizes = (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16), (16384, 32), (32768, 32)
-    return {f"block {block}, {warps} warps, {stages} stages": template(tile=Tile(block, num_warps=warps, num_stages=stages))
-            for block, warps in sizes for stages in (1, 2, 3)}
+    return {
+        f"block {block}, {warps} warps, {stages} stages": template(tile=Tile(block, num_warps=warps, num_stages=stages))
+        for block, warps in sizes
+        for stages in (1, 2, 3)
+    }
 
 
 def run(bench):
@@ -78,9 +87,26 @@ def run(bench):
         rows, vocabulary, first = bench.size(rows), bench.size(vocabulary), vocabulary == 128256
         exactness(rows, vocabulary)
         name, size = f"{rows}x{vocabulary}", rows * vocabulary
-        bench(name, {INDUCTOR: reference, "Liger, in place": attempt(liger), "Unsloth": attempt(unsloth), TEMPLATE: template(), **bench.tiles(tiles)},
-              inputs(rows, vocabulary), bytes=size * 6, check=relative_error, shown="cross-entropy and its gradient" if first else "")
-        bench(f"{name} variants", {"softcap 30": template(softcap=30.0), "loss only": template(grad=False)}, inputs(rows, vocabulary), bytes=size * 6)
+        bench(
+            name,
+            {
+                INDUCTOR: reference,
+                "Liger, in place": attempt(liger),
+                "Unsloth": attempt(unsloth),
+                TEMPLATE: template(),
+                **bench.tiles(tiles),
+            },
+            inputs(rows, vocabulary),
+            bytes=size * 6,
+            check=relative_error,
+            shown="cross-entropy and its gradient" if first else "",
+        )
+        bench(
+            f"{name} variants",
+            {"softcap 30": template(softcap=30.0), "loss only": template(grad=False)},
+            inputs(rows, vocabulary),
+            bytes=size * 6,
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison
-from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, resolve_systems
 
 
@@ -41,7 +41,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--keep-caches", action="store_true", help="leave the compiler's caches warm")
-    parser.add_argument("--warm", action="store_true", help="the first step of compiling systems also in a second process, which finds the caches filled")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="the first step of compiling systems also in a second process, which finds the caches filled",
+    )
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -57,9 +61,20 @@ def show(system: str, event: str, fields: dict) -> None:
 def main() -> int:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=tuple(given.shapes.split(",")), lr=1e-4,
-              steps=WARMUP + given.steps, device=device, dtype=given.dtype or ("bfloat16" if device == "cuda" else "float32"),
-              layers=given.layers, checkpointing=given.gradient_checkpointing, trust_cache=given.keep_caches)
+    job = Job(
+        system="hf",
+        model=given.model,
+        mode=given.mode,
+        trainer="loop",
+        shapes=tuple(given.shapes.split(",")),
+        lr=1e-4,
+        steps=WARMUP + given.steps,
+        device=device,
+        dtype=given.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        layers=given.layers,
+        checkpointing=given.gradient_checkpointing,
+        trust_cache=given.keep_caches,
+    )
     systems = resolve_systems(given.systems, given.gradient_checkpointing)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +82,9 @@ def main() -> int:
     def keep(result: dict) -> None:
         given.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    comparison = Comparison(systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, keep=keep, listen=show)
+    comparison = Comparison(
+        systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, keep=keep, listen=show
+    )
     result = run_comparison(comparison)
     for number in range(1, given.rounds):
         order = systems[::-1] if number % 2 else systems
@@ -75,9 +92,12 @@ def main() -> int:
         result["runs"] += [run | {"order": run["order"] + number * len(systems)} for run in again["runs"]]
     keep(result)
     for run in result["runs"]:
-        figures = f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s" \
-            + (f", warm {run['first_step_warm_s']:.1f} s" if "first_step_warm_s" in run else "") \
-            if run["status"] == "ok" else run["status"]
+        figures = (
+            f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB  first {run['first_step_s']:6.1f} s"
+            + (f", warm {run['first_step_warm_s']:.1f} s" if "first_step_warm_s" in run else "")
+            if run["status"] == "ok"
+            else run["status"]
+        )
         print(f"{run['system']:<24}{run['shape']:<16}{figures}")
     for verdict in result["verdicts"]:
         print(f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: {verdict['detail']}")

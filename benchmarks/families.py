@@ -28,16 +28,33 @@ import tunecompile  # noqa: E402
 from tests.support import zoo  # noqa: E402
 from tunecompile.cli.compare.machine import header  # noqa: E402
 
-SIZES = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048, max_position_embeddings=1024)
-FOLLOWING = {"head_dim": 64, "ffn_dim": 1024, "word_embed_proj_dim": 512, "moe_intermediate_size": 256}  #: of families that have these
+SIZES = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=2048,
+    max_position_embeddings=1024,
+)
+FOLLOWING = {
+    "head_dim": 64,
+    "ffn_dim": 1024,
+    "word_embed_proj_dim": 512,
+    "moe_intermediate_size": 256,
+}  #: of families that have these
 ROWS, LENGTH = 4, 256
 PRECISIONS = ("bf16", "autocast")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", type=lambda text: text.split(","), default=list(zoo.NAMES), help="all, if not given")
-    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="at a time; 1: in this one")
+    parser.add_argument(
+        "--families", type=lambda text: text.split(","), default=list(zoo.NAMES), help="all, if not given"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="at a time; 1: in this one"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -47,15 +64,25 @@ def verified(family: str, precision: str, device: str) -> dict[str, Any]:
     torch._dynamo.reset()
     _, settings = zoo.NAMES[family]
     model = zoo.make(family, **SIZES, **{name: size for name, size in FOLLOWING.items() if name in settings})
-    model = zoo.adapt(model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32), r=16, lora_alpha=16).train()
+    model = zoo.adapt(
+        model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32), r=16, lora_alpha=16
+    ).train()
     tunecompile.optimize(model, executor="inductor" if device == "cuda" else "eager")
     with torch.autocast(device, torch.bfloat16) if precision == "autocast" else contextlib.nullcontext():
         found = tunecompile.verify(model, zoo.batch(SIZES["vocab_size"], ROWS, LENGTH, device))
     matches = {m.family: [m.found, m.rewritten] for m in tunecompile.report(model).matches if m.found}
     own, eagers = (median(row[key] for row in found.gradients) for key in ("error", "eager_error"))
-    return {"status": "ok", "passed": found.passed, "matches": matches, "error": own, "eager_error": eagers,
-            "worst": max(row["error"] / row["yardstick"] for row in found.gradients), "losses": found.losses, "notes": found.notes,
-            "failed": [f"{verdict.name}: {verdict.detail}" for verdict in found.verdicts if not verdict.passed]}
+    return {
+        "status": "ok",
+        "passed": found.passed,
+        "matches": matches,
+        "error": own,
+        "eager_error": eagers,
+        "worst": max(row["error"] / row["yardstick"] for row in found.gradients),
+        "losses": found.losses,
+        "notes": found.notes,
+        "failed": [f"{verdict.name}: {verdict.detail}" for verdict in found.verdicts if not verdict.passed],
+    }
 
 
 def said(row: dict[str, Any]) -> str:
@@ -65,7 +92,11 @@ def said(row: dict[str, Any]) -> str:
 
 
 def pool(processes: int) -> Executor:
-    return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    return (
+        ThreadPoolExecutor(1)
+        if processes == 1
+        else ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    )
 
 
 def main() -> int:

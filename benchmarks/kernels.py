@@ -18,5 +18,7 @@ FAMILIES = ("rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "f
 
 if __name__ == "__main__":
     families = {name: importlib.import_module(name).run for name in FAMILIES}
-    sys.path.remove(str(Path(__file__).resolve().parent))  # or transformers, looking for the package `kernels`, would find this file
+    sys.path.remove(
+        str(Path(__file__).resolve().parent)
+    )  # or transformers, looking for the package `kernels`, would find this file
     main(families, shown=True)

@@ -25,7 +25,7 @@ from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import GIB, memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision
-from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
@@ -41,8 +41,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="so many layers only")
     parser.add_argument("--within", default="24GiB", help="what the process may take of the device")
     parser.add_argument("--memory", help="the budget that is planned for; what the process may take, if not given")
-    parser.add_argument("--host-memory", help="what may wait on the host, such as 100GiB; half of what is available, if not given")
-    parser.add_argument("--lengths", type=lambda text: [int(length) for length in text.split(",")], help="tokens of all rows, such as 16384,32768")
+    parser.add_argument(
+        "--host-memory", help="what may wait on the host, such as 100GiB; half of what is available, if not given"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [int(length) for length in text.split(",")],
+        help="tokens of all rows, such as 16384,32768",
+    )
     parser.add_argument("--begin", type=int, help="tokens of the first row; what is estimated to fit, if not given")
     parser.add_argument("--end", type=int, default=1 << 20, help="tokens of the longest row that is tried")
     parser.add_argument("--out", type=Path, required=True)
@@ -55,21 +61,42 @@ class Bench:
     def __init__(self, given: argparse.Namespace):
         self.given, self.device = given, "cuda" if torch.cuda.is_available() else "cpu"
         dtype = "bfloat16" if self.device == "cuda" else "float32"
-        self.job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(), lr=1e-4, device=self.device, dtype=dtype, layers=given.layers)
+        self.job = Job(
+            system="hf",
+            model=given.model,
+            mode=given.mode,
+            trainer="loop",
+            shapes=(),
+            lr=1e-4,
+            device=self.device,
+            dtype=dtype,
+            layers=given.layers,
+        )
         self.model = load_model(self.job).train()
 
     def guess(self) -> int:
         """Tokens that should fit."""
         with precision(self.job):
-            told = tunecompile.estimate(self.model, (1, self.given.end), memory=self.given.within, host_memory=self.given.host_memory)
+            told = tunecompile.estimate(
+                self.model, (1, self.given.end), memory=self.given.within, host_memory=self.given.host_memory
+            )
         return self.given.end if told.fits else int(SURE * told.fitting_tokens) // STEP * STEP
 
     def train(self, length: int) -> dict[str, Any]:
         """A step, and what it took."""
-        batch = to_device(random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0], self.device)
-        tunecompile.optimize(self.model, memory=self.given.memory or self.given.within, host_memory=self.given.host_memory,
-                             executor="inductor" if self.device == "cuda" else "eager")
-        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=self.job.lr, weight_decay=0.0, fused=True)
+        batch = to_device(
+            random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0],
+            self.device,
+        )
+        tunecompile.optimize(
+            self.model,
+            memory=self.given.memory or self.given.within,
+            host_memory=self.given.host_memory,
+            executor="inductor" if self.device == "cuda" else "eager",
+        )
+        optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=self.job.lr, weight_decay=0.0, fused=True
+        )
         reset_memory(self.device)
         begun = time.perf_counter()
         try:
@@ -78,8 +105,14 @@ class Bench:
             loss.backward()
             optimizer.step()
             report, told = tunecompile.report(self.model), loss.item()
-            return {"status": "ok", "first_step_s": time.perf_counter() - begun, **memory_figures(self.device), "losses": [told],
-                    "memory": report.memory, "notes": report.notes}
+            return {
+                "status": "ok",
+                "first_step_s": time.perf_counter() - begun,
+                **memory_figures(self.device),
+                "losses": [told],
+                "memory": report.memory,
+                "notes": report.notes,
+            }
         except torch.OutOfMemoryError as error:
             return {"status": "oom", "reason": str(error).splitlines()[0]}
         finally:
@@ -98,10 +131,19 @@ def run(given: argparse.Namespace, result: dict[str, Any], console: Console) -> 
     bench = Bench(given)
 
     def fits(length: int) -> bool:
-        row = {"system": "tunecompile", "model": given.model, "mode": given.mode, "shape": f"1x{length}", "budget_gib": within / GIB, **bench.train(length)}
+        row = {
+            "system": "tunecompile",
+            "model": given.model,
+            "mode": given.mode,
+            "shape": f"1x{length}",
+            "budget_gib": within / GIB,
+            **bench.train(length),
+        }
         result["runs"].append(row)
         show(result["runs"], console)
-        given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")  # what is measured is kept, whatever comes
+        given.out.write_text(
+            json.dumps(result, indent=1, default=str) + "\n"
+        )  # what is measured is kept, whatever comes
         return row["status"] == "ok"
 
     if given.lengths:
@@ -127,8 +169,16 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for name in ("shape", "step, s", "peak, GiB", "reserved", "predicted"):
         table.add_column(name, width=12)
     plan = row.get("memory") or {}
-    figures = [f"{row['first_step_s']:.1f}", f"{row['peak_gib']:.2f}", f"{row['peak_reserved_gib'] or 0:.2f}",
-               f"{plan['predicted_peak'] / GIB:.2f}" if plan else ""] if row["status"] == "ok" else [row["status"], "", "", ""]
+    figures = (
+        [
+            f"{row['first_step_s']:.1f}",
+            f"{row['peak_gib']:.2f}",
+            f"{row['peak_reserved_gib'] or 0:.2f}",
+            f"{plan['predicted_peak'] / GIB:.2f}" if plan else "",
+        ]
+        if row["status"] == "ok"
+        else [row["status"], "", "", ""]
+    )
     table.add_row(row["shape"], *figures)
     console.print(table)
     if "reason" in row:

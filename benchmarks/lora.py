@@ -10,13 +10,13 @@ RANK = 16
 
 @compiled
 def reference_rows(source, out):
-    out[out.shape[0] - source.shape[0]:].copy_(source)
+    out[out.shape[0] - source.shape[0] :].copy_(source)
     return out
 
 
 @compiled
 def reference_columns(source, out):
-    room = out[:, out.shape[1] - 64:]
+    room = out[:, out.shape[1] - 64 :]
     room.copy_(torch.nn.functional.pad(source, (0, 64 - source.shape[1])))
     return out
 
@@ -40,10 +40,22 @@ def run(bench):
     def beside(seed):
         return randn(tokens, RANK, seed=seed), torch.ones(tokens, k + 64, device=DEVICE, dtype=torch.bfloat16)
 
-    bench(f"{RANK} rows of {k}", {INDUCTOR: reference_rows, TEMPLATE: rows}, below, bytes=4 * RANK * k, check=relative_error,
-          shown="LoRA's A below W")
-    bench(f"{RANK} columns of {tokens}", {INDUCTOR: reference_columns, TEMPLATE: columns}, beside, bytes=2 * tokens * (RANK + 64), check=relative_error,
-          shown="XA beside X")
+    bench(
+        f"{RANK} rows of {k}",
+        {INDUCTOR: reference_rows, TEMPLATE: rows},
+        below,
+        bytes=4 * RANK * k,
+        check=relative_error,
+        shown="LoRA's A below W",
+    )
+    bench(
+        f"{RANK} columns of {tokens}",
+        {INDUCTOR: reference_columns, TEMPLATE: columns},
+        beside,
+        bytes=2 * tokens * (RANK + 64),
+        check=relative_error,
+        shown="XA beside X",
+    )
 
 
 if __name__ == "__main__":

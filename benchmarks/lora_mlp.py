@@ -34,12 +34,16 @@ def unsloth():
     from unsloth.kernels.swiglu import swiglu_DWf_DW_dfg_kernel
 
     def prepare(grad, gate_up, down, xa):
-        grad, gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (grad, *gate_up.split(grad.shape[1], 1)))
+        grad, gate, up = (
+            t.clone(memory_format=torch.contiguous_format) for t in (grad, *gate_up.split(grad.shape[1], 1))
+        )
 
         def call():
             act, du, dg = swiglu_DWf_DW_dfg_kernel(grad, gate, up)
             return sums(dg, du, act, down, xa)
+
         return call
+
     return Before(prepare)
 
 
@@ -52,10 +56,17 @@ def tiles(rows, columns):
     def fits(block, step, span, warps):
         return 512 * warps <= block * step <= 2048 * warps and columns // block * (rows / span) >= 132 and span <= rows
 
-    return {f"block {block}, step {step}, rows {span}, {warps} warps, {stages} stages":
-            lambda *a, t=Tile(block, rows=span, num_warps=warps, num_stages=stages, step=step): template(*a, tile=t)
-            for block in (64, 128, 256) for step in (16, 32, 64) for span in (256, 512, 1024, 2048) for warps in (4, 8) for stages in (1, 2, 3)
-            if fits(block, step, span, warps)}
+    return {
+        f"block {block}, step {step}, rows {span}, {warps} warps, {stages} stages": lambda *a, t=Tile(block, rows=span, num_warps=warps, num_stages=stages, step=step): (
+            template(*a, tile=t)
+        )
+        for block in (64, 128, 256)
+        for step in (16, 32, 64)
+        for span in (256, 512, 1024, 2048)
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+        if fits(block, step, span, warps)
+    }
 
 
 def run(bench):
@@ -67,11 +78,21 @@ def run(bench):
             shapes = (rows, columns), (rows, 2 * columns), (rows, RANK), (rows, 2 * RANK)
             return tuple(randn(*shape, seed=10 * seed + i) for i, shape in enumerate(shapes))
 
-        bench(f"{rows}x{columns}", {
-            INDUCTOR: reference, "swiglu template and three products": apart, "Unsloth, halves apart, in place, and three products": attempt(unsloth),
-            TEMPLATE: joined, **bench.tiles(lambda: tiles(rows, columns))},
-            make, bytes=2 * 5 * rows * columns, flops=2 * 3 * rows * columns * RANK, check=relative_error,
-            shown="SwiGLU backward with the adapters' sums" if first else "")
+        bench(
+            f"{rows}x{columns}",
+            {
+                INDUCTOR: reference,
+                "swiglu template and three products": apart,
+                "Unsloth, halves apart, in place, and three products": attempt(unsloth),
+                TEMPLATE: joined,
+                **bench.tiles(lambda: tiles(rows, columns)),
+            },
+            make,
+            bytes=2 * 5 * rows * columns,
+            flops=2 * 3 * rows * columns * RANK,
+            check=relative_error,
+            shown="SwiGLU backward with the adapters' sums" if first else "",
+        )
 
 
 if __name__ == "__main__":

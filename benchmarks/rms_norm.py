@@ -48,11 +48,13 @@ def reference_backward_residual(grads, x, weight):
 
 def liger():
     from liger_kernel.transformers.functional import liger_rms_norm
+
     return lambda x, weight: liger_rms_norm(x, weight, EPS)
 
 
 def liger_residual():
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
     return lambda x, residual, weight: liger_fused_add_rms_norm(x, residual, weight, EPS)
 
 
@@ -64,11 +66,13 @@ def liger_backward_residual():
     def forward(total, weight):
         residual = blank.setdefault(total.shape, torch.zeros_like(total))
         return function(total, residual, weight)
+
     return backward_of(forward, frozen=(1,))
 
 
 def unsloth():
     from unsloth.kernels.rms_layernorm import Fast_RMS_Layernorm
+
     return lambda x, weight: Fast_RMS_Layernorm.apply(x, weight, EPS, False)
 
 
@@ -88,8 +92,15 @@ def run(bench):
             return (randn(*shape, seed=seed), randn(*shape, seed=seed + 50)), randn(*shape, seed=seed + 70), w
 
         def tiles(function, heads=heads):
-            choices = [(r, n) for r in ((4, 8, 16, 32) if heads else (1, 2)) for n in ((2, 4, 8) if heads else (2, 4, 8, 16))]
-            return bench.tiles(lambda: {f"{r} rows, {n} warps": lambda *a, t=Tile(0, rows=r, num_warps=n): function(*a, tile=t) for r, n in choices})
+            choices = [
+                (r, n) for r in ((4, 8, 16, 32) if heads else (1, 2)) for n in ((2, 4, 8) if heads else (2, 4, 8, 16))
+            ]
+            return bench.tiles(
+                lambda: {
+                    f"{r} rows, {n} warps": lambda *a, t=Tile(0, rows=r, num_warps=n): function(*a, tile=t)
+                    for r, n in choices
+                }
+            )
 
         def forward(x, w, **options):
             return rms_norm.forward(x, w, EPS, **options)
@@ -103,25 +114,74 @@ def run(bench):
         def shown(what, heads=heads):
             return "" if heads else what
 
-        bench(f"{name} forward", {INDUCTOR: reference, "Liger": attempt(liger), "Unsloth": attempt(unsloth), TEMPLATE: forward, **tiles(forward)},
-              one, bytes=2 * size, check=relative_error, shown=shown("RMS norm"))
-        bench(f"{name} backward", {
-            INDUCTOR: reference_backward, "Liger, in place": attempt(lambda: backward_of(liger(), frozen=(1,))),
-            "Unsloth": attempt(lambda: backward_of(unsloth(), frozen=(1,))), TEMPLATE: backward, **tiles(backward)},
-            two, bytes=3 * size, check=relative_error, shown=shown("RMS norm backward"))
-        bench(f"{name} backward + weight", {
-            INDUCTOR: reference_backward_weight, "Liger, in place": attempt(lambda: backward_of(liger())),
-            "Unsloth": attempt(lambda: backward_of(unsloth())), TEMPLATE: both, **tiles(both)},
-            two, bytes=3 * size, check=relative_error, shown=shown("RMS norm backward, weight trained"))
+        bench(
+            f"{name} forward",
+            {
+                INDUCTOR: reference,
+                "Liger": attempt(liger),
+                "Unsloth": attempt(unsloth),
+                TEMPLATE: forward,
+                **tiles(forward),
+            },
+            one,
+            bytes=2 * size,
+            check=relative_error,
+            shown=shown("RMS norm"),
+        )
+        bench(
+            f"{name} backward",
+            {
+                INDUCTOR: reference_backward,
+                "Liger, in place": attempt(lambda: backward_of(liger(), frozen=(1,))),
+                "Unsloth": attempt(lambda: backward_of(unsloth(), frozen=(1,))),
+                TEMPLATE: backward,
+                **tiles(backward),
+            },
+            two,
+            bytes=3 * size,
+            check=relative_error,
+            shown=shown("RMS norm backward"),
+        )
+        bench(
+            f"{name} backward + weight",
+            {
+                INDUCTOR: reference_backward_weight,
+                "Liger, in place": attempt(lambda: backward_of(liger())),
+                "Unsloth": attempt(lambda: backward_of(unsloth())),
+                TEMPLATE: both,
+                **tiles(both),
+            },
+            two,
+            bytes=3 * size,
+            check=relative_error,
+            shown=shown("RMS norm backward, weight trained"),
+        )
         if heads:
             continue
-        bench(f"{name} residual + forward", {
-            INDUCTOR: reference_residual, "Liger": attempt(liger_residual), TEMPLATE: lambda x, r, w: rms_norm.forward(x, w, EPS, residual=r)},
-            two, bytes=4 * size, check=relative_error, shown="residual and RMS norm")
-        bench(f"{name} residual + backward", {
-            INDUCTOR: reference_backward_residual, "Liger": attempt(liger_backward_residual),
-            TEMPLATE: lambda grads, x, w: rms_norm.backward(grads[0], x, w, EPS, residual_grad=grads[1])},
-            pair, bytes=4 * size, check=relative_error, shown="residual and RMS norm backward")
+        bench(
+            f"{name} residual + forward",
+            {
+                INDUCTOR: reference_residual,
+                "Liger": attempt(liger_residual),
+                TEMPLATE: lambda x, r, w: rms_norm.forward(x, w, EPS, residual=r),
+            },
+            two,
+            bytes=4 * size,
+            check=relative_error,
+            shown="residual and RMS norm",
+        )
+        bench(
+            f"{name} residual + backward",
+            {
+                INDUCTOR: reference_backward_residual,
+                "Liger": attempt(liger_backward_residual),
+                TEMPLATE: lambda grads, x, w: rms_norm.backward(grads[0], x, w, EPS, residual_grad=grads[1]),
+            },
+            pair,
+            bytes=4 * size,
+            check=relative_error,
+            shown="residual and RMS norm backward",
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from end_to_end import show
 
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison
-from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import PARALLEL, Job, resolve_systems
 
 
@@ -42,7 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="hf,tunecompile")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARMUP} that are not")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--check", action="store_true", help="losses and gradients of two such layers, on one GPU, against fp32")
+    parser.add_argument(
+        "--check", action="store_true", help="losses and gradients of two such layers, on one GPU, against fp32"
+    )
     parser.add_argument("--keep-caches", action="store_true", help="leave the compiler's caches warm")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs")
     parser.add_argument("--out", type=Path, required=True)
@@ -52,21 +54,57 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(system="hf", model=given.model, mode=given.mode, trainer="loop", shapes=(given.shape,), lr=1e-4, steps=WARMUP + given.steps, device=device,
-              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers, trust_cache=given.keep_caches,
-              saved_bytes=False, launches=False)
+    job = Job(
+        system="hf",
+        model=given.model,
+        mode=given.mode,
+        trainer="loop",
+        shapes=(given.shape,),
+        lr=1e-4,
+        steps=WARMUP + given.steps,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        layers=given.layers,
+        trust_cache=given.keep_caches,
+        saved_bytes=False,
+        launches=False,
+    )
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict = {}
-    for gpus, parallel in ((gpus, parallel) for gpus in given.gpus for parallel in (given.parallel if gpus > 1 else given.parallel[:1])):
+    for gpus, parallel in (
+        (gpus, parallel) for gpus in given.gpus for parallel in (given.parallel if gpus > 1 else given.parallel[:1])
+    ):
         where = f"on {gpus}" + f" by {parallel}" * (gpus > 1)
-        comparison = Comparison(resolve_systems(given.systems, False), job.replace(gpus=gpus, parallel=parallel), logs / where.replace(" ", "-"), name=given.model, check=given.check and not result, listen=show)
+        comparison = Comparison(
+            resolve_systems(given.systems, False),
+            job.replace(gpus=gpus, parallel=parallel),
+            logs / where.replace(" ", "-"),
+            name=given.model,
+            check=given.check and not result,
+            listen=show,
+        )
         found = run_comparison(comparison)
-        result = {**result, "runs": [*result["runs"], *found["runs"]], "verdicts": [*result["verdicts"], *(v | {"name": f"{where}: {v['name']}"} for v in found["verdicts"])]} if result else found
+        result = (
+            {
+                **result,
+                "runs": [*result["runs"], *found["runs"]],
+                "verdicts": [*result["verdicts"], *(v | {"name": f"{where}: {v['name']}"} for v in found["verdicts"])],
+            }
+            if result
+            else found
+        )
         given.out.write_text(json.dumps(result, indent=1) + "\n")
         for run in found["runs"]:
-            print(f"{run['system']:<24}{where:<20}{run['shape']:<12}" + (f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB"
-                                                                      if run["status"] == "ok" else run["status"]), flush=True)
+            print(
+                f"{run['system']:<24}{where:<20}{run['shape']:<12}"
+                + (
+                    f"{run['tokens_per_s']:>10,.0f} tok/s  {run['step_ms']['median']:>9.1f} ms  {run['peak_gib']:6.2f} GiB"
+                    if run["status"] == "ok"
+                    else run["status"]
+                ),
+                flush=True,
+            )
     print(f"written to {given.out}; logs in {logs}")
     return 0 if passed(result) else 1
 

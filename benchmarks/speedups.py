@@ -32,9 +32,20 @@ from tunecompile.cli.compare.machine import header  # noqa: E402
 from tunecompile.runtime.find_layers import find_layers  # noqa: E402
 
 #: hidden size, width of the MLP, heads, heads of keys and values, and the size of a head where the config names it; each of a model people train
-WIDTHS = {"llama": (4096, 14336, 32, 8), "qwen2": (3584, 18944, 28, 4), "qwen3": (4096, 12288, 32, 8, 128), "gemma2": (3584, 14336, 16, 8, 256),
-          "gemma3": (2560, 10240, 8, 4, 256), "phi3": (3072, 8192, 32, 32), "granite": (4096, 12800, 32, 8), "olmo2": (4096, 11008, 32, 32),
-          "cohere2": (4096, 14336, 32, 8), "smollm3": (2048, 11008, 16, 4), "starcoder2": (3072, 12288, 24, 2), "glm4": (4096, 13696, 32, 2, 128)}
+WIDTHS = {
+    "llama": (4096, 14336, 32, 8),
+    "qwen2": (3584, 18944, 28, 4),
+    "qwen3": (4096, 12288, 32, 8, 128),
+    "gemma2": (3584, 14336, 16, 8, 256),
+    "gemma3": (2560, 10240, 8, 4, 256),
+    "phi3": (3072, 8192, 32, 32),
+    "granite": (4096, 12800, 32, 8),
+    "olmo2": (4096, 11008, 32, 32),
+    "cohere2": (4096, 14336, 32, 8),
+    "smollm3": (2048, 11008, 16, 4),
+    "starcoder2": (3072, 12288, 24, 2),
+    "glm4": (4096, 13696, 32, 2, 128),
+}
 NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 LAYERS, VOCABULARY, ROWS, LENGTH, STEPS = 6, 32768, 4, 1024, 8
 SYSTEMS = ("eager", "compiled layers", "tunecompile")
@@ -43,7 +54,12 @@ SYSTEMS = ("eager", "compiled layers", "tunecompile")
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", type=lambda text: text.split(","), default=list(WIDTHS), help="all, if not given")
-    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="that compile at a time; 0: compile while measuring, in this process")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, min(8, (os.cpu_count() or 1) // 2)),
+        help="that compile at a time; 0: compile while measuring, in this process",
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -51,7 +67,13 @@ def parse_arguments() -> argparse.Namespace:
 def build(family: str, system: str, device: str) -> torch.nn.Module:
     """The model in training, under one system."""
     with torch.device(device):
-        model = zoo.make(family, **dict(zip(NAMES, WIDTHS[family])), num_hidden_layers=LAYERS, vocab_size=VOCABULARY, max_position_embeddings=4096)
+        model = zoo.make(
+            family,
+            **dict(zip(NAMES, WIDTHS[family])),
+            num_hidden_layers=LAYERS,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=4096,
+        )
     model = zoo.adapt(model.to(device, torch.bfloat16), r=16, lora_alpha=16).train()
     if system == "tunecompile":
         return tunecompile.optimize(model, executor="inductor" if device == "cuda" else "eager")
@@ -104,8 +126,14 @@ class Training:
 
     def done(self) -> dict[str, Any]:
         timed = self.times[2:] or self.times
-        return {**self.row, "status": "ok", "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)}, "first_step_s": self.times[0] / 1e3,
-                "losses": self.losses, "peak_gib": self.peak / 2**30 or None}
+        return {
+            **self.row,
+            "status": "ok",
+            "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)},
+            "first_step_s": self.times[0] / 1e3,
+            "losses": self.losses,
+            "peak_gib": self.peak / 2**30 or None,
+        }
 
 
 def rows(family: str, device: str, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -119,7 +147,9 @@ def rows(family: str, device: str, steps: int = STEPS) -> list[dict[str, Any]]:
         try:
             running.append(Training(family, system, device))
         except Exception as error:  # the others go on
-            failed.append({"family": family, "system": system, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
+            failed.append(
+                {"family": family, "system": system, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
+            )
     for _ in range(steps):
         for training in running:
             training.timed()
@@ -152,8 +182,21 @@ def main() -> int:
     for family in given.families:
         for row in alone(family, device, given.processes):
             runs.append(row)
-            print(f"{family:12s}{row['system']:17s}" + (f"{row['step_ms']['median']:8.1f} ms  {row['peak_gib'] or 0:6.2f} GiB" if row["status"] == "ok" else row["reason"][:200]), flush=True)
-        given.out.write_text(json.dumps({**header(), "device": device, "shape": f"{ROWS}x{LENGTH}", "layers": LAYERS, "runs": runs}, indent=1) + "\n")
+            print(
+                f"{family:12s}{row['system']:17s}"
+                + (
+                    f"{row['step_ms']['median']:8.1f} ms  {row['peak_gib'] or 0:6.2f} GiB"
+                    if row["status"] == "ok"
+                    else row["reason"][:200]
+                ),
+                flush=True,
+            )
+        given.out.write_text(
+            json.dumps(
+                {**header(), "device": device, "shape": f"{ROWS}x{LENGTH}", "layers": LAYERS, "runs": runs}, indent=1
+            )
+            + "\n"
+        )
     return 0 if all(run["status"] == "ok" for run in runs) else 1
 
 

@@ -24,20 +24,51 @@ import transformers
 
 from tests.support import zoo
 
-THEIRS = "tests_of_transformers"  #: what their folder `tests` is imported as: that name is taken by the repository's own
-LEFT_OUT = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}  #: mixins that their release lacks and that others inherit from
+THEIRS = (
+    "tests_of_transformers"  #: what their folder `tests` is imported as: that name is taken by the repository's own
+)
+LEFT_OUT = {
+    "exporters.test_export": "ExportTesterMixin",
+    "generation.test_utils": "GenerationTesterMixin",
+}  #: mixins that their release lacks and that others inherit from
 ROWS, LENGTH = 3, 7
-HEADS = ("Model", "ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "ForConditionalGeneration")
+HEADS = (
+    "Model",
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+)
 
 SMALL = {**zoo.SMALL, "num_hidden_layers": 2, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-UNCOUNTABLE = tuple(f"test_training_gradient_checkpointing{variant}" for variant in ("", "_use_reentrant_false", "_use_reentrant_true"))
-WITHOUT = {"t5": ("ForSequenceClassification",)}  #: heads that are not tested: this one reads at end tokens, and takes no embeddings
+UNCOUNTABLE = tuple(
+    f"test_training_gradient_checkpointing{variant}" for variant in ("", "_use_reentrant_false", "_use_reentrant_true")
+)
+WITHOUT = {
+    "t5": ("ForSequenceClassification",)
+}  #: heads that are not tested: this one reads at end tokens, and takes no embeddings
 
 #: families that zoo.py has not, or that learn too slowly as it makes them, for their logits are divided: Cohere's by 16, Granite's by 4
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": ("T5", {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
-    "cohere": ("Cohere", {"logit_scale": 1.0}), "cohere2": ("Cohere2", {"logit_scale": 1.0}),
+    "t5": (
+        "T5",
+        {
+            "d_model": 64,
+            "d_ff": 128,
+            "d_kv": 16,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 1.0}),
+    "cohere2": ("Cohere2", {"logit_scale": 1.0}),
     "granite": ("Granite", {**zoo.NAMES["granite"][1], "logits_scaling": 1.0}),
     "modernbert": ("ModernBert", {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2}),
 }
@@ -61,7 +92,9 @@ class Tester:
     __test__ = False
     is_training = True
     batch_size, seq_length = ROWS, LENGTH
-    num_hidden_layers, hidden_size, num_attention_heads = (SMALL[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    num_hidden_layers, hidden_size, num_attention_heads = (
+        SMALL[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
 
     def __init__(self, parent: unittest.TestCase, config: type, settings: dict[str, Any], trained: type):
         self.parent, self.config, self.settings, self.causal_lm_class = parent, config, settings, trained
@@ -103,7 +136,9 @@ class Gradients:
     def same(self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str) -> None:
         self.assertEqual(found.keys(), expected.keys(), where)
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=lambda said: f"{where} {name}: {said}")
+            torch.testing.assert_close(
+                found[name], gradient, rtol=1e-3, atol=1e-5, msg=lambda said: f"{where} {name}: {said}"
+            )
 
 
 def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -118,21 +153,52 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
 
 def tests_of(family: str, name: str, settings: dict[str, Any]) -> type[unittest.TestCase]:
     """A class of all tests, of every head that the family has."""
-    common, training = (importlib.import_module(f"{THEIRS}.{module}") for module in ("test_modeling_common", "test_training_mixin"))
+    common, training = (
+        importlib.import_module(f"{THEIRS}.{module}") for module in ("test_modeling_common", "test_training_mixin")
+    )
     config = getattr(transformers, f"{name}TextConfig" if family in ("gemma3", "llama4") else f"{name}Config")
-    found = {head: getattr(transformers, candidate) for head in HEADS if head not in WITHOUT.get(family, ()) for candidate in (f"{name}Text{head}", f"{name}{head}")
-             if getattr(getattr(transformers, candidate, None), "config_class", None) is config}
-    trained = next((found[head] for head in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM") if head in found), None)
+    found = {
+        head: getattr(transformers, candidate)
+        for head in HEADS
+        if head not in WITHOUT.get(family, ())
+        for candidate in (f"{name}Text{head}", f"{name}{head}")
+        if getattr(getattr(transformers, candidate, None), "config_class", None) is config
+    }
+    trained = next(
+        (
+            found[head]
+            for head in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+            if head in found
+        ),
+        None,
+    )
     able = any(model.can_generate() for model in found.values())
-    bases = (Gradients, common.ModelTesterMixin, *([common.GenerationTesterMixin] if able else []), *([training.TrainingTesterMixin] if trained in (found.get("ForCausalLM"), found.get("LMHeadModel")) else []), unittest.TestCase)
+    bases = (
+        Gradients,
+        common.ModelTesterMixin,
+        *([common.GenerationTesterMixin] if able else []),
+        *([training.TrainingTesterMixin] if trained in (found.get("ForCausalLM"), found.get("LMHeadModel")) else []),
+        unittest.TestCase,
+    )
 
     def setUp(self: unittest.TestCase) -> None:
         torch.manual_seed(0)
         self.model_tester = Tester(self, config, settings, trained)
 
     # `model_tester` is abstract in one mixin and an attribute in the other
-    return type(f"{name}Test", bases, {"all_model_classes": tuple(found.values()), "setUp": setUp, "model_tester": None, "is_encoder_decoder": family == "t5",
-                                       "test_all_params_have_gradient": False, "__module__": __name__, **dict.fromkeys(UNCOUNTABLE)})
+    return type(
+        f"{name}Test",
+        bases,
+        {
+            "all_model_classes": tuple(found.values()),
+            "setUp": setUp,
+            "model_tester": None,
+            "is_encoder_decoder": family == "t5",
+            "test_all_params_have_gradient": False,
+            "__module__": __name__,
+            **dict.fromkeys(UNCOUNTABLE),
+        },
+    )
 
 
 import_theirs()

@@ -41,10 +41,13 @@ NOWHERE = "http://127.0.0.1:9"  #: refuses at once: some tests go online whateve
 
 SEEN: list[Any] = []  #: models that the running test had optimized
 
+
 def pytest_configure(config: Any) -> None:
     from huggingface_hub.utils import _http
 
-    _http.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # nor is a second try worth waiting for
+    _http.time = SimpleNamespace(
+        **{**vars(time), "sleep": lambda seconds: None}
+    )  # nor is a second try worth waiting for
     if EXECUTOR in os.environ:
         optimize_in_training(os.environ[EXECUTOR])
 
@@ -68,7 +71,11 @@ def optimize_in_training(executor: str) -> None:
     train, make, load, inside = nn.Module.train, peft.get_peft_model, peft.PeftModel.from_pretrained, []
 
     def optimized(module: nn.Module) -> nn.Module:
-        if (module.training or EVALUATED in os.environ) and not any(module is seen for seen in SEEN) and any(p.requires_grad for p in module.parameters()):
+        if (
+            (module.training or EVALUATED in os.environ)
+            and not any(module is seen for seen in SEEN)
+            and any(p.requires_grad for p in module.parameters())
+        ):
             SEEN.append(tunecompile.optimize(module, executor=executor))
         return module
 
@@ -87,6 +94,7 @@ def optimize_in_training(executor: str) -> None:
 
 # ---------------------------------------------------------------- both runs
 
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", type=Path, required=True, help="the folder in which the tests run")
@@ -94,10 +102,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="pytest's -k")
     parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
     parser.add_argument("--executor", default="eager", help="eager, or inductor")
-    parser.add_argument("--evaluated", action="store_true", help="optimize models that are set to evaluation too: what saves, loads, resizes or reads them then meets an optimized one")
+    parser.add_argument(
+        "--evaluated",
+        action="store_true",
+        help="optimize models that are set to evaluation too: what saves, loads, resizes or reads them then meets an optimized one",
+    )
     parser.add_argument("--processes", type=int, default=1, help="at a time (more than one needs pytest-xdist)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each of the two runs")
-    parser.add_argument("--out", type=Path, required=True, help="classes of tests that do not run now stay in this file as an earlier run left them")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="classes of tests that do not run now stay in this file as an earlier run left them",
+    )
     return parser.parse_args()
 
 
@@ -106,8 +123,14 @@ def stand_ins(given: argparse.Namespace) -> None:
     from tests.support import zoo
     from tunecompile.cli.compare.shapes import save_tiny_tokenizer
 
-    files = [path for name in given.tests for path in ([given.suite / name] if name.endswith(".py") else (given.suite / name).rglob("*.py"))]
-    ids = {found for path in files for found in re.findall(r"""["']([\w-]+/[\w.-]*tiny-[\w.-]+)["']""", path.read_text())}
+    files = [
+        path
+        for name in given.tests
+        for path in ([given.suite / name] if name.endswith(".py") else (given.suite / name).rglob("*.py"))
+    ]
+    ids = {
+        found for path in files for found in re.findall(r"""["']([\w-]+/[\w.-]*tiny-[\w.-]+)["']""", path.read_text())
+    }
     stems = {name.lower(): family for family, (name, _) in zoo.NAMES.items()}
     for model in ids:
         ending = re.sub(r"forcausallm|lmheadmodel", "", model.rpartition("-")[2].lower())
@@ -122,9 +145,35 @@ def stand_ins(given: argparse.Namespace) -> None:
 
 
 def pytest(given: argparse.Namespace, *options: str, executor: str | None = None) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOWHERE, "HF_HUB_CACHE": str(given.cache), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", "suites", *options], cwd=given.suite, text=True, capture_output=True,
-                          timeout=given.timeout, env=environment | ({EXECUTOR: executor} if executor else {}) | ({EVALUATED: "1"} if given.evaluated else {}))
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_ENDPOINT": NOWHERE,
+        "HF_HUB_CACHE": str(given.cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+    }
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "suites",
+            *options,
+        ],
+        cwd=given.suite,
+        text=True,
+        capture_output=True,
+        timeout=given.timeout,
+        env=environment | ({EXECUTOR: executor} if executor else {}) | ({EVALUATED: "1"} if given.evaluated else {}),
+    )
 
 
 def chosen(given: argparse.Namespace) -> list[str]:
@@ -137,7 +186,9 @@ def chosen(given: argparse.Namespace) -> list[str]:
     return [name for name in names if name in picked]
 
 
-def outcomes(given: argparse.Namespace, names: list[str], executor: str | None = None) -> dict[str, tuple[str, str, bool]]:
+def outcomes(
+    given: argparse.Namespace, names: list[str], executor: str | None = None
+) -> dict[str, tuple[str, str, bool]]:
     """Of each: passed, skipped or failed; why; and whether a model ran compiled."""
     with tempfile.TemporaryDirectory() as folder:
         listed, told = Path(folder, "names"), Path(folder, "told.xml")
@@ -149,7 +200,11 @@ def outcomes(given: argparse.Namespace, names: list[str], executor: str | None =
         cases = list(ElementTree.parse(told).iter("testcase"))
     found: dict[str, tuple[str, str, bool]] = {}
     for case in cases:  # a test with subtests is told of more than once
-        name, (status, why), compiled = f"{case.get('classname')}::{case.get('name')}", outcome(case), any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property"))
+        name, (status, why), compiled = (
+            f"{case.get('classname')}::{case.get('name')}",
+            outcome(case),
+            any(entry.get("name") == "compiled" and int(entry.get("value")) for entry in case.iter("property")),
+        )
         before = found.get(name, ("", "", False))
         found[name] = (*(before[:2] if before[0] == "failed" else (status, why)), compiled or before[2])
     return found
@@ -167,18 +222,38 @@ def counted(ran: dict[str, tuple[str, str, bool]]) -> dict[str, int]:
     return {status: sum(found[0] == status for found in ran.values()) for status in ("passed", "skipped", "failed")}
 
 
-def row(kind: str, plain: dict[str, tuple[str, str, bool]], optimized: dict[str, tuple[str, str, bool]]) -> dict[str, Any]:
+def row(
+    kind: str, plain: dict[str, tuple[str, str, bool]], optimized: dict[str, tuple[str, str, bool]]
+) -> dict[str, Any]:
     """Of one class of tests: what passes plain and optimized, how many ran compiled models, and what fails only when optimized, or anyway."""
-    before, after = ({name.partition("::")[2]: found for name, found in ran.items() if name.startswith(f"{kind}::")} for ran in (plain, optimized))
-    failed = {name: (why, before.get(name, ("failed",))[0] != "failed") for name, (status, why, _) in after.items() if status == "failed"}
-    return {"plain": counted(before), "optimized": counted(after), "compiled": sum(found[2] for found in after.values()),
-            "faults": {name: why for name, (why, ours) in failed.items() if ours}, "fail_anyway": {name: why for name, (why, ours) in failed.items() if not ours}}
+    before, after = (
+        {name.partition("::")[2]: found for name, found in ran.items() if name.startswith(f"{kind}::")}
+        for ran in (plain, optimized)
+    )
+    failed = {
+        name: (why, before.get(name, ("failed",))[0] != "failed")
+        for name, (status, why, _) in after.items()
+        if status == "failed"
+    }
+    return {
+        "plain": counted(before),
+        "optimized": counted(after),
+        "compiled": sum(found[2] for found in after.values()),
+        "faults": {name: why for name, (why, ours) in failed.items() if ours},
+        "fail_anyway": {name: why for name, (why, ours) in failed.items() if not ours},
+    }
 
 
 def kept(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The classes that an earlier run of the same suite left in the file: a long suite runs in pieces."""
     before = json.loads(given.out.read_text()) if given.out.exists() else {}
-    return before["classes"] if before.get("suite") == given.suite.resolve().name and before.get("tests") == given.tests and before.get("executor") == given.executor else {}
+    return (
+        before["classes"]
+        if before.get("suite") == given.suite.resolve().name
+        and before.get("tests") == given.tests
+        and before.get("executor") == given.executor
+        else {}
+    )
 
 
 def main() -> int:
@@ -194,9 +269,32 @@ def main() -> int:
         plain, optimized = outcomes(given, names), outcomes(given, names, given.executor)
     ran = {kind: row(kind, plain, optimized) for kind in sorted({name.partition("::")[0] for name in optimized})}
     classes = dict(sorted({**kept(given), **ran}.items()))
-    totals = {which: {status: sum(found[which][status] for found in classes.values()) for status in ("passed", "skipped", "failed")} for which in ("plain", "optimized")}
-    totals |= {"compiled": sum(found["compiled"] for found in classes.values()), "faults": sum(len(found["faults"]) for found in classes.values())}
-    given.out.write_text(json.dumps({**header(), "suite": given.suite.resolve().name, "tests": given.tests, "executor": given.executor, "sample": given.sample, **totals, "classes": classes}, indent=1) + "\n")
+    totals = {
+        which: {
+            status: sum(found[which][status] for found in classes.values())
+            for status in ("passed", "skipped", "failed")
+        }
+        for which in ("plain", "optimized")
+    }
+    totals |= {
+        "compiled": sum(found["compiled"] for found in classes.values()),
+        "faults": sum(len(found["faults"]) for found in classes.values()),
+    }
+    given.out.write_text(
+        json.dumps(
+            {
+                **header(),
+                "suite": given.suite.resolve().name,
+                "tests": given.tests,
+                "executor": given.executor,
+                "sample": given.sample,
+                **totals,
+                "classes": classes,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     for which, count in (("plain", counted(plain)), ("optimized", counted(optimized))):
         print(f"{which:12s}" + ", ".join(f"{number} {status}" for status, number in count.items()))
     print(f"{sum(found['compiled'] for found in ran.values())} tests ran compiled models")

@@ -1,7 +1,7 @@
 """The table of what is supported, from the tests of its cells (`tests/models/test_support.py`): on a GPU through Inductor, else op by op on the CPU.
 
-    python benchmarks/support.py --out benchmarks/results/support.json
-    python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json    # all others stay in the file as they were
+python benchmarks/support.py --out benchmarks/results/support.json
+python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json    # all others stay in the file as they were
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from tunecompile.cli.compare.machine import header  # noqa: E402
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cells whose section or name this says, as pytest's -k (\"trainer or loop\")")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at a time (more than one needs pytest-xdist)")
+    parser.add_argument(
+        "--only", default="", help='cells whose section or name this says, as pytest\'s -k ("trainer or loop")'
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="at a time (more than one needs pytest-xdist)",
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -39,8 +46,25 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
     """A row a cell."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cells.xml")
-        subprocess.run([sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "tests/models/test_support.py", f"--junitxml={path}", "-m", "slow or not slow", "-rfE",
-                        *(["-k", only] if only else []), *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])], cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": "0", **os.environ, "SUPPORT_DEVICE": device})
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-vv",
+                "-p",
+                "no:cacheprovider",
+                "tests/models/test_support.py",
+                f"--junitxml={path}",
+                "-m",
+                "slow or not slow",
+                "-rfE",
+                *(["-k", only] if only else []),
+                *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []),
+            ],
+            cwd=ROOT,
+            env={"CUDA_VISIBLE_DEVICES": "0", **os.environ, "SUPPORT_DEVICE": device},
+        )
         return [row(case) for case in ElementTree.parse(path).iter("testcase")]
 
 
@@ -53,10 +77,20 @@ def merged(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dic
 def row(case: ElementTree.Element) -> dict[str, Any]:
     """Of pytest's report of one cell."""
     section, _, name = case.get("name", "").partition("[")[2].removesuffix("]").partition(": ")
-    facts = {entry.get("name"): re.sub(r"/\S*/", "", entry.get("value")) for entry in case.iter("property")}  # places without the folders of this machine
+    facts = {
+        entry.get("name"): re.sub(r"/\S*/", "", entry.get("value")) for entry in case.iter("property")
+    }  # places without the folders of this machine
     status, reason = outcome(case)
-    return {"section": section, "name": name, "status": "ok" if status == "passed" else status, "reason": reason[:300], "found": int(facts.get("found", 0)), "rewritten": int(facts.get("rewritten", 0)),
-            "refused": facts.get("refused", ""), "notes": facts.get("notes", "")}
+    return {
+        "section": section,
+        "name": name,
+        "status": "ok" if status == "passed" else status,
+        "reason": reason[:300],
+        "found": int(facts.get("found", 0)),
+        "rewritten": int(facts.get("rewritten", 0)),
+        "refused": facts.get("refused", ""),
+        "notes": facts.get("notes", ""),
+    }
 
 
 def main() -> int:
@@ -67,7 +101,9 @@ def main() -> int:
     before = json.loads(given.out.read_text())["runs"] if given.only and given.out.exists() else []
     given.out.write_text(json.dumps({**header(), "device": device, "runs": merged(rows, before)}, indent=1) + "\n")
     for found in rows:
-        print(f"{found['status']:8s}{found['section']}: {found['name']}  {found['rewritten']} of {found['found']} {found['reason']}")
+        print(
+            f"{found['status']:8s}{found['section']}: {found['name']}  {found['rewritten']} of {found['found']} {found['reason']}"
+        )
     return 0 if rows and all(found["status"] != "failed" for found in rows) else 1
 
 

@@ -39,14 +39,17 @@ def apart(*tensors):
 
 def liger():
     from liger_kernel.ops.swiglu import swiglu_forward
+
     def prepare(gate, up):
         gate, up = apart(gate, up)
         return lambda: swiglu_forward(gate, up)[-1]
+
     return Before(prepare)
 
 
 def liger_fused():
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
+
     return lambda gate, up: swiglu_fused_gate_up_forward(whole(gate, up))[1]
 
 
@@ -56,11 +59,13 @@ def liger_backward():
     def prepare(grad, gate, up):
         gate, up = apart(gate, up)
         return lambda: swiglu_backward(gate, up, grad)
+
     return Before(prepare)
 
 
 def liger_fused_backward():
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward
+
     return lambda grad, gate, up: swiglu_fused_gate_up_backward(whole(gate, up), grad)
 
 
@@ -70,6 +75,7 @@ def unsloth():
     def prepare(gate, up):
         gate, up = (t[None] for t in apart(gate, up))
         return lambda: swiglu_fg_kernel(gate, up)[0]
+
     return Before(prepare)
 
 
@@ -82,7 +88,9 @@ def unsloth_backward():
         def call():
             act, d_up, d_gate = swiglu_DWf_DW_dfg_kernel(grad, gate, up)
             return d_gate, d_up, act
+
         return call
+
     return Before(prepare)
 
 
@@ -105,25 +113,61 @@ def run(bench):
             return (randn(rows, columns, seed=seed + 50), *halves(seed, rows, columns))
 
         def tiles(function, columns=columns):
-            choices = [(block, warps) for block in (512, 1024, 2048, 4096, 8192) for warps in (2, 4, 8, 16) if block >= 128 * warps]
-            return {f"block {b}, {w} warps": lambda *a, t=Tile(b, num_warps=w): function(*a, tile=t) for b, w in choices}
+            choices = [
+                (block, warps)
+                for block in (512, 1024, 2048, 4096, 8192)
+                for warps in (2, 4, 8, 16)
+                if block >= 128 * warps
+            ]
+            return {
+                f"block {b}, {w} warps": lambda *a, t=Tile(b, num_warps=w): function(*a, tile=t) for b, w in choices
+            }
 
         def joined(grad, gate, up, **options):
             return swiglu.backward(grad, gate, up, joined=True, **options)
 
         size, name = 2 * rows * columns, f"{rows}x{columns}"
-        bench(f"{name} forward", {
-            INDUCTOR: reference, "Liger, halves apart": attempt(liger), "Liger, fused": attempt(liger_fused), "Unsloth, halves apart": attempt(unsloth),
-            TEMPLATE: swiglu.forward, **bench.tiles(lambda: tiles(swiglu.forward))},
-            halves, bytes=3 * size, check=relative_error, shown="SwiGLU" if first else "")
-        bench(f"{name} backward, joined", {
-            INDUCTOR: reference_backward, "Liger, halves apart, in place": attempt(liger_backward), "Liger, fused": attempt(liger_fused_backward),
-            TEMPLATE: joined, **bench.tiles(lambda: tiles(joined))},
-            three, bytes=5 * size, check=error, shown="SwiGLU backward" if first else "")
-        bench(f"{name} backward, joined, and the product again", {
-            INDUCTOR: reference_recompute, "Unsloth, halves apart, in place": attempt(unsloth_backward),
-            TEMPLATE: lambda g, a, b: swiglu.backward(g, a, b, joined=True, recompute=True)},
-            three, bytes=6 * size, check=error, shown="SwiGLU backward, product again" if first else "")
+        bench(
+            f"{name} forward",
+            {
+                INDUCTOR: reference,
+                "Liger, halves apart": attempt(liger),
+                "Liger, fused": attempt(liger_fused),
+                "Unsloth, halves apart": attempt(unsloth),
+                TEMPLATE: swiglu.forward,
+                **bench.tiles(lambda: tiles(swiglu.forward)),
+            },
+            halves,
+            bytes=3 * size,
+            check=relative_error,
+            shown="SwiGLU" if first else "",
+        )
+        bench(
+            f"{name} backward, joined",
+            {
+                INDUCTOR: reference_backward,
+                "Liger, halves apart, in place": attempt(liger_backward),
+                "Liger, fused": attempt(liger_fused_backward),
+                TEMPLATE: joined,
+                **bench.tiles(lambda: tiles(joined)),
+            },
+            three,
+            bytes=5 * size,
+            check=error,
+            shown="SwiGLU backward" if first else "",
+        )
+        bench(
+            f"{name} backward, joined, and the product again",
+            {
+                INDUCTOR: reference_recompute,
+                "Unsloth, halves apart, in place": attempt(unsloth_backward),
+                TEMPLATE: lambda g, a, b: swiglu.backward(g, a, b, joined=True, recompute=True),
+            },
+            three,
+            bytes=6 * size,
+            check=error,
+            shown="SwiGLU backward, product again" if first else "",
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision, set_initial_adapter
-from tunecompile.cli.compare.shapes import SHAPES
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape
 
 STEPS = 3  #: of training, before
@@ -41,8 +41,17 @@ def parse_arguments() -> argparse.Namespace:
 def verified(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """One model: its row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(system="hf", model=name, mode=given.mode, trainer="loop", shapes=(given.shape,), lr=1e-4, device=device,
-              dtype="bfloat16" if device == "cuda" else "float32", layers=given.layers)
+    job = Job(
+        system="hf",
+        model=name,
+        mode=given.mode,
+        trainer="loop",
+        shapes=(given.shape,),
+        lr=1e-4,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        layers=given.layers,
+    )
     model = load_model(job).train()
     set_initial_adapter(model, job.seed, b_scale=0.02)
     tunecompile.optimize(model, executor="inductor" if device == "cuda" else "eager")
@@ -57,9 +66,21 @@ def verified(name: str, given: argparse.Namespace) -> dict[str, Any]:
     begun = time.perf_counter()
     with precision(job):
         result = tunecompile.verify(model, batch)
-    row = {**result.to_dict(), "system": "tunecompile", "model": name, "mode": given.mode, "shape": given.shape, "status": "ok",
-           "verify_s": time.perf_counter() - begun, **memory_figures(device), "training_peak_gib": training["peak_gib"]}
-    print(f"{row['verify_s']:.1f} s, {row['peak_gib']:.2f} GiB where training takes {row['training_peak_gib']:.2f}\n{result}", flush=True)
+    row = {
+        **result.to_dict(),
+        "system": "tunecompile",
+        "model": name,
+        "mode": given.mode,
+        "shape": given.shape,
+        "status": "ok",
+        "verify_s": time.perf_counter() - begun,
+        **memory_figures(device),
+        "training_peak_gib": training["peak_gib"],
+    }
+    print(
+        f"{row['verify_s']:.1f} s, {row['peak_gib']:.2f} GiB where training takes {row['training_peak_gib']:.2f}\n{result}",
+        flush=True,
+    )
     return row
 
 

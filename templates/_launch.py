@@ -93,5 +93,3 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-

@@ -35,9 +35,7 @@ class TileRow(NamedTuple):
 #: kernel -> rows, of which the first that fits is taken
 TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
-    "nf4": (
-        TileRow(Tile(256, num_warps=2)),
-    ),
+    "nf4": (TileRow(Tile(256, num_warps=2)),),
     # size: columns. A row a program, all of it in registers.
     "fp8_quantize": (
         TileRow(Tile(0, num_warps=4), upto=4096),
@@ -46,19 +44,11 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(0, num_warps=32)),
     ),
     # size: rows. `block` of them a program.
-    "fp8_adapter": (
-        TileRow(Tile(64, num_warps=4)),
-    ),
+    "fp8_adapter": (TileRow(Tile(64, num_warps=4)),),
     # size: weights. `rows` x `block` of them a program.
-    "fp8_dense": (
-        TileRow(Tile(64, rows=64, num_warps=4)),
-    ),
-    "fp8_nf4": (
-        TileRow(Tile(1024, rows=4, num_warps=4)),
-    ),
-    "fp8_nf4_transposed": (
-        TileRow(Tile(64, rows=128, num_warps=4)),
-    ),
+    "fp8_dense": (TileRow(Tile(64, rows=64, num_warps=4)),),
+    "fp8_nf4": (TileRow(Tile(1024, rows=4, num_warps=4)),),
+    "fp8_nf4_transposed": (TileRow(Tile(64, rows=128, num_warps=4)),),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (

@@ -30,19 +30,31 @@ def _scaled(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """z = softcap * tanh(scale * x / softcap), or scale * x, and dz/dx."""
     if SOFTCAP > 0:
         s = 1.0 / (1.0 + tl.exp2(x * (-2.0 * LOG2E * SCALE / SOFTCAP)))
-        return SOFTCAP * (2.0 * s - 1.0), (4.0 * SCALE) * s * (1.0 - s)  # tanh(u) = 2 s(2u) - 1; 1 - tanh(u)^2 = 4 s (1 - s)
+        return SOFTCAP * (2.0 * s - 1.0), (4.0 * SCALE) * s * (
+            1.0 - s
+        )  # tanh(u) = 2 s(2u) - 1; 1 - tanh(u)^2 = 4 s (1 - s)
     else:
         return x * SCALE, SCALE
 
 
 @triton.jit
 def loss_and_grad_kernel(
-    logits, labels, losses, lses, factors,
-    stride_row, ignore_index,
+    logits,
+    labels,
+    losses,
+    lses,
+    factors,
+    stride_row,
+    ignore_index,
     V: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr,  # SCALE > 0; SOFTCAP 0: none
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr, FACTORS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # SCALE > 0; SOFTCAP 0: none
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    GRAD: tl.constexpr,
+    FACTORS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2; logits become d loss / d logits, times the row's factor."""
     pid = tl.program_id(0)
@@ -107,8 +119,19 @@ def loss_and_grad_kernel(
             tl.store(row + label, (g * target_slope * factor).to(logits.dtype.element_ty), mask=in_range)
 
 
-def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0, label_smoothing=0.0, z_loss=0.0,
-                   grad=True, factors=None, tile=None):
+def loss_and_grad_(
+    logits,
+    labels,
+    *,
+    ignore_index=-100,
+    softcap=None,
+    scale=1.0,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    grad=True,
+    factors=None,
+    tile=None,
+):
     """Loss and log-sum-exp of each row; with ``grad``, ``logits`` are overwritten by d(sum of factors times losses)/d(logits).
 
     The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap), in fp32. Online softmax:
@@ -134,7 +157,9 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
     """
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or labels.shape != (rows,) or not labels.is_contiguous():
-        raise ValueError(f"logits {tuple(logits.shape)} with strides {logits.stride()} and labels {tuple(labels.shape)}")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} with strides {logits.stride()} and labels {tuple(labels.shape)}"
+        )
     if factors is not None and (factors.shape != (rows,) or not factors.is_contiguous()):
         raise ValueError(f"{tuple(factors.shape)} factors for {rows} rows")
     tile = tile or _tiles.pick("cross_entropy", logits, vocabulary)
@@ -145,10 +170,24 @@ def loss_and_grad_(logits, labels, *, ignore_index=-100, softcap=None, scale=1.0
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     launch(
-        loss_and_grad_kernel, (rows,),
-        logits, labels, loss, lse, labels if factors is None else factors, logits.stride(0), ignore_index,
-        V=vocabulary, SCALE=float(scale), SOFTCAP=float(softcap or 0.0), SMOOTHING=float(label_smoothing),
-        Z_LOSS=float(z_loss), GRAD=bool(grad), FACTORS=factors is not None, GROUPS=groups, STAGES=tile.num_stages,
+        loss_and_grad_kernel,
+        (rows,),
+        logits,
+        labels,
+        loss,
+        lse,
+        labels if factors is None else factors,
+        logits.stride(0),
+        ignore_index,
+        V=vocabulary,
+        SCALE=float(scale),
+        SOFTCAP=float(softcap or 0.0),
+        SMOOTHING=float(label_smoothing),
+        Z_LOSS=float(z_loss),
+        GRAD=bool(grad),
+        FACTORS=factors is not None,
+        GROUPS=groups,
+        STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
     return loss, lse

@@ -32,7 +32,9 @@ def _rounded(v):
     """``v`` (fp32, |v| <= 448) to the nearest e4m3 number, to even, as fp32. (Triton 3.6 casts a thread's fifth and sixth e4m3 of eight
     back to something else.)"""
     bits = v.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # three bits of the fraction stay
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(
+        tl.float32, bitcast=True
+    )  # three bits of the fraction stay
     shift = 24576.0  # 1.5 * 2^14: what is added to it is rounded to 2^-9, the step below e4m3's smallest normal number
     return tl.where(tl.abs(v) < 0.015625, (v + shift) - shift, normal)
 
@@ -49,8 +51,20 @@ def _store_split(v, out, column, mask, RANKS: tl.constexpr, WEIGHT: tl.constexpr
 
 
 @triton.jit
-def quantize_kernel(x, extra, out, scales, x_stride, extra_stride, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
-                    RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_kernel(
+    x,
+    extra,
+    out,
+    scales,
+    x_stride,
+    extra_stride,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    PADDING: tl.constexpr,
+    PADDING_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column, rank = tl.arange(0, BLOCK), tl.arange(0, RANKS_POW2)
     v = tl.load(x + row * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
@@ -67,7 +81,9 @@ def quantize_kernel(x, extra, out, scales, x_stride, extra_stride, COLUMNS: tl.c
         _store_split(e * inverse, out + COLUMNS, rank, rank < RANKS, RANKS, False)
     if PADDING > 0:
         pad = tl.arange(0, PADDING_POW2)
-        tl.store(out + COLUMNS + 3 * RANKS + pad, tl.zeros([PADDING_POW2], tl.float32).to(tl.float8e4nv), mask=pad < PADDING)
+        tl.store(
+            out + COLUMNS + 3 * RANKS + pad, tl.zeros([PADDING_POW2], tl.float32).to(tl.float8e4nv), mask=pad < PADDING
+        )
 
 
 def quantize_rows(x, extra, width, *, tile=None):
@@ -92,22 +108,52 @@ def quantize_rows(x, extra, width, *, tile=None):
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     tile = tile or _tiles.pick("fp8_quantize", x, columns)
     padding = width - columns - 3 * ranks
-    launch(quantize_kernel, (rows,), x, extra, out, scales, x.stride(0), 0 if extra is None else extra.stride(0), COLUMNS=columns, RANKS=ranks,
-           RANKS_POW2=next_power_of_2(max(ranks, 1)), PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)),
-           BLOCK=next_power_of_2(columns), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch(
+        quantize_kernel,
+        (rows,),
+        x,
+        extra,
+        out,
+        scales,
+        x.stride(0),
+        0 if extra is None else extra.stride(0),
+        COLUMNS=columns,
+        RANKS=ranks,
+        RANKS_POW2=next_power_of_2(max(ranks, 1)),
+        PADDING=padding,
+        PADDING_POW2=next_power_of_2(max(padding, 1)),
+        BLOCK=next_power_of_2(columns),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return out, scales
 
 
 @triton.jit
-def adapter_kernel(adapter, largest, out, scales, n_rows, row_stride, rank_stride, COLUMN: tl.constexpr, RANKS: tl.constexpr,
-                   RANKS_POW2: tl.constexpr, PADDING: tl.constexpr, PADDING_POW2: tl.constexpr, BLOCK: tl.constexpr):
+def adapter_kernel(
+    adapter,
+    largest,
+    out,
+    scales,
+    n_rows,
+    row_stride,
+    rank_stride,
+    COLUMN: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    PADDING: tl.constexpr,
+    PADDING_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS_POW2)
     inside = row < n_rows
     bound = tl.maximum(tl.load(largest), TINY) + tl.zeros([BLOCK], tl.float32)
     if RANKS > 0:
         mask = inside[:, None] & (rank < RANKS)[None, :]
-        v = tl.load(adapter + row[:, None] * row_stride + rank[None, :] * rank_stride, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(adapter + row[:, None] * row_stride + rank[None, :] * rank_stride, mask=mask, other=0.0).to(
+            tl.float32
+        )
         bound = tl.maximum(bound, tl.max(tl.abs(v), 1))
     scale = bound / LARGEST
     tl.store(scales + row, scale, mask=inside)
@@ -139,19 +185,47 @@ def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
     scales = torch.empty((1, rows), dtype=torch.float32, device=largest.device)
     tile = tile or _tiles.pick("fp8_adapter", out, rows)
     padding = width - columns - 3 * ranks
-    launch(adapter_kernel, (triton.cdiv(rows, tile.block),), adapter, largest, out, scales, rows,
-           *((0, 0) if adapter is None else adapter.stride()), COLUMN=columns, RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)),
-           PADDING=padding, PADDING_POW2=next_power_of_2(max(padding, 1)), BLOCK=tile.block, num_warps=tile.num_warps)
+    launch(
+        adapter_kernel,
+        (triton.cdiv(rows, tile.block),),
+        adapter,
+        largest,
+        out,
+        scales,
+        rows,
+        *((0, 0) if adapter is None else adapter.stride()),
+        COLUMN=columns,
+        RANKS=ranks,
+        RANKS_POW2=next_power_of_2(max(ranks, 1)),
+        PADDING=padding,
+        PADDING_POW2=next_power_of_2(max(padding, 1)),
+        BLOCK=tile.block,
+        num_warps=tile.num_warps,
+    )
     return out, scales
 
 
 @triton.jit
-def dense_kernel(weight, scales, out, n_rows, n_columns, row_stride, column_stride, row0, column0, WIDTH: tl.constexpr,
-                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def dense_kernel(
+    weight,
+    scales,
+    out,
+    n_rows,
+    n_columns,
+    row_stride,
+    column_stride,
+    row0,
+    column0,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < n_rows)[:, None] & (column < n_columns)[None, :]
-    v = tl.load(weight + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(weight + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0).to(
+        tl.float32
+    )
     inverse = 1.0 / tl.load(scales + row0 + row, mask=row < n_rows, other=1.0)
     where = (row0 + row)[:, None] * WIDTH + (column0 + column)[None, :]
     tl.store(out + where, (v * inverse[:, None]).to(tl.float8e4nv), mask=mask)
@@ -170,14 +244,46 @@ def write_dense(weight, scales, out, row=0, column=0, *, tile=None):
     """
     tile = tile or _tiles.pick("fp8_dense", out, weight.numel())
     rows, columns = weight.shape
-    launch(dense_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.block)), weight, scales, out, rows, columns,
-           *weight.stride(), row, column, WIDTH=out.stride(0), ROWS=tile.rows, COLUMNS=tile.block, num_warps=tile.num_warps)
+    launch(
+        dense_kernel,
+        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.block)),
+        weight,
+        scales,
+        out,
+        rows,
+        columns,
+        *weight.stride(),
+        row,
+        column,
+        WIDTH=out.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.block,
+        num_warps=tile.num_warps,
+    )
 
 
 @triton.jit
-def nf4_kernel(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales, out, n_rows, row0, column0,
-               K: tl.constexpr, WIDTH: tl.constexpr, BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, NESTED: tl.constexpr,
-               FP4: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def nf4_kernel(
+    packed,
+    absmax,
+    absmax_code,
+    absmax_scale,
+    absmax_offset,
+    scales,
+    out,
+    n_rows,
+    row0,
+    column0,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    FP4: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """A tile of the weight, ROWS x COLUMNS; eight codes a 32-bit word, as in ``nf4.dequantize_kernel``."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -186,8 +292,12 @@ def nf4_kernel(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales,
     mask = (n < n_rows)[:, None] & (at < K // 8)[None, :]
     bits = tl.load(packed.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=mask, other=0)
     j = tl.arange(0, 8)
-    nibble = (bits[:, :, None] >> (8 * (j // 2) + 4 * (1 - j % 2))[None, None, :]) & 15  # little-endian bytes, high nibble first
-    scale = block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // 8), mask, NESTED, ABSMAX_BLOCK)
+    nibble = (
+        bits[:, :, None] >> (8 * (j // 2) + 4 * (1 - j % 2))[None, None, :]
+    ) & 15  # little-endian bytes, high nibble first
+    scale = block_scale(
+        absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // 8), mask, NESTED, ABSMAX_BLOCK
+    )
     value = tl.gather(code_value(tl.arange(0, 16), FP4), tl.reshape(nibble, [ROWS * COLUMNS]), 0)
     value = tl.reshape(tl.reshape(value, [ROWS, COLUMNS // 8, 8]) * scale[:, :, None], [ROWS, COLUMNS])
     inside = (n < n_rows)[:, None] & (k < K)[None, :]
@@ -201,8 +311,24 @@ def nf4_kernel(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales,
         tl.store(out + where, value.to(tl.float8e4nv), mask=inside)
 
 
-def write_nf4(packed, absmax, shape, scales, out, row=0, column=0, *, transposed=False, blocksize=64, quant_type="nf4",
-              absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
+def write_nf4(
+    packed,
+    absmax,
+    shape,
+    scales,
+    out,
+    row=0,
+    column=0,
+    *,
+    transposed=False,
+    blocksize=64,
+    quant_type="nf4",
+    absmax_code=None,
+    absmax_scale=None,
+    absmax_offset=None,
+    absmax_blocksize=256,
+    tile=None,
+):
     """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without a stop in bf16.
 
     Args:
@@ -223,7 +349,27 @@ def write_nf4(packed, absmax, shape, scales, out, row=0, column=0, *, transposed
     if k % 8:
         raise ValueError(f"eight weights are read at a time, and 8 does not divide {k}")
     tile = tile or _tiles.pick("fp8_nf4_transposed" if transposed else "fp8_nf4", out, n * k)
-    launch(nf4_kernel, (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.block)), packed, absmax, absmax_code, absmax_scale, absmax_offset,
-           scales, out, n, row, column, K=k, WIDTH=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize,
-           NESTED=absmax_code is not None, FP4=quant_type == "fp4", TRANSPOSED=transposed, ROWS=tile.rows, COLUMNS=tile.block,
-           num_warps=tile.num_warps)
+    launch(
+        nf4_kernel,
+        (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.block)),
+        packed,
+        absmax,
+        absmax_code,
+        absmax_scale,
+        absmax_offset,
+        scales,
+        out,
+        n,
+        row,
+        column,
+        K=k,
+        WIDTH=out.stride(0),
+        BLOCKSIZE=blocksize,
+        ABSMAX_BLOCK=absmax_blocksize,
+        NESTED=absmax_code is not None,
+        FP4=quant_type == "fp4",
+        TRANSPOSED=transposed,
+        ROWS=tile.rows,
+        COLUMNS=tile.block,
+        num_warps=tile.num_warps,
+    )

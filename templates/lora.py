@@ -36,13 +36,33 @@ def append_rows(source, out, row):
     """
     _check(source, out, row + source.shape[0], source.shape[1])
     block = 1024
-    launch(append_rows_kernel, (source.shape[0], triton.cdiv(source.shape[1], block)), source, out, row, source.stride(0), source.shape[1],
-           LDO=out.stride(0), BLOCK=block, num_warps=4)
+    launch(
+        append_rows_kernel,
+        (source.shape[0], triton.cdiv(source.shape[1], block)),
+        source,
+        out,
+        row,
+        source.stride(0),
+        source.shape[1],
+        LDO=out.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 @triton.jit
-def append_columns_kernel(source, out, column0, rows, width, source_stride, COLUMNS: tl.constexpr, COLUMNS_POW2: tl.constexpr,
-                          LDO: tl.constexpr, ROWS: tl.constexpr):
+def append_columns_kernel(
+    source,
+    out,
+    column0,
+    rows,
+    width,
+    source_stride,
+    COLUMNS: tl.constexpr,
+    COLUMNS_POW2: tl.constexpr,
+    LDO: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS_POW2)
     mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -64,17 +84,41 @@ def append_columns(source, out, column):
     """
     _check(source, out, source.shape[0], column + source.shape[1])
     rows = 64
-    launch(append_columns_kernel, (triton.cdiv(source.shape[0], rows),), source, out, column, source.shape[0], out.shape[1], source.stride(0),
-           COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(out.shape[1] - column), LDO=out.stride(0), ROWS=rows, num_warps=4)
+    launch(
+        append_columns_kernel,
+        (triton.cdiv(source.shape[0], rows),),
+        source,
+        out,
+        column,
+        source.shape[0],
+        out.shape[1],
+        source.stride(0),
+        COLUMNS=source.shape[1],
+        COLUMNS_POW2=next_power_of_2(out.shape[1] - column),
+        LDO=out.stride(0),
+        ROWS=rows,
+        num_warps=4,
+    )
 
 
 @triton.jit
-def write_beside_kernel(left, right, out, left_stride, right_stride, COLUMNS: tl.constexpr, EXTRA: tl.constexpr, LDO: tl.constexpr,
-                        BLOCK: tl.constexpr):
+def write_beside_kernel(
+    left,
+    right,
+    out,
+    left_stride,
+    right_stride,
+    COLUMNS: tl.constexpr,
+    EXTRA: tl.constexpr,
+    LDO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(left + row * left_stride + column, mask=column < COLUMNS, other=0.0)
-    extra = tl.load(right + row * right_stride + column - COLUMNS, mask=(column >= COLUMNS) & (column < COLUMNS + EXTRA), other=0.0)
+    extra = tl.load(
+        right + row * right_stride + column - COLUMNS, mask=(column >= COLUMNS) & (column < COLUMNS + EXTRA), other=0.0
+    )
     tl.store(out + row * LDO + column, tl.where(column < COLUMNS, value, extra.to(value.dtype)), mask=column < LDO)
 
 
@@ -96,8 +140,20 @@ def write_beside(left, right, out):
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
     block = 1024
-    launch(write_beside_kernel, (left.shape[0], triton.cdiv(out.shape[1], block)), left, right, out, left.stride(0), right.stride(0),
-           COLUMNS=left.shape[1], EXTRA=right.shape[1], LDO=out.stride(0), BLOCK=block, num_warps=4)
+    launch(
+        write_beside_kernel,
+        (left.shape[0], triton.cdiv(out.shape[1], block)),
+        left,
+        right,
+        out,
+        left.stride(0),
+        right.stride(0),
+        COLUMNS=left.shape[1],
+        EXTRA=right.shape[1],
+        LDO=out.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 def _check(source, out, rows, columns):
@@ -156,6 +212,8 @@ def write_pieces(pieces):
 
     def run():
         for count, table, factors, source, target in launches:
-            launch(write_pieces_kernel, (count, 8), table, factors, SOURCE=source, TARGET=target, BLOCK=1024, num_warps=4)
+            launch(
+                write_pieces_kernel, (count, 8), table, factors, SOURCE=source, TARGET=target, BLOCK=1024, num_warps=4
+            )
 
     return run

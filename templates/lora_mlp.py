@@ -26,14 +26,28 @@ __all__ = ["backward", "backward_of_piece", "begin", "sums"]
 
 @triton.jit
 def backward_kernel(
-    grad, gate_up, both,  # [T, F], [T, 2F] and the gradient of the latter, which may take its place: a program reads what it writes
-    down, xa,  # dY B of the down projection [T, r]; XA of gate and up side by side
+    grad,
+    gate_up,
+    both,  # [T, F], [T, 2F] and the gradient of the latter, which may take its place: a program reads what it writes
+    down,
+    xa,  # dY B of the down projection [T, r]; XA of gate and up side by side
     parts,  # fp32 [row ranges, 3, RANK, F]
-    rows, columns, grad_stride, gate_up_stride, both_stride, down_stride, xa_stride,
-    DOWN: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr,  # the three ranks
+    rows,
+    columns,
+    grad_stride,
+    gate_up_stride,
+    both_stride,
+    down_stride,
+    xa_stride,
+    DOWN: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,  # the three ranks
     RANK: tl.constexpr,  # a power of two >= 16 that holds each of them
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr,  # to what `parts` holds of earlier tokens
-    BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,  # to what `parts` holds of earlier tokens
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -59,7 +73,9 @@ def backward_kernel(
         element = both.dtype.element_ty
         a = (act * u).to(element)
         du = (d * act).to(element)
-        dg = (d * u * s * (1.0 + slope * (1.0 - s))).to(element)  # of g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
+        dg = (d * u * s * (1.0 + slope * (1.0 - s))).to(
+            element
+        )  # of g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
         target = both + row[:, None] * both_stride + column
         tl.store(target, dg, mask=mask)
         tl.store(target + columns, du, mask=mask)
@@ -100,7 +116,9 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
         ValueError: the activation is unknown, or shapes or strides do not fit.
     """
     tile = tile or _pick(grad, ranks, down)
-    parts = torch.empty(_shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device)
+    parts = torch.empty(
+        _shape_of_parts(grad.shape[0], grad.shape[1], ranks, down, tile), dtype=torch.float32, device=grad.device
+    )
     if both is None:
         both = torch.empty((grad.shape[0], width or 2 * grad.shape[1]), dtype=grad.dtype, device=grad.device)
     _start(grad, gate_up, down, xa, ranks, activation, parts, False, both, tile)
@@ -120,7 +138,11 @@ def begin(rows, columns, ranks, down, tile=None):
     Returns:
         fp32 [row ranges, 3, rank, F], rank being the least power of two, 16 or more, that holds all ranks.
     """
-    return torch.zeros(_shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)), dtype=torch.float32, device=down.device)
+    return torch.zeros(
+        _shape_of_parts(rows, columns, ranks, down, tile or _pick(down, ranks, down)),
+        dtype=torch.float32,
+        device=down.device,
+    )
 
 
 def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, both, *, tile=None):
@@ -149,7 +171,7 @@ def sums(parts, ranks, down_rank):
         (d_b_gate, d_b_up, d_a_down) in fp32, as ``backward`` gives them.
     """
     d_b_gate, d_b_up, d_a = parts.sum(0)
-    return d_b_gate[:ranks[0]], d_b_up[:ranks[1]], d_a[:down_rank]
+    return d_b_gate[: ranks[0]], d_b_up[: ranks[1]], d_a[:down_rank]
 
 
 def _pick(like, ranks, down):
@@ -172,8 +194,34 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
     if any(t.stride(1) != 1 for t in (grad, gate_up, down, xa)):
         raise ValueError("all arguments must have unit column stride")
     if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, gate + up):
-        raise ValueError(f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}")
-    launch(backward_kernel, (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)), grad, gate_up, both, down, xa, parts, rows, columns,
-           grad.stride(0), gate_up.stride(0), both.stride(0), down.stride(0), xa.stride(0),
-           DOWN=down.shape[1], GATE=gate, UP=up, RANK=_rank(ranks, down), ACTIVATION=activation, ADD=add, BLOCK=tile.block, STEP=tile.step,
-           ROWS=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        raise ValueError(
+            f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}"
+        )
+    launch(
+        backward_kernel,
+        (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)),
+        grad,
+        gate_up,
+        both,
+        down,
+        xa,
+        parts,
+        rows,
+        columns,
+        grad.stride(0),
+        gate_up.stride(0),
+        both.stride(0),
+        down.stride(0),
+        xa.stride(0),
+        DOWN=down.shape[1],
+        GATE=gate,
+        UP=up,
+        RANK=_rank(ranks, down),
+        ACTIVATION=activation,
+        ADD=add,
+        BLOCK=tile.block,
+        STEP=tile.step,
+        ROWS=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

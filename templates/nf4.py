@@ -47,8 +47,9 @@ def code_value(i, FP4: tl.constexpr):
 
 
 @triton.jit
-def block_scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask,
-                 NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr):
+def block_scale(
+    absmax, absmax_code, absmax_scale, absmax_offset, block, mask, NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr
+):
     if NESTED:
         code = tl.load(absmax_code + tl.load(absmax + block, mask=mask, other=0).to(tl.int32))
         scale = tl.load(absmax_scale + block // ABSMAX_BLOCK, mask=mask, other=0.0)
@@ -59,10 +60,25 @@ def block_scale(absmax, absmax_code, absmax_scale, absmax_offset, block, mask,
 
 
 @triton.jit
-def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset, out, row0, n_words,
-                   K: tl.constexpr, LDO: tl.constexpr, BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr,
-                   NESTED: tl.constexpr, FP4: tl.constexpr, PER_WORD: tl.constexpr,
-                   BLOCK: tl.constexpr):
+def _write_weights(
+    pid,
+    packed,
+    absmax,
+    absmax_code,
+    absmax_scale,
+    absmax_offset,
+    out,
+    row0,
+    n_words,
+    K: tl.constexpr,
+    LDO: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    FP4: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if PER_WORD == 8:
         word = (pid * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)  # 32 bits reach 2^34 weights; unsigned divides cheaper
     else:
@@ -76,8 +92,9 @@ def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset
     else:
         bits = tl.load(packed + word // 2, mask=mask, other=0).to(tl.int32)
         nibble = ((bits >> (4 * (1 - word % 2)).to(tl.int32)) & 15)[:, None]
-    scale = block_scale(absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // PER_WORD), mask,
-                         NESTED, ABSMAX_BLOCK)
+    scale = block_scale(
+        absmax, absmax_code, absmax_scale, absmax_offset, word // (BLOCKSIZE // PER_WORD), mask, NESTED, ABSMAX_BLOCK
+    )
     table = code_value(tl.arange(0, 16), FP4)
     value = tl.reshape(tl.gather(table, tl.reshape(nibble, [BLOCK * PER_WORD]), 0), [BLOCK, PER_WORD])
     row = word // (K // PER_WORD)
@@ -87,9 +104,22 @@ def _write_weights(pid, packed, absmax, absmax_code, absmax_scale, absmax_offset
 
 
 @triton.jit
-def _write_ranks(pid, b, stride_b, out, row0, n_rows,
-                 K: tl.constexpr, LDO: tl.constexpr, RANKS: tl.constexpr, RANKS_POW2: tl.constexpr, RANK: tl.constexpr,
-                 RANK_OFFSET: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr):
+def _write_ranks(
+    pid,
+    b,
+    stride_b,
+    out,
+    row0,
+    n_rows,
+    K: tl.constexpr,
+    LDO: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = pid * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, RANKS_POW2)
     mask = (row < n_rows)[:, None] & (column < RANKS)[None, :]
@@ -104,17 +134,59 @@ def _write_ranks(pid, b, stride_b, out, row0, n_rows,
 
 @triton.jit
 def dequantize_kernel(
-    packed0, absmax0, code0, scale0, offset0, b0, stride_b0, row0, rows0, words0,  # a weight, LoRA's B for it ([N, RANK], or None)
-    packed1, absmax1, code1, scale1, offset1, b1, stride_b1, row1, rows1, words1,  # and up to two siblings
-    packed2, absmax2, code2, scale2, offset2, b2, stride_b2, row2, rows2, words2,
+    packed0,
+    absmax0,
+    code0,
+    scale0,
+    offset0,
+    b0,
+    stride_b0,
+    row0,
+    rows0,
+    words0,  # a weight, LoRA's B for it ([N, RANK], or None)
+    packed1,
+    absmax1,
+    code1,
+    scale1,
+    offset1,
+    b1,
+    stride_b1,
+    row1,
+    rows1,
+    words1,  # and up to two siblings
+    packed2,
+    absmax2,
+    code2,
+    scale2,
+    offset2,
+    b2,
+    stride_b2,
+    row2,
+    rows2,
+    words2,
     out,  # [*, LDO]; a weight's rows begin at its row
-    main1, main2, main3, extra1, extra2,  # programs below main1 unpack the first weight, below main2 the second, ...
-    K: tl.constexpr, LDO: tl.constexpr,
-    BLOCKSIZE: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, NESTED: tl.constexpr, FP4: tl.constexpr,
-    RANKS: tl.constexpr, RANKS_POW2: tl.constexpr,
-    RANK0: tl.constexpr, FIRST0: tl.constexpr, FACTOR0: tl.constexpr,  # B's rank, its first column after K, its scale
-    RANK1: tl.constexpr, FIRST1: tl.constexpr, FACTOR1: tl.constexpr,
-    RANK2: tl.constexpr, FIRST2: tl.constexpr, FACTOR2: tl.constexpr,
+    main1,
+    main2,
+    main3,
+    extra1,
+    extra2,  # programs below main1 unpack the first weight, below main2 the second, ...
+    K: tl.constexpr,
+    LDO: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    FP4: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    RANK0: tl.constexpr,
+    FIRST0: tl.constexpr,
+    FACTOR0: tl.constexpr,  # B's rank, its first column after K, its scale
+    RANK1: tl.constexpr,
+    FIRST1: tl.constexpr,
+    FACTOR1: tl.constexpr,
+    RANK2: tl.constexpr,
+    FIRST2: tl.constexpr,
+    FACTOR2: tl.constexpr,
     COUNT: tl.constexpr,
     PER_WORD: tl.constexpr,  # weights a word: 8 (int32 words), or 1 where 8 does not divide K
     BLOCK: tl.constexpr,  # words a program
@@ -123,26 +195,109 @@ def dequantize_kernel(
     """Programs below ``main3`` unpack weights into columns 0..K; the others write [0 | FACTOR * B | 0] beside them."""
     pid = tl.program_id(0)
     if pid < main1:
-        _write_weights(pid, packed0, absmax0, code0, scale0, offset0, out, row0, words0,
-                       K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
+        _write_weights(
+            pid,
+            packed0,
+            absmax0,
+            code0,
+            scale0,
+            offset0,
+            out,
+            row0,
+            words0,
+            K,
+            LDO,
+            BLOCKSIZE,
+            ABSMAX_BLOCK,
+            NESTED,
+            FP4,
+            PER_WORD,
+            BLOCK,
+        )
     if COUNT > 1:
         if (pid >= main1) & (pid < main2):
-            _write_weights(pid - main1, packed1, absmax1, code1, scale1, offset1, out, row1, words1,
-                           K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
+            _write_weights(
+                pid - main1,
+                packed1,
+                absmax1,
+                code1,
+                scale1,
+                offset1,
+                out,
+                row1,
+                words1,
+                K,
+                LDO,
+                BLOCKSIZE,
+                ABSMAX_BLOCK,
+                NESTED,
+                FP4,
+                PER_WORD,
+                BLOCK,
+            )
     if COUNT > 2:
         if (pid >= main2) & (pid < main3):
-            _write_weights(pid - main2, packed2, absmax2, code2, scale2, offset2, out, row2, words2,
-                           K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK)
+            _write_weights(
+                pid - main2,
+                packed2,
+                absmax2,
+                code2,
+                scale2,
+                offset2,
+                out,
+                row2,
+                words2,
+                K,
+                LDO,
+                BLOCKSIZE,
+                ABSMAX_BLOCK,
+                NESTED,
+                FP4,
+                PER_WORD,
+                BLOCK,
+            )
     if RANKS > 0:
         extra = pid - main3
         if (extra >= 0) & (extra < extra1):
-            _write_ranks(extra, b0, stride_b0, out, row0, rows0, K, LDO, RANKS, RANKS_POW2, RANK0, FIRST0, FACTOR0, EXTRA_ROWS)
+            _write_ranks(
+                extra, b0, stride_b0, out, row0, rows0, K, LDO, RANKS, RANKS_POW2, RANK0, FIRST0, FACTOR0, EXTRA_ROWS
+            )
         if COUNT > 1:
             if (extra >= extra1) & (extra < extra2):
-                _write_ranks(extra - extra1, b1, stride_b1, out, row1, rows1, K, LDO, RANKS, RANKS_POW2, RANK1, FIRST1, FACTOR1, EXTRA_ROWS)
+                _write_ranks(
+                    extra - extra1,
+                    b1,
+                    stride_b1,
+                    out,
+                    row1,
+                    rows1,
+                    K,
+                    LDO,
+                    RANKS,
+                    RANKS_POW2,
+                    RANK1,
+                    FIRST1,
+                    FACTOR1,
+                    EXTRA_ROWS,
+                )
         if COUNT > 2:
             if extra >= extra2:
-                _write_ranks(extra - extra2, b2, stride_b2, out, row2, rows2, K, LDO, RANKS, RANKS_POW2, RANK2, FIRST2, FACTOR2, EXTRA_ROWS)
+                _write_ranks(
+                    extra - extra2,
+                    b2,
+                    stride_b2,
+                    out,
+                    row2,
+                    rows2,
+                    K,
+                    LDO,
+                    RANKS,
+                    RANKS_POW2,
+                    RANK2,
+                    FIRST2,
+                    FACTOR2,
+                    EXTRA_ROWS,
+                )
 
 
 SIBLINGS = 3  #: weights a launch
@@ -168,8 +323,18 @@ class Adapter(NamedTuple):
     first: int  #: where its columns begin, counted from K
 
 
-def dequantize_siblings(weights: Sequence[Weight], k: int, out, adapters: Sequence[Adapter] = (), *, blocksize=64, quant_type="nf4",
-                        absmax_blocksize=256, row=0, tile=None):
+def dequantize_siblings(
+    weights: Sequence[Weight],
+    k: int,
+    out,
+    adapters: Sequence[Adapter] = (),
+    *,
+    blocksize=64,
+    quant_type="nf4",
+    absmax_blocksize=256,
+    row=0,
+    tile=None,
+):
     """Dequantise weights that share their input, below each other, one launch for three (Dettmers et al., 2023, arXiv:2305.14314).
 
     Args:
@@ -191,8 +356,20 @@ def dequantize_siblings(weights: Sequence[Weight], k: int, out, adapters: Sequen
     per_word = 8 if k % 8 == 0 and all(is_aligned(w.packed, to=4) for w in weights) else 1
     tile = tile or _tiles.pick("nf4", out, sum(w.rows for w in weights) * k // per_word)
     for start in range(0, len(weights), SIBLINGS):
-        some, theirs = weights[start:start + SIBLINGS], adapters[start:start + SIBLINGS]
-        _start(some, theirs, k, out, row, tile, per_word, blocksize, absmax_blocksize, _is_fp4(quant_type), out.shape[1] - k if adapters else 0)
+        some, theirs = weights[start : start + SIBLINGS], adapters[start : start + SIBLINGS]
+        _start(
+            some,
+            theirs,
+            k,
+            out,
+            row,
+            tile,
+            per_word,
+            blocksize,
+            absmax_blocksize,
+            _is_fp4(quant_type),
+            out.shape[1] - k if adapters else 0,
+        )
         row += sum(w.rows for w in some)
 
 
@@ -205,24 +382,68 @@ def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blo
             w = weights[i]
             _check(w.packed, w.absmax, w.code)
             if b is not None and (b.shape[0] != w.rows or b.stride(1) != 1 or first + b.shape[1] > ranks):
-                raise ValueError(f"B {tuple(b.shape)}, strides {b.stride()}, does not fit {w.rows} rows and {ranks} rank columns from {first}")
+                raise ValueError(
+                    f"B {tuple(b.shape)}, strides {b.stride()}, does not fit {w.rows} rows and {ranks} rank columns from {first}"
+                )
             words = w.rows * k // per_word
-            arguments += [w.packed, w.absmax, w.code, w.scale, w.offset, b, 0 if b is None else b.stride(0), row, w.rows, words]
+            arguments += [
+                w.packed,
+                w.absmax,
+                w.code,
+                w.scale,
+                w.offset,
+                b,
+                0 if b is None else b.stride(0),
+                row,
+                w.rows,
+                words,
+            ]
             row += w.rows
             main.append(main[-1] + triton.cdiv(words, tile.block))
             extra.append(extra[-1] + (triton.cdiv(w.rows, EXTRA_ROWS) if ranks else 0))
         else:
             arguments += [None] * 6 + [0] * 4
         ranked |= {f"RANK{i}": 0 if b is None else b.shape[1], f"FIRST{i}": first, f"FACTOR{i}": float(factor)}
-    mains, extras = ([*ends, *[ends[-1]] * SIBLINGS][1:SIBLINGS + 1] for ends in (main, extra))
-    launch(dequantize_kernel, (main[-1] + extra[-1],), *arguments, out, *mains, *extras[:2],
-           K=k, LDO=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize, NESTED=weights[0].code is not None, FP4=fp4,
-           RANKS=ranks, RANKS_POW2=next_power_of_2(max(ranks, 1)), **ranked, COUNT=len(weights),
-           PER_WORD=per_word, BLOCK=tile.block, EXTRA_ROWS=EXTRA_ROWS, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    mains, extras = ([*ends, *[ends[-1]] * SIBLINGS][1 : SIBLINGS + 1] for ends in (main, extra))
+    launch(
+        dequantize_kernel,
+        (main[-1] + extra[-1],),
+        *arguments,
+        out,
+        *mains,
+        *extras[:2],
+        K=k,
+        LDO=out.stride(0),
+        BLOCKSIZE=blocksize,
+        ABSMAX_BLOCK=absmax_blocksize,
+        NESTED=weights[0].code is not None,
+        FP4=fp4,
+        RANKS=ranks,
+        RANKS_POW2=next_power_of_2(max(ranks, 1)),
+        **ranked,
+        COUNT=len(weights),
+        PER_WORD=per_word,
+        BLOCK=tile.block,
+        EXTRA_ROWS=EXTRA_ROWS,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
-def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
-               absmax_code=None, absmax_scale=None, absmax_offset=None, absmax_blocksize=256, tile=None):
+def dequantize(
+    packed,
+    absmax,
+    shape,
+    dtype,
+    *,
+    blocksize=64,
+    quant_type="nf4",
+    absmax_code=None,
+    absmax_scale=None,
+    absmax_offset=None,
+    absmax_blocksize=256,
+    tile=None,
+):
     """One packed weight, bit-equal to bitsandbytes' (arXiv:2305.14314).
 
     Args:
@@ -243,8 +464,15 @@ def dequantize(packed, absmax, shape, dtype, *, blocksize=64, quant_type="nf4",
     """
     n, k = shape
     out = torch.empty((n, k), dtype=dtype, device=packed.device)
-    dequantize_siblings([Weight(packed, absmax, absmax_code, absmax_scale, absmax_offset, n)], k, out, blocksize=blocksize,
-                        quant_type=quant_type, absmax_blocksize=absmax_blocksize, tile=tile)
+    dequantize_siblings(
+        [Weight(packed, absmax, absmax_code, absmax_scale, absmax_offset, n)],
+        k,
+        out,
+        blocksize=blocksize,
+        quant_type=quant_type,
+        absmax_blocksize=absmax_blocksize,
+        tile=tile,
+    )
     return out
 
 

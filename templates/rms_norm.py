@@ -28,10 +28,28 @@ def _start_of(row, n1, n2, s0, s1, s2):
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, y, total,  # residual, weight, total: may be None
-    n_rows, n1, n2, xs0, xs1, xs2, rs0, rs1, rs2,
-    N: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x,
+    residual,
+    weight,
+    y,
+    total,  # residual, weight, total: may be None
+    n_rows,
+    n1,
+    n2,
+    xs0,
+    xs1,
+    xs2,
+    rs0,
+    rs1,
+    rs2,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -39,7 +57,9 @@ def forward_kernel(
     value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0)
     place = (row.to(tl.int64) * N)[:, None] + column[None, :]
     if HAS_RESIDUAL:
-        other = tl.load(residual + _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0)
+        other = tl.load(
+            residual + _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0
+        )
         value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)  # what the next layer adds to
         tl.store(total + place, value, mask=mask)
     value = value.to(tl.float32)
@@ -53,10 +73,33 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad, x, residual_grad, weight, dx, dweight,  # residual_grad, weight, dweight: may be None
-    n_rows, n1, n2, gs0, gs1, gs2, xs0, xs1, xs2, rs0, rs1, rs2,
-    N: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad,
+    x,
+    residual_grad,
+    weight,
+    dx,
+    dweight,  # residual_grad, weight, dweight: may be None
+    n_rows,
+    n1,
+    n2,
+    gs0,
+    gs1,
+    gs2,
+    xs0,
+    xs1,
+    xs2,
+    rs0,
+    rs1,
+    rs2,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A program takes every num_programs-th group of ROWS rows and sums their weight gradient in registers."""
     column = tl.arange(0, BLOCK)
@@ -67,8 +110,12 @@ def backward_kernel(
     for group in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         row = group * ROWS + tl.arange(0, ROWS)
         mask = (row < n_rows)[:, None] & (column < N)[None, :]
-        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         inverse = tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
         xhat = value * inverse
         if WEIGHT_GRAD:
@@ -128,17 +175,44 @@ def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residua
     rows = x.numel() // n
     tile = tile or _tiles.pick("rms_norm", x, n)
     launch(
-        forward_kernel, (triton.cdiv(rows, tile.rows),),
-        x, residual, weight, y, total, rows, n1, n2, *strides, *residual_strides,
-        N=n, EPS=float(eps), OFFSET=float(offset), ROUND_FIRST=bool(round_before_scale),
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, ROWS=tile.rows, BLOCK=next_power_of_2(n),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        forward_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        x,
+        residual,
+        weight,
+        y,
+        total,
+        rows,
+        n1,
+        n2,
+        *strides,
+        *residual_strides,
+        N=n,
+        EPS=float(eps),
+        OFFSET=float(offset),
+        ROUND_FIRST=bool(round_before_scale),
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        ROWS=tile.rows,
+        BLOCK=next_power_of_2(n),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return y if residual is None else (y, total)
 
 
-def backward(grad, x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual_grad=None, need_weight_grad=False,
-             tile=None):
+def backward(
+    grad,
+    x,
+    weight,
+    eps=1e-6,
+    *,
+    offset=0.0,
+    round_before_scale=True,
+    residual_grad=None,
+    need_weight_grad=False,
+    tile=None,
+):
     """The gradients of ``forward``. x is read again instead of xhat or the statistics.
 
     Args:
@@ -169,10 +243,30 @@ def backward(grad, x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, 
         programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
         partial = torch.empty((programs, n), dtype=torch.float32, device=x.device)
     launch(
-        backward_kernel, (programs,),
-        grad, x, residual_grad, weight, dx, partial, rows, n1, n2, *grad_strides, *strides, *residual_strides,
-        N=n, EPS=float(eps), OFFSET=float(offset), ROUND_FIRST=bool(round_before_scale),
-        HAS_RESIDUAL=residual_grad is not None, HAS_WEIGHT=weight is not None, WEIGHT_GRAD=need_weight_grad,
-        ROWS=tile.rows, BLOCK=next_power_of_2(n), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        backward_kernel,
+        (programs,),
+        grad,
+        x,
+        residual_grad,
+        weight,
+        dx,
+        partial,
+        rows,
+        n1,
+        n2,
+        *grad_strides,
+        *strides,
+        *residual_strides,
+        N=n,
+        EPS=float(eps),
+        OFFSET=float(offset),
+        ROUND_FIRST=bool(round_before_scale),
+        HAS_RESIDUAL=residual_grad is not None,
+        HAS_WEIGHT=weight is not None,
+        WEIGHT_GRAD=need_weight_grad,
+        ROWS=tile.rows,
+        BLOCK=next_power_of_2(n),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return (dx, partial.sum(0)) if need_weight_grad else dx

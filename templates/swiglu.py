@@ -32,7 +32,9 @@ def _gate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(gate, up, out, columns, gate_stride, up_stride, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    gate, up, out, columns, gate_stride, up_stride, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -43,8 +45,20 @@ def forward_kernel(gate, up, out, columns, gate_stride, up_stride, out_stride, A
 
 
 @triton.jit
-def backward_kernel(grad, gate, up, both, out, columns, grad_stride, gate_stride, up_stride,
-                    ACTIVATION: tl.constexpr, RECOMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    grad,
+    gate,
+    up,
+    both,
+    out,
+    columns,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -95,8 +109,21 @@ def forward(gate, up, activation="silu", *, out=None, tile=None):
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = _matrix(gate), _matrix(up)
     rows, columns = gate.shape
-    launch(forward_kernel, (rows, triton.cdiv(columns, block)), gate, up, out, columns, gate.stride(0), up.stride(0), out.stride(-2),
-           ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch(
+        forward_kernel,
+        (rows, triton.cdiv(columns, block)),
+        gate,
+        up,
+        out,
+        columns,
+        gate.stride(0),
+        up.stride(0),
+        out.stride(-2),
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return out
 
 
@@ -121,9 +148,24 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     out = torch.empty(shape, dtype=gate.dtype, device=gate.device) if recompute else None
     grad, gate, up = _matrix(grad), _matrix(gate), _matrix(up)
     rows, columns = gate.shape
-    launch(backward_kernel, (rows, triton.cdiv(columns, block)), grad, gate, up, both, out, columns,
-           grad.stride(0), gate.stride(0), up.stride(0),
-           ACTIVATION=activation, RECOMPUTE=recompute, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch(
+        backward_kernel,
+        (rows, triton.cdiv(columns, block)),
+        grad,
+        gate,
+        up,
+        both,
+        out,
+        columns,
+        grad.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        ACTIVATION=activation,
+        RECOMPUTE=recompute,
+        BLOCK=block,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     result = (both,) if joined else both.split(shape[-1], -1)
     if recompute:
         result = (*result, out)

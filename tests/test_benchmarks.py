@@ -19,7 +19,13 @@ def result(tmp_path_factory):
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("kernels") / "kernels.json"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, FOLDER / "kernels.py", "--dry", "--out", out], env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, FOLDER / "kernels.py", "--dry", "--out", out],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 
@@ -29,14 +35,21 @@ def test_templates_and_references_run_in_every_case(result):
     own = [row for row in result["rows"] if row["system"] in ("template", "Inductor", "")]
     assert not [row for row in own if "failed" in row]
     cases = {row["shown"] for row in own}
-    assert len(cases) >= 20 and all({"template", "Inductor"} <= {row["system"] for row in own if row["shown"] == case} for case in cases)
+    assert len(cases) >= 20 and all(
+        {"template", "Inductor"} <= {row["system"] for row in own if row["shown"] == case} for case in cases
+    )
     assert {row["family"] for row in own} == {"rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8"}
 
 
 @pytest.mark.slow
 def test_results_agree(result):
-    off = [row for row in result["rows"] if row.get("error", 0.0) > 0.02 and row["family"] not in WRONG_IN_THE_INTERPRETER
-           and not row["system"].startswith(("Liger", "Unsloth"))]
+    off = [
+        row
+        for row in result["rows"]
+        if row.get("error", 0.0) > 0.02
+        and row["family"] not in WRONG_IN_THE_INTERPRETER
+        and not row["system"].startswith(("Liger", "Unsloth"))
+    ]
     assert not off, off
 
 
@@ -52,8 +65,14 @@ def script(name):
 def test_the_readmes_table_names_the_fastest_peer(result):
     report = script("report")
     row = {"family": "swiglu", "case": "8x4 forward", "shown": "SwiGLU", "percent": 91.4}
-    rows = [{**row, "system": "Inductor", "ms": 0.5}, {**row, "system": "Liger, fused", "ms": 0.42}, {**row, "system": "Unsloth", "failed": "not installed"},
-            {**row, "system": "Liger", "ms": 0.6}, {**row, "system": "template", "ms": 0.4}, {**row, "shown": "", "system": "template", "ms": 7.77}]
+    rows = [
+        {**row, "system": "Inductor", "ms": 0.5},
+        {**row, "system": "Liger, fused", "ms": 0.42},
+        {**row, "system": "Unsloth", "failed": "not installed"},
+        {**row, "system": "Liger", "ms": 0.6},
+        {**row, "system": "template", "ms": 0.4},
+        {**row, "shown": "", "system": "template", "ms": 7.77},
+    ]
     text = report.render_kernels({**result, "rows": rows})
     assert "| SwiGLU | 8x4 forward | 0.400 | 0.500 | 0.420 (Liger, fused) | 91 % |" in text and "7.77" not in text
     assert report.render_kernels(None) == "" and report.render_kernels({**result, "rows": rows[:2]}) == ""
@@ -72,7 +91,11 @@ def longest(monkeypatch, tmp_path):
 
     def run(*arguments):
         out = tmp_path / "longest.json"
-        monkeypatch.setattr(sys, "argv", ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", str(out), *arguments])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", str(out), *arguments],
+        )
         module.run(module.parse_arguments(), {"runs": []}, Console(quiet=True))
         return json.loads(out.read_text())["runs"]
 
@@ -85,15 +108,27 @@ def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
     trained = module.Bench.train
 
     def limited(self, length):
-        return {"status": "oom", "reason": "too long"} if length > 40_000 else trained(self, length) if length < 2000 else \
-            {"status": "ok", "first_step_s": 1.0, "peak_gib": 0.1, "peak_reserved_gib": None}
+        return (
+            {"status": "oom", "reason": "too long"}
+            if length > 40_000
+            else trained(self, length)
+            if length < 2000
+            else {"status": "ok", "first_step_s": 1.0, "peak_gib": 0.1, "peak_reserved_gib": None}
+        )
 
     monkeypatch.setattr(module.Bench, "train", limited)
     monkeypatch.setattr(module, "GROWTH", 32)
     rows = run("--begin", "1024")
-    assert [(row["shape"], row["status"]) for row in rows][:3] == [("1x1024", "ok"), ("1x32768", "ok"), ("1x1048576", "oom")]
+    assert [(row["shape"], row["status"]) for row in rows][:3] == [
+        ("1x1024", "ok"),
+        ("1x32768", "ok"),
+        ("1x1048576", "oom"),
+    ]
     assert rows[0]["first_step_s"] > 0 and rows[0]["memory"]["predicted_peak"] > 0
-    fitted, failed = (max(int(row["shape"][2:]) * (row["status"] == status) for row in rows[i:]) for status, i in (("ok", 0), ("oom", len(rows) - 1)))
+    fitted, failed = (
+        max(int(row["shape"][2:]) * (row["status"] == status) for row in rows[i:])
+        for status, i in (("ok", 0), ("oom", len(rows) - 1))
+    )
     assert fitted <= 40_000 and len(rows) < 12 and (rows[-1]["status"] == "ok" or failed - fitted <= 0.1 * failed)
 
 
@@ -120,22 +155,51 @@ def test_one_budget_after_another(tmp_path, monkeypatch):
     from tunecompile.cli.compare.spec import Job
 
     budgets, report = script("budgets"), script("report")
-    monkeypatch.setattr(budgets.models, "apply_system", lambda model, job: tunecompile.optimize(model, memory=job.memory, executor="eager"))
-    job = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x32",), steps=3, layers=3, launches=False, saved_bytes=False)
+    monkeypatch.setattr(
+        budgets.models,
+        "apply_system",
+        lambda model, job: tunecompile.optimize(model, memory=job.memory, executor="eager"),
+    )
+    job = Job(
+        system="hf",
+        model="llama-tiny",
+        mode="lora",
+        trainer="loop",
+        shapes=("2x32",),
+        steps=3,
+        layers=3,
+        launches=False,
+        saved_bytes=False,
+    )
     outcome = budgets.sweep(job, ["tunecompile@1TiB", "tunecompile@1KiB"])
     (roomy,), (tight,) = (result["runs"] for result in outcome.values())
     assert roomy["losses"] == tight["losses"] and roomy["memory"]["predicted_peak"] > tight["memory"]["predicted_peak"]
-    assert not any(plan["recompute"] for plan in roomy["memory"]["plans"]) and all(plan["recompute"] for plan in tight["memory"]["plans"])
+    assert not any(plan["recompute"] for plan in roomy["memory"]["plans"]) and all(
+        plan["recompute"] for plan in tight["memory"]["plans"]
+    )
     common = {"model": "llama-tiny", "mode": "lora", "shape": "2x32"}
-    rows = [{**common, **run, "system": name, "peak_gib": peak} for name, run, peak in (("tunecompile@1TiB", roomy, 2.0), ("tunecompile@1KiB", tight, 1.0))]
+    rows = [
+        {**common, **run, "system": name, "peak_gib": peak}
+        for name, run, peak in (("tunecompile@1TiB", roomy, 2.0), ("tunecompile@1KiB", tight, 1.0))
+    ]
     report.draw_budgets({"runs": [*rows, {**rows[0], "system": "unsloth"}]}, tmp_path / "memory.svg")
     assert (tmp_path / "memory.svg").stat().st_size > 5000
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
-    run = {"system": "tunecompile@auto", "model": "m", "mode": "qlora", "shape": "4x2048", "status": "ok", "peak_gib": 10.0, "step_ms": {"median": 200.0},
-           "predicted": {"peak_gib": 9.5, "step_ms": 210.0}}
-    (tmp_path / "a.json").write_text(json.dumps({"runs": [run, {**run, "predicted": {"failed": "why"}}, {"status": "oom"}]}))
+    run = {
+        "system": "tunecompile@auto",
+        "model": "m",
+        "mode": "qlora",
+        "shape": "4x2048",
+        "status": "ok",
+        "peak_gib": 10.0,
+        "step_ms": {"median": 200.0},
+        "predicted": {"peak_gib": 9.5, "step_ms": 210.0},
+    }
+    (tmp_path / "a.json").write_text(
+        json.dumps({"runs": [run, {**run, "predicted": {"failed": "why"}}, {"status": "oom"}]})
+    )
     (row,) = [line for line in script("report").render_predictions(tmp_path).splitlines() if line.startswith("| m")]
     assert row == "| m, qlora, 4x2048 | tunecompile, memory=auto | 9.50 | 10.00 | -5.0 % | 210 | 200 | +5.0 % |"
     assert script("report").render_predictions(tmp_path / "nothing") == ""
@@ -150,11 +214,18 @@ def test_gradients_of_families(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(families, "FOLLOWING", {})
     monkeypatch.setattr(families, "LENGTH", 32)
     monkeypatch.setitem(families.zoo.NAMES, "nothing", ("Nothing", {}))
-    monkeypatch.setattr(sys, "argv", ["families.py", "--families", "llama,nothing", "--processes", "1", "--out", str(tmp_path / "families.json")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["families.py", "--families", "llama,nothing", "--processes", "1", "--out", str(tmp_path / "families.json")],
+    )
     assert families.main() == 1
     runs = json.loads((tmp_path / "families.json").read_text())["runs"]
     assert [run["status"] for run in runs] == ["ok", "ok", "failed", "failed"] and "Nothing" in runs[2]["reason"]
-    assert all(run["passed"] and 0 < run["error"] < 1.02 * run["eager_error"] < 0.1 and run["matches"]["rope"] == [2, 2] for run in runs[:2]), runs
+    assert all(
+        run["passed"] and 0 < run["error"] < 1.02 * run["eager_error"] < 0.1 and run["matches"]["rope"] == [2, 2]
+        for run in runs[:2]
+    ), runs
     (row,) = [line for line in report.render_families(tmp_path).splitlines() if line.startswith("| llama")]
     assert row.count("%") == 2 and "nothing" not in report.render_families(tmp_path)
 
@@ -167,40 +238,86 @@ def test_speedups_of_families(tmp_path, monkeypatch, capsys):
     for name, value in {"VOCABULARY": 256, "LENGTH": 32, "LAYERS": 2, "STEPS": 1}.items():
         monkeypatch.setattr(speedups, name, value)
     monkeypatch.setitem(speedups.WIDTHS, "nothing", (1, 1, 1, 1))
-    monkeypatch.setattr(sys, "argv", ["speedups.py", "--families", "llama,qwen3,nothing", "--processes", "0", "--out", str(tmp_path / "speedups.json")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "speedups.py",
+            "--families",
+            "llama,qwen3,nothing",
+            "--processes",
+            "0",
+            "--out",
+            str(tmp_path / "speedups.json"),
+        ],
+    )
     assert speedups.main() == 1
     runs = json.loads((tmp_path / "speedups.json").read_text())["runs"]
     assert [run["status"] for run in runs] == ["ok"] * 6 + ["failed"] * 3
     for eager, compiled, ours in (runs[:3], runs[3:6]):
-        assert eager["losses"] == pytest.approx(compiled["losses"], rel=1e-3) and eager["losses"] == pytest.approx(ours["losses"], rel=1e-3)
+        assert eager["losses"] == pytest.approx(compiled["losses"], rel=1e-3) and eager["losses"] == pytest.approx(
+            ours["losses"], rel=1e-3
+        )
     told = report.render_speedups(tmp_path)
     assert told.count("\n| llama") == 1 == told.count("\n| qwen3") and "nothing" not in told
 
 
 def test_the_readmes_table_of_several_gpus(tmp_path):
     run = {"model": "m", "mode": "lora", "shape": "2x8", "status": "ok", "step_ms": {"median": 2.0}, "peak_gib": 1.0}
-    runs = [run | {"system": system, "gpus": gpus, "parallel": "ddp" if gpus > 1 else None, "tokens_per_s": rate}
-            for system, gpus, rate in (("hf", 1, 100.0), ("hf", 2, 150.0), ("tunecompile", 1, 200.0), ("tunecompile", 2, 390.0))]
-    (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]}))
+    runs = [
+        run | {"system": system, "gpus": gpus, "parallel": "ddp" if gpus > 1 else None, "tokens_per_s": rate}
+        for system, gpus, rate in (
+            ("hf", 1, 100.0),
+            ("hf", 2, 150.0),
+            ("tunecompile", 1, 200.0),
+            ("tunecompile", 2, 390.0),
+        )
+    ]
+    (tmp_path / "scaling-m.json").write_text(
+        json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]})
+    )
     text = script("report").render_scaling(tmp_path)
-    assert "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text and "iger" not in text
-    alone = [row | {"gpus": 2} for row in (run | {"system": "tunecompile", "parallel": "alone", "tokens_per_s": 400.0},
-                                           run | {"system": "hf-checkpoint", "parallel": "ddp", "tokens_per_s": 100.0}, run | {"system": "compile-layers", "parallel": "ddp", "tokens_per_s": 390.0})]
+    assert (
+        "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text
+        and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text
+        and "iger" not in text
+    )
+    alone = [
+        row | {"gpus": 2}
+        for row in (
+            run | {"system": "tunecompile", "parallel": "alone", "tokens_per_s": 400.0},
+            run | {"system": "hf-checkpoint", "parallel": "ddp", "tokens_per_s": 100.0},
+            run | {"system": "compile-layers", "parallel": "ddp", "tokens_per_s": 390.0},
+        )
+    ]
     (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs[3:], *alone]}))
     text = script("report").render_scaling(tmp_path)
-    assert "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 3.90x | 1.00x |" in text and "| none, each alone | **tunecompile** | 2 | 400 | 2.0 | 1.0 |  |  |  |" in text
+    assert (
+        "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 3.90x | 1.00x |" in text
+        and "| none, each alone | **tunecompile** | 2 | 400 | 2.0 | 1.0 |  |  |  |" in text
+    )
 
 
 def test_a_suites_result_says_what_fails_only_when_optimized_and_keeps_what_did_not_run(tmp_path):
     suites = script("suites")
     passes, fails = ("passed", "", True), ("failed", "why", False)
     plain = {"a.One::test_x": passes, "a.One::test_y": fails, "a.OneMore::test_x": passes}
-    row = suites.row("a.One", plain, {"a.One::test_x": fails, "a.One::test_y": fails, "a.One::test_new": fails, "a.OneMore::test_x": passes})
-    assert row["plain"] == {"passed": 1, "skipped": 0, "failed": 1} and row["optimized"]["failed"] == 3 and row["compiled"] == 0
+    row = suites.row(
+        "a.One",
+        plain,
+        {"a.One::test_x": fails, "a.One::test_y": fails, "a.One::test_new": fails, "a.OneMore::test_x": passes},
+    )
+    assert (
+        row["plain"] == {"passed": 1, "skipped": 0, "failed": 1}
+        and row["optimized"]["failed"] == 3
+        and row["compiled"] == 0
+    )
     assert row["faults"] == {"test_x": "why"} and set(row["fail_anyway"]) == {"test_y", "test_new"}
     given = SimpleNamespace(out=tmp_path / "out.json", suite=tmp_path, tests=["a.py"], executor="eager")
     assert suites.kept(given) == {}
-    given.out.write_text(json.dumps({"suite": tmp_path.name, "tests": ["a.py"], "executor": "eager", "classes": {"a.One": row}}))
+    given.out.write_text(
+        json.dumps({"suite": tmp_path.name, "tests": ["a.py"], "executor": "eager", "classes": {"a.One": row}})
+    )
     assert suites.kept(given) == {"a.One": row}
     given.executor = "inductor"
     assert suites.kept(given) == {}
@@ -211,7 +328,9 @@ def test_architectures_beside_themselves(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     architectures, report = script("architectures"), script("report")
     rows = [architectures.compared(("llama", mode)) for mode in ("full", "lora")]
-    assert [row["status"] for row in rows] == ["same", "same"] and all(0 < row["error"] < 1e-5 and row["rewritten"] for row in rows)
+    assert [row["status"] for row in rows] == ["same", "same"] and all(
+        0 < row["error"] < 1e-5 and row["rewritten"] for row in rows
+    )
     optimize = architectures.tunecompile.optimize
 
     def wrong(model, **options):
@@ -225,4 +344,7 @@ def test_architectures_beside_themselves(tmp_path, monkeypatch, capsys):
     rows.append(architectures.compared(("llama", "full")))
     assert rows[-1]["status"] == "not made"
     text = report.render_architectures({**architectures.header(), "runs": rows})
-    assert "1 of 2 right trained as a whole, 1 of 1 right by adapters" in text and "- gemma, trained as a whole: gradients off by" in text
+    assert (
+        "1 of 2 right trained as a whole, 1 of 1 right by adapters" in text
+        and "- gemma, trained as a whole: gradients off by" in text
+    )

@@ -14,6 +14,12 @@ import torch
 def test_in_tritons_interpreter(cases):
     pytest.importorskip("triton")
     folder = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", f"not gpu and {cases}", str(folder / "templates")], cwd=folder.parent,
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", f"not gpu and {cases}", str(folder / "templates")],
+        cwd=folder.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

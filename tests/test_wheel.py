@@ -11,8 +11,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 #: what `pip install torch` brings, by import name
-TORCH = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec",
-         "typing_extensions", "setuptools", "_distutils_hack", "numpy", "numpy.libs")
+TORCH = (
+    "torch",
+    "torchgen",
+    "functorch",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "filelock",
+    "fsspec",
+    "typing_extensions",
+    "setuptools",
+    "_distutils_hack",
+    "numpy",
+    "numpy.libs",
+)
 
 SCRIPT = """
 import sys
@@ -49,16 +64,27 @@ print("fine")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
+        check=True,
+    )
     (file,) = folder.glob("*.whl")
     return file
 
 
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for needed in ("tunecompile/__init__.py", "tunecompile/passes/__init__.py", "tunecompile/passes/recognize/lora.py",
-                   "tunecompile/templates/nf4.py", "tunecompile/ops/lora.py", "tunecompile/cli/compare/report.html.jinja",
-                   "tunecompile/report/memory_timeline.html.jinja", "tunecompile/report/explain.html.jinja", "tunecompile/runtime/telemetry.py"):
+    for needed in (
+        "tunecompile/__init__.py",
+        "tunecompile/passes/__init__.py",
+        "tunecompile/passes/recognize/lora.py",
+        "tunecompile/templates/nf4.py",
+        "tunecompile/ops/lora.py",
+        "tunecompile/cli/compare/report.html.jinja",
+        "tunecompile/report/memory_timeline.html.jinja",
+        "tunecompile/report/explain.html.jinja",
+        "tunecompile/runtime/telemetry.py",
+    ):
         assert needed in names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"tunecompile"}
@@ -71,9 +97,13 @@ def test_runs_with_torch_alone(wheel, tmp_path):
     packages.mkdir()
     for name in TORCH:
         spec = importlib.util.find_spec(name.partition(".")[0])
-        source = None if spec is None else Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        source = (
+            None if spec is None else Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        )
         source = source.with_name(name) if source is not None and "." in name else source
         if source is not None and source.exists():
             (packages / source.name).symlink_to(source)
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", SCRIPT, str(ours), str(packages)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", SCRIPT, str(ours), str(packages)], capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.strip().endswith("fine"), done.stdout + done.stderr

@@ -21,9 +21,17 @@ from tunecompile.verification import verify as verification
 __all__ = ["optimize", "report", "restore"]
 
 
-def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None, offload_dir: str | os.PathLike | None = None,
-             host_embedding: bool = False, precision: Precision | None = None, verify: bool = False,
-             executor: Executor = "inductor") -> nn.Module:
+def optimize(
+    model: nn.Module,
+    *,
+    memory: Spec = None,
+    host_memory: Spec = None,
+    offload_dir: str | os.PathLike | None = None,
+    host_embedding: bool = False,
+    precision: Precision | None = None,
+    verify: bool = False,
+    executor: Executor = "inductor",
+) -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
     Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
@@ -79,9 +87,17 @@ def optimize(model: nn.Module, *, memory: Spec = None, host_memory: Spec = None,
     host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
     if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
         return model  # before passes of installed packages are looked for
-    return attach(model, pipeline(own_passes.PIPELINE), executor=executor, precision=precision, memory=memory, host_bytes=host_bytes,
-                  offload_dir=Path(offload_dir) if offload_dir is not None else None, host_embedding=host_embedding,
-                  verify=verification.verify if verify else None)
+    return attach(
+        model,
+        pipeline(own_passes.PIPELINE),
+        executor=executor,
+        precision=precision,
+        memory=memory,
+        host_bytes=host_bytes,
+        offload_dir=Path(offload_dir) if offload_dir is not None else None,
+        host_embedding=host_embedding,
+        verify=verification.verify if verify else None,
+    )
 
 
 def report(model: nn.Module) -> Report:

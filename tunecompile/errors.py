@@ -2,10 +2,39 @@
 
 import torch
 
-__all__ = ["TunecompileError", "BadBatchShape", "CannotEstimate", "CannotMerge", "CannotVerify", "CannotWriteGguf", "InvalidOp", "InvalidPackage",
-           "InvalidPipeline", "InvalidRewrite", "LayerChanged", "LeftoverOp", "MissingExtra", "ModifiedInPlace", "NoAdapter", "NoConfig", "NoGradient", "NoPlan", "NoSecondDerivative",
-           "NoSuchPass", "NotAModule", "NotOptimized", "NothingFits", "RankLost", "StepLost", "UnknownBudget", "UnknownEntryPoint", "UnknownGpu",
-           "UnknownPrecision", "UnsafeFolder", "summary"]
+__all__ = [
+    "TunecompileError",
+    "BadBatchShape",
+    "CannotEstimate",
+    "CannotMerge",
+    "CannotVerify",
+    "CannotWriteGguf",
+    "InvalidOp",
+    "InvalidPackage",
+    "InvalidPipeline",
+    "InvalidRewrite",
+    "LayerChanged",
+    "LeftoverOp",
+    "MissingExtra",
+    "ModifiedInPlace",
+    "NoAdapter",
+    "NoConfig",
+    "NoGradient",
+    "NoPlan",
+    "NoSecondDerivative",
+    "NoSuchPass",
+    "NotAModule",
+    "NotOptimized",
+    "NothingFits",
+    "RankLost",
+    "StepLost",
+    "UnknownBudget",
+    "UnknownEntryPoint",
+    "UnknownGpu",
+    "UnknownPrecision",
+    "UnsafeFolder",
+    "summary",
+]
 
 
 def summary(error: BaseException) -> str:
@@ -69,8 +98,10 @@ class NoGradient(TunecompileError, RuntimeError):
     """Where the gradient at a training step's logits is asked for (by a hook, `retain_grad` or `torch.autograd.grad`), and the loss was computed without
     making them. Mostly in that loss's backward pass."""
 
-    template = ("{asked} asks for the gradient at logits, where none arrives: {reason}. Have them made first: call the model without labels, call "
-                "logits.retain_grad() on what it returns before anything else, and compute the loss from these logits. Or call tunecompile.restore(model).")
+    template = (
+        "{asked} asks for the gradient at logits, where none arrives: {reason}. Have them made first: call the model without labels, call "
+        "logits.retain_grad() on what it returns before anything else, and compute the loss from these logits. Or call tunecompile.restore(model)."
+    )
 
 
 class ModifiedInPlace(TunecompileError, RuntimeError):
@@ -82,8 +113,10 @@ class ModifiedInPlace(TunecompileError, RuntimeError):
 class LayerChanged(TunecompileError, RuntimeError):
     """In a backward pass under a memory budget: memory ran out, and a layer cannot be computed again as it was in the forward pass."""
 
-    template = ("Memory ran out, and {layer} had to be computed again for its backward pass, but since its forward pass {what}. Change a model (adapters, eval()) "
-                "before a step's forward pass or after its backward pass, not in between, and call one by torch.func.functional_call without memory=.")
+    template = (
+        "Memory ran out, and {layer} had to be computed again for its backward pass, but since its forward pass {what}. Change a model (adapters, eval()) "
+        "before a step's forward pass or after its backward pass, not in between, and call one by torch.func.functional_call without memory=."
+    )
 
 
 class NothingFits(TunecompileError, torch.OutOfMemoryError):
@@ -95,16 +128,20 @@ class NothingFits(TunecompileError, torch.OutOfMemoryError):
 class StepLost(TunecompileError, torch.OutOfMemoryError):
     """In a training step under a memory budget that ran out of memory, and that one process cannot repeat (ZeRO, and FSDP between its layers). The next step has a new plan."""
 
-    template = ("CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
-                "Leave this step out; the next one follows a plan that needs less: {plan}.")
+    template = (
+        "CUDA out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}. "
+        "Leave this step out; the next one follows a plan that needs less: {plan}."
+    )
 
 
 class RankLost(TunecompileError):
     """In the same place, where the other processes are there: they wait for this one in the middle of the step. No `torch.OutOfMemoryError`, since a loop
     that leaves such steps out would go on alone, and what it sends would be taken for parts of the step that the others are in."""
 
-    template = ("Rank {rank} of {ranks} ran out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}, and these wait for this "
-                "one. Let the run end (torchrun ends the others), and resume it from its last checkpoint with memory={less!r} or a smaller batch.")
+    template = (
+        "Rank {rank} of {ranks} ran out of memory. {missing} were missing, and the step cannot be repeated here: its layers {reason}, and these wait for this "
+        "one. Let the run end (torchrun ends the others), and resume it from its last checkpoint with memory={less!r} or a smaller batch."
+    )
 
 
 class InvalidRewrite(TunecompileError):
@@ -128,15 +165,19 @@ class InvalidPipeline(TunecompileError):
 class InvalidPackage(TunecompileError):
     """By `optimize` and `estimate`: passes of an installed package cannot be loaded, or their contracts do not hold."""
 
-    template = ("{package} brings passes that cannot be used: {reason}. Update the package or remove it, or leave it out: set the environment "
-                "variable TUNECOMPILE_PASSES={others}.")
+    template = (
+        "{package} brings passes that cannot be used: {reason}. Update the package or remove it, or leave it out: set the environment "
+        "variable TUNECOMPILE_PASSES={others}."
+    )
 
 
 class UnknownEntryPoint(TunecompileError, ValueError):
     """By `optimize` and `estimate`, of the environment variable TUNECOMPILE_PASSES."""
 
-    template = ("TUNECOMPILE_PASSES names {unknown}, which no installed package brings. Give names of entry points of the group tunecompile.passes, "
-                "separated by commas, or none. Installed: {known}.")
+    template = (
+        "TUNECOMPILE_PASSES names {unknown}, which no installed package brings. Give names of entry points of the group tunecompile.passes, "
+        "separated by commas, or none. Installed: {known}."
+    )
 
 
 class LeftoverOp(TunecompileError):
@@ -148,13 +189,13 @@ class LeftoverOp(TunecompileError):
 class UnknownBudget(TunecompileError, ValueError):
     """By `optimize` and `estimate`: `memory` or `host_memory` is no positive amount of bytes, no share and not "auto"."""
 
-    template = "memory={given} is no budget. Give bytes (\"20GiB\", 20 * 2**30), a share of the GPU's memory (0.8), \"auto\" for all that is free, or None."
+    template = 'memory={given} is no budget. Give bytes ("20GiB", 20 * 2**30), a share of the GPU\'s memory (0.8), "auto" for all that is free, or None.'
 
 
 class UnknownGpu(TunecompileError, ValueError):
     """By `estimate(gpu=...)` and `tunecompile plan`: no datasheet is known by that name, or one of the user's own cannot be read."""
 
-    template = "gpu={given!r}: {reason}. Known are {known}; figures that differ follow the name: \"h100,memory=94GiB\"."
+    template = 'gpu={given!r}: {reason}. Known are {known}; figures that differ follow the name: "h100,memory=94GiB".'
 
 
 class BadBatchShape(TunecompileError, ValueError):

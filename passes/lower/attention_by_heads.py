@@ -32,25 +32,49 @@ def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         if (groups := _groups(node)) > 1:
             orders = tuple(_order(value) for value in node.meta["val"])
-            expand(graph, node, functools.partial(in_turn, target=node.target, groups=groups, orders=orders, apart=_apart(node),
-                                                  options=tuple(node.kwargs.items())), context.traced)
+            expand(
+                graph,
+                node,
+                functools.partial(
+                    in_turn,
+                    target=node.target,
+                    groups=groups,
+                    orders=orders,
+                    apart=_apart(node),
+                    options=tuple(node.kwargs.items()),
+                ),
+                context.traced,
+            )
 
 
-def in_turn(*args: Any, target: Any, groups: int, orders: tuple, apart: tuple, options: tuple) -> list[torch.Tensor | None]:
+def in_turn(
+    *args: Any, target: Any, groups: int, orders: tuple, apart: tuple, options: tuple
+) -> list[torch.Tensor | None]:
     """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
     split = [argument.name in BY_HEAD for argument in target._schema.arguments]
     args = [_copy(value) if i in apart else value for i, value in enumerate(args)]
-    calls = [target(*(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)) for i in range(groups)]
+    calls = [
+        target(
+            *(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)
+        )
+        for i in range(groups)
+    ]
     return [_join(pieces, order) for pieces, order in zip(zip(*calls), orders)]
 
 
 def _apart(node: Node) -> tuple[int, ...]:
     """Which arguments get memory of their own, since they would keep that of a larger tensor: v, for one, which lies in the product q|k|v."""
-    given = {i: fake for i, source in enumerate(node.args) if isinstance(source, Node) and isinstance(fake := source.meta.get("val"), torch.Tensor)}
+    given = {
+        i: fake
+        for i, source in enumerate(node.args)
+        if isinstance(source, Node) and isinstance(fake := source.meta.get("val"), torch.Tensor)
+    }
     read: Counter[int] = Counter()
     for fake in given.values():
         read[fake.untyped_storage()._cdata] += tensor_bytes(fake)
-    return tuple(i for i, fake in given.items() if 2 * read[(whole := fake.untyped_storage())._cdata] < size_hint(whole.nbytes()))
+    return tuple(
+        i for i, fake in given.items() if 2 * read[(whole := fake.untyped_storage())._cdata] < size_hint(whole.nbytes())
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +94,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _share(tensor: torch.Tensor, i: int, groups: int) -> torch.Tensor:
     heads = tensor.shape[1] // groups
     part = tensor.narrow(1, i * heads, heads)
-    return part if tensor.dim() == 4 and tensor.shape[3] > 1 else part.contiguous()  # sums of the softmax: flash takes them to be dense
+    return (
+        part if tensor.dim() == 4 and tensor.shape[3] > 1 else part.contiguous()
+    )  # sums of the softmax: flash takes them to be dense
 
 
 def _join(pieces: tuple, order: tuple[int, ...] | None) -> torch.Tensor | None:
@@ -83,7 +109,11 @@ def _join(pieces: tuple, order: tuple[int, ...] | None) -> torch.Tensor | None:
 
 def _order(value: Any) -> tuple[int, ...] | None:
     """Dimensions from the outermost in memory to the innermost."""
-    return tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim))) if isinstance(value, torch.Tensor) and value.numel() else None
+    return (
+        tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim)))
+        if isinstance(value, torch.Tensor) and value.numel()
+        else None
+    )
 
 
 def _groups(node: Node) -> int:
@@ -95,8 +125,15 @@ def _groups(node: Node) -> int:
     given = bound(node)
     heads = [given[key].meta["val"].shape[1] for key in ("query", "key", "value", "out")]
     read = all(user.target is getitem for user in node.users)
-    if given["dropout_p"] or given.get("attn_bias") is not None or given.get("attn_mask") is not None or not read \
-            or not all(isinstance(count, int) for count in heads) or heads[1] != heads[2] or heads[0] != heads[3]:
+    if (
+        given["dropout_p"]
+        or given.get("attn_bias") is not None
+        or given.get("attn_mask") is not None
+        or not read
+        or not all(isinstance(count, int) for count in heads)
+        or heads[1] != heads[2]
+        or heads[0] != heads[3]
+    ):
         return 1
     return next((n for n in range(2, heads[1]) if heads[1] % n == 0 and needed <= n * EACH), heads[1])
 

@@ -32,7 +32,9 @@ def run(graph: Graph, context: Context) -> None:
         except Exception as error:  # the reference says the same, only slower
             if provider.run is op.reference:
                 raise
-            context.notes.append(f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}")
+            context.notes.append(
+                f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}"
+            )
             expand(graph, node, op.reference, context.traced)
 
 
@@ -43,7 +45,9 @@ def _bind(run: Callable, op: Op, node: Node) -> Callable:
         read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
         told["used"] = tuple(i in read for i in range(len(node.meta["val"])))
     if "dying" in asked:
-        told["dying"] = tuple(name for name, value in zip(op.parameters, node.args) if isinstance(value, Node) and _dies(value))
+        told["dying"] = tuple(
+            name for name, value in zip(op.parameters, node.args) if isinstance(value, Node) and _dies(value)
+        )
     return functools.partial(run, **told) if told else run
 
 
@@ -92,7 +96,11 @@ def _distinct(nodes: list[Node]) -> list:
 
     def own(node: Node) -> Any:
         value = node.meta["val"]
-        return value.detach() if isinstance(value, torch.Tensor) and owners.setdefault(id(value), node) is not node else value
+        return (
+            value.detach()
+            if isinstance(value, torch.Tensor) and owners.setdefault(id(value), node) is not node
+            else value
+        )
 
     return [own(node) for node in nodes]
 

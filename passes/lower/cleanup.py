@@ -47,7 +47,9 @@ def _origin(view: Node) -> Node | None:
     while source.target in RESHAPES:
         source = source.args[0]
     before = source.meta["val"]
-    return source if (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype) else None
+    return (
+        source if (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype) else None
+    )
 
 
 def _escapes(node: Node) -> bool:
@@ -68,7 +70,7 @@ def _piece_of(node: Node, dim: int) -> tuple[Node, int] | None:
         split = node.args[0]
         along = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
         sizes = [piece.shape[dim] for piece in split.meta["val"]]
-        return (split.args[0], sum(sizes[:node.args[1]])) if along % node.meta["val"].dim() == dim else None
+        return (split.args[0], sum(sizes[: node.args[1]])) if along % node.meta["val"].dim() == dim else None
     return None
 
 

@@ -24,10 +24,14 @@ def run(graph: Graph, context: Context) -> None:
         context.reasons.setdefault(label, {})[_reason(op, provider, values)] = None
         context.reduced += provider.precision is not None
         if provider.precision != context.precision:
-            context.notes += [f"{op.name} of {context.region} is not in {context.precision}: {reason}"
-                              for reason in op.refusals(values, context.precision).values()]
+            context.notes += [
+                f"{op.name} of {context.region} is not in {context.precision}: {reason}"
+                for reason in op.refusals(values, context.precision).values()
+            ]
     if context.precision is not None and (plain := _plain_products(graph)):
-        context.notes.append(f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be")
+        context.notes.append(
+            f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be"
+        )
 
 
 def _reason(op: Op, provider: Provider, values: list) -> str:

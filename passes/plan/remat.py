@@ -18,7 +18,9 @@ from tunecompile.planner.liveness import tensor_bytes
 
 __all__ = ["PASS"]
 
-SMALL = 1 / 16  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
+SMALL = (
+    1 / 16
+)  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -30,11 +32,17 @@ def run(graph: Graph, context: Context) -> None:
         if node.target is operator.getitem:
             policy = node.args[0].meta.get("recompute")
             if plan.recompute is not None and node.args[0] in again and _is_small(node):
-                node.meta["pinned"] = True  # the partitioner never asks what a member of a result is tagged with: see `partition`
-        elif random(node) or sends(node):  # its numbers would have to be drawn again from the same state, or all ranks would have to send again
+                node.meta["pinned"] = (
+                    True  # the partitioner never asks what a member of a result is tagged with: see `partition`
+                )
+        elif random(node) or sends(
+            node
+        ):  # its numbers would have to be drawn again from the same state, or all ranks would have to send again
             policy = CheckpointPolicy.MUST_SAVE
         elif again and (node in again or cost(node) is not Cost.MATMUL):
-            policy = CheckpointPolicy.MUST_RECOMPUTE  # also what is fused: min-cut would save it in place of the product it is made of
+            policy = (
+                CheckpointPolicy.MUST_RECOMPUTE
+            )  # also what is fused: min-cut would save it in place of the product it is made of
         else:
             policy = _POLICY.get(cost(node))
         if policy is not None:
@@ -53,7 +61,13 @@ def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> l
     (Not of what is written to: the backward would find another value there.)"""
     sources, found = set(graph.find_nodes(op="placeholder")) - written, []
     for node in graph.nodes:
-        if node.op == "call_function" and node not in backward and returns_view(node.target) and isinstance(node.args[0], Node) and node.args[0] in sources:
+        if (
+            node.op == "call_function"
+            and node not in backward
+            and returns_view(node.target)
+            and isinstance(node.args[0], Node)
+            and node.args[0] in sources
+        ):
             sources.add(node)
             found.append(node)
     return found
@@ -62,8 +76,14 @@ def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> l
 def _written(graph: Graph) -> set[Node]:
     """Inputs that the forward writes to: in the graph, or behind it, where AOTAutograd copies what the graph returns into them."""
     inside = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
-    behind = [into for made in graph.output_node().meta.get("desc") or () if (into := getattr(made, "mutated_input", None)) is not None]
-    return {place for place in graph.find_nodes(op="placeholder") if place in inside or place.meta.get("desc") in behind}
+    behind = [
+        into
+        for made in graph.output_node().meta.get("desc") or ()
+        if (into := getattr(made, "mutated_input", None)) is not None
+    ]
+    return {
+        place for place in graph.find_nodes(op="placeholder") if place in inside or place.meta.get("desc") in behind
+    }
 
 
 def _readers(written: Node, backward: set[Node]) -> list[Node]:
@@ -80,7 +100,9 @@ def _readers(written: Node, backward: set[Node]) -> list[Node]:
 
 def _is_small(member: Node) -> bool:
     value = member.args[0].meta["val"]
-    return isinstance(value, (tuple, list)) and 0 < tensor_bytes(member.meta.get("val")) <= SMALL * sum(map(tensor_bytes, value))
+    return isinstance(value, (tuple, list)) and 0 < tensor_bytes(member.meta.get("val")) <= SMALL * sum(
+        map(tensor_bytes, value)
+    )
 
 
 _POLICY = {Cost.POINTWISE: CheckpointPolicy.MUST_RECOMPUTE, Cost.MATMUL: CheckpointPolicy.MUST_SAVE}

@@ -35,7 +35,9 @@ def run(graph: Graph, context: Context) -> None:
             graph.erase_node(first)
             graph.erase_node(node)
             if context.precision in _precisions(op) - _precisions(op.tiled):
-                context.notes.append(f"{op.name} of {context.region} is not in {context.precision}: it is computed in pieces")
+                context.notes.append(
+                    f"{op.name} of {context.region} is not in {context.precision}: it is computed in pieces"
+                )
 
 
 def _replacement(graph: Graph, node: Node, old: Op, new: Op, tiles: int) -> Node:

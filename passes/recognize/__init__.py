@@ -12,4 +12,16 @@ from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
-__all__ = ["add_rms_norm", "dora", "grouped_linear", "linear_cross_entropy", "lora", "lora_mlp", "lora_nf4", "nf4", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "dora",
+    "grouped_linear",
+    "linear_cross_entropy",
+    "lora",
+    "lora_mlp",
+    "lora_nf4",
+    "nf4",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

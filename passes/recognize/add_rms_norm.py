@@ -17,7 +17,11 @@ def _alike(match: Match) -> str | None:
         return "a summand is a constant"
     if any(is_mutation(user) for user in match.outputs[1].users):  # the op saves the sum for its backward
         return "the sum is changed in place afterwards"
-    return None if residual.dtype == x.dtype and tuple(residual.shape) == tuple(x.shape) else "the summands differ in shape or dtype"
+    return (
+        None
+        if residual.dtype == x.dtype and tuple(residual.shape) == tuple(x.shape)
+        else "the summands differ in shape or dtype"
+    )
 
 
 def _build(x, residual, weight, eps, offset, round_first):
@@ -32,7 +36,11 @@ def residual_norm(x, residual, weight, eps, offset, round_first):
 
 
 def run(graph, context: Context) -> None:
-    anchors = [n for n in graph.nodes if n.target is rms_norm.overload and n.args[0].target is residual_norm.pattern.outputs[1].target]
+    anchors = [
+        n
+        for n in graph.nodes
+        if n.target is rms_norm.overload and n.args[0].target is residual_norm.pattern.outputs[1].target
+    ]
     places, refused = apply(residual_norm, graph)
     context.tallies.append(MatchCount("add_rms_norm", len(anchors), len(places), refused, places))
 

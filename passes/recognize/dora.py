@@ -17,13 +17,22 @@ def _whole(match: Match) -> str | None:
     weight, a, b = value(bound["weight"]), value(bound["a"]), value(bound["b"])
     if not isinstance(bound["scale"], (int, float)):
         return "the scale is not a constant"
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or tuple(weight.shape) != (b.shape[0], a.shape[1]) or value(match.node("eye")).shape[1] != a.shape[1]:
+    if (
+        a.dim() != 2
+        or b.dim() != 2
+        or a.shape[0] != b.shape[1]
+        or tuple(weight.shape) != (b.shape[0], a.shape[1])
+        or value(match.node("eye")).shape[1] != a.shape[1]
+    ):
         return "the adapter's shapes do not fit the weight's"
     return None
 
 
 def _build(weight, a, b, scale, match):
-    given = [proxy.detach() if value(match.bound[name]).requires_grad else proxy for name, proxy in (("weight", weight), ("a", a), ("b", b))]
+    given = [
+        proxy.detach() if value(match.bound[name]).requires_grad else proxy
+        for name, proxy in (("weight", weight), ("a", a), ("b", b))
+    ]
     return adapted_norm(*given, float(scale), dtype_of(match.outputs[0]))
 
 
@@ -35,7 +44,9 @@ def norm(weight, a, b, scale, size, device, dtype):
 
 def anchors(graph):
     """An identity that a linear reads."""
-    return [node for node in graph.nodes if node.target is torch.eye and any(user.target is linear for user in node.users)]
+    return [
+        node for node in graph.nodes if node.target is torch.eye and any(user.target is linear for user in node.users)
+    ]
 
 
 PASS = recognize("dora", [norm], anchors)

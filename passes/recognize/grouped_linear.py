@@ -14,9 +14,32 @@ from tunecompile.ops import gated_activation, lora_linear
 __all__ = ["PASS"]
 
 
-VIEWS = {"view", "view_as", "reshape", "transpose", "permute", "chunk", "split", "unflatten", "unsqueeze", "squeeze", "contiguous", "to", getitem, torch.chunk,
-         torch.split, torch.transpose, torch.unsqueeze}
-PURE = {torch.nn.functional.dropout, "to", "view", add, mul}  #: what weights, biases and inputs of an adapter's own may be made by, to stand above another's
+VIEWS = {
+    "view",
+    "view_as",
+    "reshape",
+    "transpose",
+    "permute",
+    "chunk",
+    "split",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+    "to",
+    getitem,
+    torch.chunk,
+    torch.split,
+    torch.transpose,
+    torch.unsqueeze,
+}
+PURE = {
+    torch.nn.functional.dropout,
+    "to",
+    "view",
+    add,
+    mul,
+}  #: what weights, biases and inputs of an adapter's own may be made by, to stand above another's
 
 
 def _siblings(graph: Graph) -> list[list[Node]]:
@@ -28,8 +51,12 @@ def _siblings(graph: Graph) -> list[list[Node]]:
         epoch += is_barrier(node)  # never across a mutation or a change of grad mode
         if node.target is lora_linear.overload and (y := _result(node)) is not None and not _changed_in_place(y):
             x, inputs, _, biases, *_, dtype = node.args
-            source = x.args if x.target == "to" and len(x.args) == 2 else x  # autocast gives every linear a cast of its own
-            groups.setdefault((epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y), _gated(y)), []).append(node)
+            source = (
+                x.args if x.target == "to" and len(x.args) == 2 else x
+            )  # autocast gives every linear a cast of its own
+            groups.setdefault(
+                (epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y), _gated(y)), []
+            ).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
 
 

@@ -18,7 +18,14 @@ from tunecompile.ops.linear_cross_entropy import mean_of_labelled
 
 __all__ = ["PASS"]
 
-_DEFAULTS = {"weight": None, "size_average": None, "ignore_index": -100, "reduce": None, "reduction": "mean", "label_smoothing": 0.0}
+_DEFAULTS = {
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
 _NAMES = ("input", "target", *_DEFAULTS)
 
 
@@ -73,7 +80,7 @@ def _cuts_rows(node: Node) -> bool:
     """A slice of leading dimensions that leaves the vocabulary whole."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     dims = value(node.args[0]).dim()
-    whole = all(part == slice(None) for part in index[dims - 1:])
+    whole = all(part == slice(None) for part in index[dims - 1 :])
     return len(index) <= dims and whole and all(isinstance(part, slice) for part in index)
 
 
@@ -96,7 +103,11 @@ def run(graph: Graph, context: Context) -> None:
         chain = _refuse(node, arguments) or _climb(arguments["input"])
         if not isinstance(chain, str) and len(chain[0].users) > 1:
             chain = "the logits are used elsewhere too"
-        if not isinstance(chain, str) and arguments["reduction"] == "none" and dtype_of(arguments["input"]) == torch.float64 != dtype_of(chain[0]):
+        if (
+            not isinstance(chain, str)
+            and arguments["reduction"] == "none"
+            and dtype_of(arguments["input"]) == torch.float64 != dtype_of(chain[0])
+        ):
             chain = "each row's loss is computed in torch.float64"
         if isinstance(chain, str):
             tally.refused.append(chain + where_from(node))
@@ -105,22 +116,48 @@ def run(graph: Graph, context: Context) -> None:
         if value(arguments["input"]).shape[-1] != value(product).shape[-1]:
             tally.refused.append("the vocabulary is reshaped" + where_from(node))
             continue
-        bound = {"x": product.args[0], "weight": product.args[1], "bias": product.args[2], "target": arguments["target"]}
+        bound = {
+            "x": product.args[0],
+            "weight": product.args[1],
+            "bias": product.args[2],
+            "target": arguments["target"],
+        }
         climbed = [n for n in graph.nodes if n in _between(arguments["input"], product)]
 
         def build(x, weight, bias, target):
             dtype = dtype_of(product)
-            x, weight, bias = (v if v is None or dtype_of(product.args[i]) == dtype else v.to(dtype) for i, v in enumerate((x, weight, bias)))
+            x, weight, bias = (
+                v if v is None or dtype_of(product.args[i]) == dtype else v.to(dtype)
+                for i, v in enumerate((x, weight, bias))
+            )
             for step in reversed(rows):
                 if step.target is operator.getitem:
                     x = x[_without_vocabulary(step)]
             x = x.reshape(-1, value(product.args[0]).shape[-1])
             trained = [getattr(value(v), "requires_grad", False) for v in product.args]
             op = linear_cross_entropy_rows if arguments["reduction"] == "none" else linear_cross_entropy
-            made = op(x, weight, bias, None, None, target, scale, softcap, arguments["ignore_index"], arguments["label_smoothing"], trained[0],
-                      trained[1] or trained[2])
-            loss = mean_of_labelled(made[0], target, arguments["ignore_index"]) if arguments["reduction"] == "mean" else made[0]
-            return loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
+            made = op(
+                x,
+                weight,
+                bias,
+                None,
+                None,
+                target,
+                scale,
+                softcap,
+                arguments["ignore_index"],
+                arguments["label_smoothing"],
+                trained[0],
+                trained[1] or trained[2],
+            )
+            loss = (
+                mean_of_labelled(made[0], target, arguments["ignore_index"])
+                if arguments["reduction"] == "mean"
+                else made[0]
+            )
+            return (
+                loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
+            )
 
         if (reason := replace(graph, (node,), build, bound)) is not None:
             tally.refused.append(reason + where_from(node))
@@ -132,7 +169,7 @@ def run(graph: Graph, context: Context) -> None:
 
 def _without_vocabulary(step: Node) -> tuple:
     index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
-    return tuple(index[:value(step.args[0]).dim() - 1])
+    return tuple(index[: value(step.args[0]).dim() - 1])
 
 
 def _between(last: Node, first: Node) -> set[Node]:

@@ -30,7 +30,9 @@ def _fits(match: Match) -> str | None:
 
 
 def _is_bias(bias, outputs: int) -> bool:
-    return bias is None or (isinstance(bias, torch.Tensor) and tuple(bias.shape) == (outputs,) and bias.is_floating_point())
+    return bias is None or (
+        isinstance(bias, torch.Tensor) and tuple(bias.shape) == (outputs,) and bias.is_floating_point()
+    )
 
 
 def _adapter(match: Match) -> str | None:
@@ -55,7 +57,12 @@ def _are_tokens(match: Match) -> str | None:
 def _magnitudes(match: Match) -> str | None:
     """Whether each column is multiplied by one number. The sum may have the magnitudes' dtype."""
     magnitude = value(match.bound["magnitude"])
-    if not isinstance(magnitude, torch.Tensor) or magnitude.dim() > 2 or tuple(magnitude.shape[-1:]) != tuple(value(_base(match)).shape[-1:]) or magnitude.numel() != magnitude.shape[-1]:
+    if (
+        not isinstance(magnitude, torch.Tensor)
+        or magnitude.dim() > 2
+        or tuple(magnitude.shape[-1:]) != tuple(value(_base(match)).shape[-1:])
+        or magnitude.numel() != magnitude.shape[-1]
+    ):
         return "the magnitudes are not one a column"
     return _fits(match)
 
@@ -67,7 +74,12 @@ def _rows_and_magnitudes(match: Match) -> str | None:
 def _base(match: Match):
     """The base product: the one that reads the base weight."""
     weight = match.bound["weight"]
-    return next(node for node in match.nodes.values() if (node.target, node.args[1:2]) == (linear, (weight,)) or (node.target, node.args[2:]) == (torch.addmm, (weight,)))
+    return next(
+        node
+        for node in match.nodes.values()
+        if (node.target, node.args[1:2]) == (linear, (weight,))
+        or (node.target, node.args[2:]) == (torch.addmm, (weight,))
+    )
 
 
 def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
@@ -80,7 +92,10 @@ def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
 
 def _build_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude, match):
     """(m - 1) base + m delta, beside base: m times the adapted product, which is rounded once. The bias is not multiplied."""
-    made, dtype = _product(x, weight, None, a, b, scale, adapter_input, match) * magnitude, torch.promote_types(dtype_of(_base(match)), dtype_of(match.bound["magnitude"]))
+    made, dtype = (
+        _product(x, weight, None, a, b, scale, adapter_input, match) * magnitude,
+        torch.promote_types(dtype_of(_base(match)), dtype_of(match.bound["magnitude"])),
+    )
     if bias is not None:
         made, dtype = made + bias, torch.promote_types(dtype, dtype_of(match.bound["bias"]))
     return _to(made, dtype, dtype_of(match.outputs[0]))
@@ -92,10 +107,22 @@ def _product(x, weight, bias, a, b, scale, adapter_input, match):
     down = next(node for node in match.nodes.values() if node.target is linear and node.args[1] is match.bound["a"])
     if base.target is torch.addmm:
         weight = weight.t()
-    own = [] if _source(match.bound["adapter_input"]) is _source(source) else [_to(adapter_input, dtype_of(match.bound["adapter_input"]), dtype_of(down))]
+    own = (
+        []
+        if _source(match.bound["adapter_input"]) is _source(source)
+        else [_to(adapter_input, dtype_of(match.bound["adapter_input"]), dtype_of(down))]
+    )
     rows = _to(x, dtype_of(source), dtype)
-    made = lora_linear(rows, own, [_to(weight, dtype_of(match.bound["weight"]), dtype)], [] if bias is None else [bias], [a], [b], [float(scale)],
-                       torch.promote_types(dtype_of(down), dtype))  # where x is wider than the adapters, casting them is cheaper and more exact
+    made = lora_linear(
+        rows,
+        own,
+        [_to(weight, dtype_of(match.bound["weight"]), dtype)],
+        [] if bias is None else [bias],
+        [a],
+        [b],
+        [float(scale)],
+        torch.promote_types(dtype_of(down), dtype),
+    )  # where x is wider than the adapters, casting them is cheaper and more exact
     return made[0]
 
 
@@ -137,13 +164,18 @@ def behind_bias(x, weight, bias, a, b, scale, adapter_input, own_bias):
 
 @rewrite("adapter_of_rows_then_rounded", to=_build, where=_rows)
 def of_rows_then_rounded(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape, dtype):
-    return (cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale, own_bias)).to(dtype)
+    return (
+        cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape))
+        + _delta(adapter_input, a, b, scale, own_bias)
+    ).to(dtype)
 
 
 @rewrite("adapter_of_rows", to=_build, where=_rows)
 def of_rows(x, weight, bias, a, b, scale, adapter_input, own_bias, width, shape):
     """The weight is [in, out], and tokens are rows (GPT-2)."""
-    return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(adapter_input, a, b, scale, own_bias)
+    return cast(torch.addmm(bias, cast(x).view(-1, width), weight).view(shape)) + _delta(
+        adapter_input, a, b, scale, own_bias
+    )
 
 
 def _magnified(base, unbiased, a, b, scale, adapter_input, magnitude):
@@ -158,8 +190,13 @@ def with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude):
     return _magnified(base, base - bias, a, b, scale, adapter_input, magnitude)
 
 
-@rewrite("adapter_with_magnitudes_without_bias", to=lambda x, weight, a, b, scale, adapter_input, magnitude, match:
-         _build_with_magnitudes(x, weight, None, a, b, scale, adapter_input, magnitude, match), where=_magnitudes)
+@rewrite(
+    "adapter_with_magnitudes_without_bias",
+    to=lambda x, weight, a, b, scale, adapter_input, magnitude, match: _build_with_magnitudes(
+        x, weight, None, a, b, scale, adapter_input, magnitude, match
+    ),
+    where=_magnitudes,
+)
 def with_magnitudes_without_bias(x, weight, a, b, scale, adapter_input, magnitude):
     base = cast(linear(cast(x), weight, None))
     return _magnified(base, base, a, b, scale, adapter_input, magnitude)
@@ -182,5 +219,18 @@ def anchors(graph):
     return found
 
 
-PASS = recognize("lora", [then_rounded, behind_bias_then_rounded, of_rows_then_rounded, adapter, behind_bias, of_rows,
-                          with_magnitudes, with_magnitudes_without_bias, of_rows_with_magnitudes], anchors)
+PASS = recognize(
+    "lora",
+    [
+        then_rounded,
+        behind_bias_then_rounded,
+        of_rows_then_rounded,
+        adapter,
+        behind_bias,
+        of_rows,
+        with_magnitudes,
+        with_magnitudes_without_bias,
+        of_rows_with_magnitudes,
+    ],
+    anchors,
+)

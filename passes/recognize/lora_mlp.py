@@ -28,7 +28,13 @@ def _half(node: Node) -> tuple[Node, int] | None:
         return None
     split, index = node.args
     y = split.args[0]
-    if y.target is not getitem or y.args[1] != 0 or y.args[0].target not in _LINEARS or len(y.users) != 1 or len(split.users) != 2:
+    if (
+        y.target is not getitem
+        or y.args[1] != 0
+        or y.args[0].target not in _LINEARS
+        or len(y.users) != 1
+        or len(split.users) != 2
+    ):
         return None
     return (y.args[0], index) if len(y.args[0].users) == 1 else None
 
@@ -37,11 +43,39 @@ def _members(linear: Node) -> dict[str, list]:
     """An adapted linear's arguments by the names of `lora_mlp`, with what must agree under "same"."""
     if linear.target is lora_linear.overload:
         x, inputs, weights, biases, a, b, scales, dtype = linear.args
-        return dict(x=x, own=[*inputs, *biases], weights=list(weights), packed=[], absmax=[], code=[], scale=[], offset=[], a=a, b=b, scales=scales,
-                    rows=[value(w).shape[0] for w in weights], same=(dtype, 0, ""))
-    x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type = linear.args
-    return dict(x=x, own=[*inputs, *biases], weights=[], packed=packed, absmax=absmax, code=code, scale=scale, offset=offset, a=a, b=b, scales=scales,
-                rows=rows, same=(dtype, blocksize, quant_type))
+        return dict(
+            x=x,
+            own=[*inputs, *biases],
+            weights=list(weights),
+            packed=[],
+            absmax=[],
+            code=[],
+            scale=[],
+            offset=[],
+            a=a,
+            b=b,
+            scales=scales,
+            rows=[value(w).shape[0] for w in weights],
+            same=(dtype, 0, ""),
+        )
+    x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type = (
+        linear.args
+    )
+    return dict(
+        x=x,
+        own=[*inputs, *biases],
+        weights=[],
+        packed=packed,
+        absmax=absmax,
+        code=code,
+        scale=scale,
+        offset=offset,
+        a=a,
+        b=b,
+        scales=scales,
+        rows=rows,
+        same=(dtype, blocksize, quant_type),
+    )
 
 
 def _mode_changes(first: Node, last: Node) -> bool:
@@ -56,7 +90,10 @@ def _mode_changes(first: Node, last: Node) -> bool:
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; the reason if it is nearly one; None if it is none."""
     act = _through_casts(down.args[0])
-    if act.target is not gated_activation.overload or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1:
+    if (
+        act.target is not gated_activation.overload
+        or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1
+    ):
         return None
     halves = [_half(_through_casts(side)) for side in act.args[:2]]
     if None in halves or halves[0][0] is not halves[1][0]:
@@ -70,13 +107,20 @@ def _match(down: Node) -> tuple | str | None:
         return "autograd or autocast is switched, or a value changed in place, between them"
     if wide["own"] or narrow["own"]:
         return "a projection has a bias, or its adapter dropout"
-    if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]) or bool(wide["weights"]) != bool(narrow["weights"]):
+    if (
+        wide["same"] != narrow["same"]
+        or bool(wide["code"]) != bool(narrow["code"])
+        or bool(wide["weights"]) != bool(narrow["weights"])
+    ):
         return "the projections' weights differ in format"
     if wide["same"][0] != value(wide["x"]).dtype or value(act).dtype != value(wide["x"]).dtype or len(act.users) != 1:
         return "adapters or activation are computed in another dtype, or the activation is read elsewhere too"
     if any(user.target is not getitem or user.args[1] != 0 for user in down.users):
         return "the inner product of down's adapter is read elsewhere too"
-    joined = [[*wide[name], *narrow[name]] for name in ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")]
+    joined = [
+        [*wide[name], *narrow[name]]
+        for name in ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")
+    ]
     return (wide["x"], *joined, *wide["same"][1:], act.args[2])
 
 
@@ -87,7 +131,10 @@ def run(graph: Graph, context: Context) -> None:
         if isinstance(match, str):
             tally.found += 1
             tally.refused.append(match + where_from(down))
-        elif match is not None and lora_mlp.choose(torch.fx.map_arg(match, value), context.precision).run is not lora_mlp.reference:
+        elif (
+            match is not None
+            and lora_mlp.choose(torch.fx.map_arg(match, value), context.precision).run is not lora_mlp.reference
+        ):
             tally.found += 1
             tally.rewritten += 1
             _replace(graph, down, match)

@@ -36,7 +36,10 @@ def run(graph: Graph, context: Context) -> None:
         tensors = [[w.args[i] for w in weights] if nested or i < 2 else [] for i in range(5)]
         rows, (blocksize, quant_type) = [w.args[5] for w in weights], weights[0].args[7:9]
         with graph.inserting_before(node):
-            new = graph.call_function(lora_linear_nf4.overload, (x, inputs, *tensors, biases, a, b, scales, dtype, rows, blocksize, quant_type))
+            new = graph.call_function(
+                lora_linear_nf4.overload,
+                (x, inputs, *tensors, biases, a, b, scales, dtype, rows, blocksize, quant_type),
+            )
         annotate(new, node)
         node.replace_all_uses_with(new)
         erase_dead(graph, [node, *weights])
@@ -44,4 +47,6 @@ def run(graph: Graph, context: Context) -> None:
     context.tallies.append(tally)
 
 
-PASS = Pass("lora_nf4", "recognize", run, requires=frozenset({"grouped_linear", "nf4"}), provides=frozenset({"lora_nf4"}))
+PASS = Pass(
+    "lora_nf4", "recognize", run, requires=frozenset({"grouped_linear", "nf4"}), provides=frozenset({"lora_nf4"})
+)

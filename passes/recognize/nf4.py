@@ -15,11 +15,25 @@ from tunecompile.ops.nf4 import CODES
 
 __all__ = ["PASS"]
 
-_PARAMETERS = ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias", "absmax_8bit", "absmax_code", "absmax_offset")
+_PARAMETERS = (
+    "A",
+    "B",
+    "shapeB",
+    "absmax",
+    "blocksize",
+    "quant_type",
+    "bias",
+    "absmax_8bit",
+    "absmax_code",
+    "absmax_offset",
+)
 
 
 def _is_gemm(node: Node) -> bool:
-    return node.op == "call_function" and str(node.target) in ("bitsandbytes.gemm_4bit.default", "bitsandbytes.gemm_4bit")
+    return node.op == "call_function" and str(node.target) in (
+        "bitsandbytes.gemm_4bit.default",
+        "bitsandbytes.gemm_4bit",
+    )
 
 
 def _arguments(node: Node) -> dict:
@@ -49,7 +63,9 @@ def _refuse(arguments: dict) -> str | None:
     shape, blocksize = arguments["shapeB"], arguments["blocksize"]
     if arguments["quant_type"] not in CODES:
         return f"quantisation {arguments['quant_type']!r} is unknown"
-    if isinstance(shape, Node) or isinstance(blocksize, Node):  # the graph of a piece of a layer, broken in the middle of bitsandbytes' code
+    if isinstance(shape, Node) or isinstance(
+        blocksize, Node
+    ):  # the graph of a piece of a layer, broken in the middle of bitsandbytes' code
         return "the weight's shape is no constant"
     if math.prod(shape) % blocksize:
         return "the last block is not full"
@@ -58,12 +74,24 @@ def _refuse(arguments: dict) -> str | None:
     return None
 
 
-def _build(A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype, storage):
+def _build(
+    A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype, storage
+):
     nested = absmax_8bit is not None
     if storage != torch.uint8:  # bnb_4bit_quant_storage, which FSDP asks for: the same bytes
         B = B.view(torch.uint8).reshape(-1, 1)
-    weight = dequantize_4bit(B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None, absmax_offset,
-                             rows, columns, blocksize, quant_type, dtype)
+    weight = dequantize_4bit(
+        B,
+        absmax_8bit if nested else absmax,
+        absmax_code,
+        absmax if nested else None,
+        absmax_offset,
+        rows,
+        columns,
+        blocksize,
+        quant_type,
+        dtype,
+    )
     return linear(A, weight, bias)
 
 
@@ -83,7 +111,12 @@ def run(graph: Graph, context: Context) -> None:
             continue
         rows, columns = arguments.pop("shapeB")
         output = next(user for user in node.users if user.args[1] == 0) if function else node
-        arguments |= {"rows": rows, "columns": columns, "dtype": dtype_of(arguments["A"]), "storage": dtype_of(arguments["B"])}
+        arguments |= {
+            "rows": rows,
+            "columns": columns,
+            "dtype": dtype_of(arguments["A"]),
+            "storage": dtype_of(arguments["B"]),
+        }
         if (reason := replace(graph, (output,), _build, arguments)) is not None:
             tally.refused.append(reason + where_from(node))
             continue
@@ -93,5 +126,3 @@ def run(graph: Graph, context: Context) -> None:
 
 
 PASS = Pass("nf4", "recognize", run, provides=frozenset({"nf4"}))
-
-

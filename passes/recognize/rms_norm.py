@@ -52,7 +52,11 @@ def after_rounding(x, weight, eps):
     return weight * cast(_norm(x, eps))
 
 
-@rewrite("offset_then_rounded", to=lambda x, weight, eps, offset: op(x, weight, eps, float(offset), False), where=_rounded_once)
+@rewrite(
+    "offset_then_rounded",
+    to=lambda x, weight, eps, offset: op(x, weight, eps, float(offset), False),
+    where=_rounded_once,
+)
 def offset_cast(x, weight, eps, offset, dtype):
     return (_norm(x, eps) * (offset + cast(weight))).to(dtype)
 
@@ -84,4 +88,6 @@ def anchors(graph):
     return [node for node in graph.nodes if node.op == "call_function" and node.target in (torch.rsqrt, F.rms_norm)]
 
 
-PASS = recognize("rms_norm", [offset_cast, offset, then_rounded, after_rounding, torch_norm], anchors)  # 1 + w could be taken for a weight
+PASS = recognize(
+    "rms_norm", [offset_cast, offset, then_rounded, after_rounding, torch_norm], anchors
+)  # 1 + w could be taken for a weight

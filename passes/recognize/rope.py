@@ -28,7 +28,9 @@ def rotate_half(x, cos, sin, half):
 
 def _as_the_op_has_it(match: Match, dtype: torch.dtype) -> str | None:
     """Whether a rotation in `dtype` gives what the op does, which has no gradient for its tables."""
-    x, cos, sin, out = (value(node) for node in (match.bound["x"], match.bound["cos"], match.bound["sin"], match.outputs[0]))
+    x, cos, sin, out = (
+        value(node) for node in (match.bound["x"], match.bound["cos"], match.bound["sin"], match.outputs[0])
+    )
     if tuple(out.shape) != tuple(x.shape):
         return "cos and sin are larger than x"
     if not isinstance(cos, torch.Tensor) or not isinstance(sin, torch.Tensor):
@@ -42,10 +44,18 @@ def _half_tables(match: Match) -> str | None:
     x, cos, sin = (value(match.bound[name]) for name in ("x", "cos", "sin"))
     if (reason := _as_the_op_has_it(match, x.dtype)) is not None:
         return reason
-    return "not halves" if match.bound.get("two", 2) != 2 or cos.shape[-1] * 2 != x.shape[-1] or sin.shape[-1] != cos.shape[-1] else None
+    return (
+        "not halves"
+        if match.bound.get("two", 2) != 2 or cos.shape[-1] * 2 != x.shape[-1] or sin.shape[-1] != cos.shape[-1]
+        else None
+    )
 
 
-@rewrite("halves_apart", where=_half_tables, to=lambda x, cos, sin: op(x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False))
+@rewrite(
+    "halves_apart",
+    where=_half_tables,
+    to=lambda x, cos, sin: op(x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False),
+)
 def halves_apart(x, cos, sin, two):
     parts = torch.chunk(x, two, -1)
     first, second = parts[0], parts[1]
@@ -58,7 +68,11 @@ def _split(match: Match) -> str | None:
     if not isinstance(width, int) or width % 2:
         return "the width is no even number"
     beside = _every_second(first, 0, width, rank) and _every_second(second, 1, width, rank)
-    return _half_tables(match) if beside or _are_halves(first, second, width, rank) else "split into neither halves nor every second element"
+    return (
+        _half_tables(match)
+        if beside or _are_halves(first, second, width, rank)
+        else "split into neither halves nor every second element"
+    )
 
 
 def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
@@ -72,7 +86,11 @@ def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
 def _joined(x, cos, sin, first, second, match):
     """Pairs that lie beside each other become halves, as the model has them behind the rotation."""
     width, rank = value(match.bound["x"]).shape[-1], value(match.bound["x"]).dim()
-    halves = x if _are_halves(match.bound["first"], match.bound["second"], width, rank) else torch.cat((x[first], x[second]), -1)
+    halves = (
+        x
+        if _are_halves(match.bound["first"], match.bound["second"], width, rank)
+        else torch.cat((x[first], x[second]), -1)
+    )
     return op(halves, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False)
 
 
@@ -90,7 +108,9 @@ def _pairs(match: Match) -> str | None:
         return "not split into every second element and those between"
     if not _beside_again(bound, rank):
         return "not stacked into pairs that lie beside each other"
-    if not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, x.dtype) != dtype:  # a narrower one rounds each gradient before their sum
+    if (
+        not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, x.dtype) != dtype
+    ):  # a narrower one rounds each gradient before their sum
         return "not cast to a wider dtype"
     return _as_the_op_has_it(match, dtype)
 
@@ -105,12 +125,19 @@ def _last_slice(index: Any, rank: int) -> slice | None:
     """How an index takes the last dim, if that is a slice, and it takes all of the others."""
     *others, last = index if isinstance(index, tuple) and index else (index,)
     whole = all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in others)
-    return last if isinstance(last, slice) and whole and (any(item is ... for item in others) or len(others) == rank - 1) else None
+    return (
+        last
+        if isinstance(last, slice) and whole and (any(item is ... for item in others) or len(others) == rank - 1)
+        else None
+    )
 
 
 def _beside_again(bound: dict[str, Any], rank: int) -> bool:
     """Whether what is stacked and flattened become pairs that lie beside each other."""
-    return _dim(bound["dim"], rank + 1) == rank and (_dim(bound["start"], rank + 1), _dim(bound["end"], rank + 1)) == (rank - 1, rank)
+    return _dim(bound["dim"], rank + 1) == rank and (_dim(bound["start"], rank + 1), _dim(bound["end"], rank + 1)) == (
+        rank - 1,
+        rank,
+    )
 
 
 def _dim(dim: Any, rank: int) -> int | None:
@@ -119,7 +146,9 @@ def _dim(dim: Any, rank: int) -> int | None:
 
 
 def turned(x, first, second, dim, start, end):
-    return torch.stack((-x[second], x[first]), dim).flatten(start, end)  # in as many spellings as there are: the guard reads them
+    return torch.stack((-x[second], x[first]), dim).flatten(
+        start, end
+    )  # in as many spellings as there are: the guard reads them
 
 
 @rewrite("pairs", to=lambda x, cos, sin: op(x, cos, sin, True), where=_pairs)
@@ -136,9 +165,15 @@ def pairs_cast(x, cos, sin, dtype, first, second, dim, start, end):
 def _pairs_of_slices(match: Match) -> str | None:
     x = value(match.bound["x"])
     width, rank = x.shape[-1], x.dim()
-    if not isinstance(width, int) or not _every_second(match.bound["first"], 0, width, rank) or not _every_second(match.bound["second"], 1, width, rank):
+    if (
+        not isinstance(width, int)
+        or not _every_second(match.bound["first"], 0, width, rank)
+        or not _every_second(match.bound["second"], 1, width, rank)
+    ):
         return "not split into every second element and those between"
-    return _half_tables(match) if _beside_again(match.bound, rank) else "not stacked into pairs that lie beside each other"
+    return (
+        _half_tables(match) if _beside_again(match.bound, rank) else "not stacked into pairs that lie beside each other"
+    )
 
 
 @rewrite("pairs_of_slices", to=lambda x, cos, sin: op(x, _twice(cos), _twice(sin), True), where=_pairs_of_slices)
@@ -147,7 +182,12 @@ def pairs_of_slices(x, cos, sin, first, second, dim, start, end):
 
 
 def _complex(match: Match) -> str | None:
-    x, turns, out, rank = value(match.bound["x"]), value(match.bound["turns"]), value(match.outputs[0]), value(match.bound["x"]).dim()
+    x, turns, out, rank = (
+        value(match.bound["x"]),
+        value(match.bound["turns"]),
+        value(match.outputs[0]),
+        value(match.bound["x"]).dim(),
+    )
     if not isinstance(turns, torch.Tensor) or not turns.is_complex() or turns.requires_grad or turns.is_conj():
         return "what turns is no plain complex tensor, or needs a gradient"
     if (_dim(match.bound["start"], rank + 1), _dim(match.bound["end"], rank + 1)) != (rank - 1, rank):
@@ -175,7 +215,9 @@ def complex_numbers(x, turns, start, end):
 
 def _is_turned(node):
     product = node.args[0] if node.target is torch.view_as_real else None
-    return getattr(product, "target", None) is operator.mul and any(getattr(side, "target", None) is torch.view_as_complex for side in product.args)
+    return getattr(product, "target", None) is operator.mul and any(
+        getattr(side, "target", None) is torch.view_as_complex for side in product.args
+    )
 
 
 def anchors(graph):
@@ -191,4 +233,6 @@ def anchors(graph):
     return found
 
 
-PASS = recognize("rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, pairs_of_slices, complex_numbers], anchors)
+PASS = recognize(
+    "rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, pairs_of_slices, complex_numbers], anchors
+)

@@ -22,6 +22,7 @@ def shows(name: str, *raises: type[Exception]):
 @shows("MIX_ORDER_REDUCTION")
 def test_mix_order_reduction():
     """Two norms whose scales and shifts are slices of one parameter, on enough rows for Inductor to join their reductions."""
+
     def norms(x, table):
         first, shift, second, other = table.chunk(4, dim=1)
         x = x + F.layer_norm(x, x.shape[-1:]) * (1 + first) + shift
@@ -35,7 +36,10 @@ def test_mix_order_reduction():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (8, 9), reason="needs a GPU of the Ada generation")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (8, 9),
+    reason="needs a GPU of the Ada generation",
+)
 @shows("ROW_SCALES_ON_ADA")
 def test_row_scales_on_ada():
     """What is queued on a stream has to wait for what stands before it there. (Few rows: many hang the GPU.)"""
@@ -54,10 +58,15 @@ def test_row_scales_on_ada():
 def test_grouped_mm_in_fp32():
     rows, weights, ends = torch.randn(8, 16), torch.randn(2, 16, 8), torch.tensor([3, 8], dtype=torch.int32)
     expected = torch._grouped_mm(rows, weights, offs=ends)
-    torch.testing.assert_close(torch.compile(lambda *args: torch._grouped_mm(*args), backend="eager")(rows, weights, ends), expected)
+    torch.testing.assert_close(
+        torch.compile(lambda *args: torch._grouped_mm(*args), backend="eager")(rows, weights, ends), expected
+    )
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX512: bitsandbytes has code of its own for these")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="needs a CPU with AVX512: bitsandbytes has code of its own for these",
+)
 @shows("BLOCKS_ACROSS_ROWS")
 def test_blocks_across_rows():
     packed, state, values = quantized(8, 160)
@@ -87,7 +96,9 @@ def test_packed_for_evaluation():
 
 def quantized(rows: int, columns: int):
     """(codes, what bitsandbytes knows of them, the values they stand for)."""
-    packed, state = pytest.importorskip("bitsandbytes").functional.quantize_4bit(torch.randn(rows, columns), blocksize=64, quant_type="nf4")
+    packed, state = pytest.importorskip("bitsandbytes").functional.quantize_4bit(
+        torch.randn(rows, columns), blocksize=64, quant_type="nf4"
+    )
     codes = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), -1).reshape(-1)
     return packed, state, (state.code[codes.long()] * state.absmax.repeat_interleave(64)).reshape(rows, columns)
 
@@ -95,12 +106,28 @@ def quantized(rows: int, columns: int):
 @pytest.mark.parametrize("name", known_bugs.FAULTS)
 def test_every_fault_is_shown_and_avoided(name):
     assert f"test_{name.lower()}" in globals()
-    sources = [path for folder in ("tunecompile", "passes", "templates") for path in (ROOT / folder).rglob("*.py") if path.name != "known_bugs.py"]
-    assert any(name in path.read_text(encoding="utf-8") for path in sources), "nothing asks for it any more: leave it out"
+    sources = [
+        path
+        for folder in ("tunecompile", "passes", "templates")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "known_bugs.py"
+    ]
+    assert any(name in path.read_text(encoding="utf-8") for path in sources), (
+        "nothing asks for it any more: leave it out"
+    )
 
 
-@pytest.mark.parametrize("version, present", [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.15.0a0+git1234567", True), ("2.15.0", False),
-                                              (None, False)])
+@pytest.mark.parametrize(
+    "version, present",
+    [
+        ("2.9.1", False),
+        ("2.10.0", True),
+        ("2.13.0+cpu", True),
+        ("2.15.0a0+git1234567", True),
+        ("2.15.0", False),
+        (None, False),
+    ],
+)
 def test_a_fault_is_where_its_versions_say(version, present, monkeypatch):
     monkeypatch.setattr(known_bugs, "installed", lambda package: version and known_bugs.TorchVersion(version))
     assert known_bugs.Fault("torch", "It fails", "It is left out", since=(2, 10), fixed=(2, 15)).present == present

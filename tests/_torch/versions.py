@@ -17,11 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SETS = {"oldest": ("constraints-oldest.txt", ".venv-oldest/bin/python"), "tested": ("constraints.txt", sys.executable),
-        "newest": ("constraints-newest.txt", ".venv-newest/bin/python")}
+SETS = {
+    "oldest": ("constraints-oldest.txt", ".venv-oldest/bin/python"),
+    "tested": ("constraints.txt", sys.executable),
+    "newest": ("constraints-newest.txt", ".venv-newest/bin/python"),
+}
 SHOWN = ("torch", "transformers", "peft", "bitsandbytes", "trl")  #: of each set, in the table
-QUICK = ("runtime/test_attach.py", "models/test_families.py", "models/test_adapters.py", "models/test_trainers.py", "passes/test_nf4.py",
-         "_torch/test_known_bugs.py")
+QUICK = (
+    "runtime/test_attach.py",
+    "models/test_families.py",
+    "models/test_adapters.py",
+    "models/test_trainers.py",
+    "passes/test_nf4.py",
+    "_torch/test_known_bugs.py",
+)
 
 
 def pins(file: str) -> dict[str, str]:
@@ -76,10 +85,33 @@ def run(python: str) -> Outcome:
     """All rows of the golden table, those that are slow too, and the quick tests."""
     begin, texts = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        for number, arguments in enumerate((["-m", "not gpu", "tests/models/test_golden.py"], ["-m", "not gpu and not slow", *(f"tests/{file}" for file in QUICK)])):
+        for number, arguments in enumerate(
+            (
+                ["-m", "not gpu", "tests/models/test_golden.py"],
+                ["-m", "not gpu and not slow", *(f"tests/{file}" for file in QUICK)],
+            )
+        ):
             report = Path(folder, f"{number}.xml")
-            subprocess.run([ROOT / python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal",
-                            f"--junitxml={report}", *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+            subprocess.run(
+                [
+                    ROOT / python,
+                    "-m",
+                    "pytest",
+                    "-p",
+                    "no:cacheprovider",
+                    "-n",
+                    "auto",
+                    "--maxprocesses",
+                    "4",
+                    "--dist",
+                    "worksteal",
+                    f"--junitxml={report}",
+                    *arguments,
+                ],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                check=False,
+            )
             texts.append(report.read_text(encoding="utf-8") if report.exists() else "")
     return read(texts, time.monotonic() - begin)
 
@@ -94,8 +126,15 @@ def show(outcomes: dict[str, Outcome]) -> None:
         found = pins(SETS[name][0])
         good = f"{outcome.families} of {outcome.families + len(outcome.differs)}"
         tests = f"{outcome.passed} of {outcome.passed + len(outcome.failed)}, {outcome.skipped} skipped"
-        table.add_row(name, *(found[package] for package in SHOWN), *(f"[{'red' if bad else 'green'}]{text}" for bad, text in ((outcome.differs, good), (outcome.failed, tests))),
-                      f"{outcome.seconds / 60:.1f}")
+        table.add_row(
+            name,
+            *(found[package] for package in SHOWN),
+            *(
+                f"[{'red' if bad else 'green'}]{text}"
+                for bad, text in ((outcome.differs, good), (outcome.failed, tests))
+            ),
+            f"{outcome.seconds / 60:.1f}",
+        )
     console = Console()
     console.print(table)
     for name, outcome in outcomes.items():

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 def versions(monkeypatch):
     """Which versions are installed, as the test says."""
     known = {}
-    monkeypatch.setattr(known_bugs, "installed", lambda package: TorchVersion(known[package]) if known.get(package) else None)
+    monkeypatch.setattr(
+        known_bugs, "installed", lambda package: TorchVersion(known[package]) if known.get(package) else None
+    )
     return known
 
 
@@ -32,7 +34,9 @@ def versions(monkeypatch):
 def nvml(monkeypatch):
     """A driver for CUDA 12.8 with one GPU, whatever torch can do with it."""
     library = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "570.1", nvmlSystemGetCudaDriverVersion=lambda: 12080)
-    fake = SimpleNamespace(handles=[object()], missing=None, library=library, gpus=lambda: (GpuReading(0, "", "H200", 0, 1 << 37, 0),))
+    fake = SimpleNamespace(
+        handles=[object()], missing=None, library=library, gpus=lambda: (GpuReading(0, "", "H200", 0, 1 << 37, 0),)
+    )
     monkeypatch.setattr(doctor, "Nvml", lambda: fake)
 
 
@@ -41,36 +45,59 @@ def test_this_machine_passes():
     shown, told = CliRunner().invoke(app, ["doctor"]), CliRunner().invoke(app, ["doctor", "--json"])
     lines = json.loads(told.output)
     assert shown.exit_code == told.exit_code == 0, shown.output
-    assert [line["name"] for line in lines] == [name for name, _ in doctor.checks()] and all(line["name"] in shown.output for line in lines)
+    assert [line["name"] for line in lines] == [name for name, _ in doctor.checks()] and all(
+        line["name"] in shown.output for line in lines
+    )
     assert all(set(line) == {"name", "status", "found", "mend"} and line["found"] for line in lines)
     if not torch.cuda.is_available():
-        assert all("no GPU" in line["found"] for line in lines if line["name"] in ("GPU", "driver", "Triton kernel", "pinned memory", "NCCL"))
+        assert all(
+            "no GPU" in line["found"]
+            for line in lines
+            if line["name"] in ("GPU", "driver", "Triton kernel", "pinned memory", "NCCL")
+        )
 
 
 def test_what_is_supported_is_what_the_package_asks_for():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = " ".join([*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)])
+    asked = " ".join(
+        [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    )
     oldest = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
     for name, least in doctor.SUPPORTED.items():
         assert re.search(rf"\b{name}>={least}(?![.\d])", asked) and re.search(rf"^{name}=={least}\b", oldest, re.M)
-    assert all(re.search(rf"\b{name}>=", " ".join(project["optional-dependencies"][extra])) for name, extra in doctor.OPTIONAL.items())
+    assert all(
+        re.search(rf"\b{name}>=", " ".join(project["optional-dependencies"][extra]))
+        for name, extra in doctor.OPTIONAL.items()
+    )
 
 
 def test_packages(versions):
     versions |= {"peft": "0.17.1", "trl": "99.0"}
-    assert doctor.package("peft") == doctor.Line("peft", "fail", "0.17.1, and 0.18 is the oldest supported", "Update it: pip install -U 'peft>=0.18'")
+    assert doctor.package("peft") == doctor.Line(
+        "peft", "fail", "0.17.1, and 0.18 is the oldest supported", "Update it: pip install -U 'peft>=0.18'"
+    )
     assert doctor.package("trl").status == "ok" and doctor.package("transformers").found.startswith("not installed")
 
 
-@pytest.mark.parametrize(("installed", "asked", "gpu", "status", "says"), [
-    ("3.5.1", "3.6.0", True, "fail", "pip install triton==3.6.0"), ("3.6.0", "3.6.0", True, "ok", ""), (None, "3.6.0", True, "fail", "pip install triton==3.6.0"),
-    (None, None, False, "ok", ""), ("3.9.0", None, False, "ok", ""),
-])
+@pytest.mark.parametrize(
+    ("installed", "asked", "gpu", "status", "says"),
+    [
+        ("3.5.1", "3.6.0", True, "fail", "pip install triton==3.6.0"),
+        ("3.6.0", "3.6.0", True, "ok", ""),
+        (None, "3.6.0", True, "fail", "pip install triton==3.6.0"),
+        (None, None, False, "ok", ""),
+        ("3.9.0", None, False, "ok", ""),
+    ],
+)
 def test_triton(monkeypatch, versions, installed, asked, gpu, status, says):
     versions["triton"] = installed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["filelock", *([f'triton=={asked}; platform_system == "Linux"'] if asked else [])])
+    monkeypatch.setattr(
+        doctor.metadata,
+        "requires",
+        lambda _: ["filelock", *([f'triton=={asked}; platform_system == "Linux"'] if asked else [])],
+    )
     line = doctor.triton()
     assert line.status == status and says in line.mend, line
 
@@ -97,14 +124,21 @@ def test_generations_of_gpus(monkeypatch, nvml, capability, status):
 
 def test_bitsandbytes_without_its_library(monkeypatch):
     cextension = pytest.importorskip("bitsandbytes.cextension")
-    monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("CUDA binary not found at libbitsandbytes_cuda99.so"))
+    monkeypatch.setattr(
+        cextension,
+        "lib",
+        cextension.ErrorHandlerMockBNBNativeLibrary("CUDA binary not found at libbitsandbytes_cuda99.so"),
+    )
     line = doctor.bitsandbytes()
     assert line.status == "fail" and "cuda99" in line.found and "BNB_CUDA_VERSION" in line.mend
 
 
 def test_no_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert doctor.headers().status == ("fail" if torch.cuda.is_available() else "warning") and "python3-dev" in doctor.headers().mend
+    assert (
+        doctor.headers().status == ("fail" if torch.cuda.is_available() else "warning")
+        and "python3-dev" in doctor.headers().mend
+    )
 
 
 def test_compilers(monkeypatch, tmp_path):
@@ -115,7 +149,12 @@ def test_compilers(monkeypatch, tmp_path):
     assert "does not run" in check().found
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert check() == doctor.Line("C compiler", "fail", "neither gcc nor clang", "Install one (apt install build-essential), or set CC to one that works.")
+    assert check() == doctor.Line(
+        "C compiler",
+        "fail",
+        "neither gcc nor clang",
+        "Install one (apt install build-essential), or set CC to one that works.",
+    )
     assert check(needed=False).status == "warning"
 
 
@@ -129,7 +168,9 @@ def test_room_for_caches(monkeypatch, tmp_path, free, status):
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    assert doctor.cache("a cache", lambda: tmp_path / "file", "ITS_FOLDER").status == "fail"  # root may write to any folder, but not into a file
+    assert (
+        doctor.cache("a cache", lambda: tmp_path / "file", "ITS_FOLDER").status == "fail"
+    )  # root may write to any folder, but not into a file
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     assert doctor.triton_cache() == tmp_path / "mine"
 
@@ -147,10 +188,18 @@ def test_memory(monkeypatch):
         assert "ulimit -l" in doctor.pinned_memory().found
 
 
-@pytest.mark.parametrize("count, built, broken, status, says", [(1, True, None, "ok", "one GPU"), (2, False, None, "fail", "built without it"), (2, True, None, "ok", "2.28.9, summed over 2 GPUs"),
-                                                                (4, True, "unhandled system error", "fail", "unhandled system error")])
+@pytest.mark.parametrize(
+    "count, built, broken, status, says",
+    [
+        (1, True, None, "ok", "one GPU"),
+        (2, False, None, "fail", "built without it"),
+        (2, True, None, "ok", "2.28.9, summed over 2 GPUs"),
+        (4, True, "unhandled system error", "fail", "unhandled system error"),
+    ],
+)
 def test_nccl(monkeypatch, count, built, broken, status, says):
     """Asked for a sum over all GPUs, where there are several."""
+
     def sum_up(parts):
         if broken:
             raise RuntimeError(broken)
@@ -181,7 +230,11 @@ def test_pinned_memory(monkeypatch):
 
     monkeypatch.setattr(doctor.torch, "empty", refused)
     line = doctor.pinned_memory()
-    assert line.status == "fail" and "64 MiB cannot be pinned (ulimit -l is 0.06 MiB)" in line.found and "memlock" in line.mend
+    assert (
+        line.status == "fail"
+        and "64 MiB cannot be pinned (ulimit -l is 0.06 MiB)" in line.found
+        and "memlock" in line.mend
+    )
 
 
 def test_variables(monkeypatch):
@@ -193,7 +246,11 @@ def test_variables(monkeypatch):
     monkeypatch.setenv("TUNECOMPILE", "0")
     monkeypatch.setenv("TUNECOMPILE_DUMB", "folder")
     line = doctor.environment()
-    assert line.status == "warning" and "TUNECOMPILE: 0 switches tunecompile off" in line.mend and "TUNECOMPILE_DUMB: nothing reads it" in line.mend
+    assert (
+        line.status == "warning"
+        and "TUNECOMPILE: 0 switches tunecompile off" in line.mend
+        and "TUNECOMPILE_DUMB: nothing reads it" in line.mend
+    )
 
 
 def test_packages_of_passes(monkeypatch):
@@ -207,7 +264,9 @@ def test_a_check_that_breaks_is_a_line(monkeypatch):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(doctor, "checks", lambda: (("one", broken),))
-    assert [(line.status, line.found) for line in doctor.examine()] == [("fail", "the check failed: RuntimeError: no such thing")]
+    assert [(line.status, line.found) for line in doctor.examine()] == [
+        ("fail", "the check failed: RuntimeError: no such thing")
+    ]
 
 
 @pytest.mark.gpu

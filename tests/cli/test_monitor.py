@@ -50,8 +50,22 @@ def build(**options):
 def told(**changes):
     pid = changes.get("pid", os.getpid())
     plain = telemetry_files.Status(
-        pid=pid, born=telemetry_files.born(pid), updated=time.time(), model="LlamaForCausalLM", device="cuda:0", gpu="GPU-a", rank=1, steps=1234,
-        tokens_per_s=17406.4, step_ms=470.6, memory="20GiB", budget=20 * GIB, predicted_peak=18 * GIB, measured_peak=17 * GIB, allocated=12 * GIB)
+        pid=pid,
+        born=telemetry_files.born(pid),
+        updated=time.time(),
+        model="LlamaForCausalLM",
+        device="cuda:0",
+        gpu="GPU-a",
+        rank=1,
+        steps=1234,
+        tokens_per_s=17406.4,
+        step_ms=470.6,
+        memory="20GiB",
+        budget=20 * GIB,
+        predicted_peak=18 * GIB,
+        measured_peak=17 * GIB,
+        allocated=12 * GIB,
+    )
     return replace(plain, **changes)
 
 
@@ -63,7 +77,9 @@ def test_nothing_is_written_unless_somebody_asks(temporary, at_once):
     model = train(build(), 3)
     assert not list(temporary.iterdir())
     telemetry_files.ask()
-    os.utime(telemetry_files.folder() / telemetry_files.ASKED, (0, time.time() - 2 * telemetry_files.PATIENCE))  # long ago
+    os.utime(
+        telemetry_files.folder() / telemetry_files.ASKED, (0, time.time() - 2 * telemetry_files.PATIENCE)
+    )  # long ago
     train(model)
     assert not written(temporary)
 
@@ -76,7 +92,11 @@ def test_an_optimized_model_tells_what_it_does(at_once, monkeypatch):
     (found,) = telemetry_files.read_all()
     assert (found.pid, found.model, found.device, found.rank, found.steps) == (os.getpid(), "Stack", "cpu", 3, 4)
     assert found.budget == GIB and found.memory == "1GiB" and found.allocated is None and found.gpu is None
-    assert found.predicted_peak == tunecompile.report(model).memory["predicted_peak"] and found.tokens_per_s > 0 and found.step_ms > 0
+    assert (
+        found.predicted_peak == tunecompile.report(model).memory["predicted_peak"]
+        and found.tokens_per_s > 0
+        and found.step_ms > 0
+    )
     tunecompile.restore(model)
     assert telemetry_files.read_all() == []
 
@@ -93,7 +113,11 @@ def test_files_are_written_once_a_second(monkeypatch):
     telemetry_files.ask()
     wrote = []
     monkeypatch.setattr(telemetry_files, "write", lambda *given: wrote.append(given))
-    beats = telemetry.Telemetry(lambda: dict.fromkeys(("model", "device", "gpu", "memory", "budget", "predicted_peak", "measured_peak", "allocated")))
+    beats = telemetry.Telemetry(
+        lambda: dict.fromkeys(
+            ("model", "device", "gpu", "memory", "budget", "predicted_peak", "measured_peak", "allocated")
+        )
+    )
     now = 1000.0
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: now)
     for _ in range(41):  # of 0.1 s each
@@ -146,11 +170,17 @@ def test_what_dead_processes_left_is_removed():
     for name in (f"{os.getpid()}-d.json", f"{dead.pid}-e.tmp", f"{os.getpid()}-f.tmp", "other"):
         (telemetry_files.folder() / name).write_text("{")
     assert [found.steps for found in telemetry_files.read_all()] == [1234]
-    assert {path.name for path in telemetry_files.folder().iterdir()} == {telemetry_files.ASKED, "other", f"{os.getpid()}-a.json", f"{os.getpid()}-f.tmp"}
+    assert {path.name for path in telemetry_files.folder().iterdir()} == {
+        telemetry_files.ASKED,
+        "other",
+        f"{os.getpid()}-a.json",
+        f"{os.getpid()}-f.tmp",
+    }
 
 
 def fake_nvml(monkeypatch, **answers):
     """A driver with two GPUs, one of which tells its name only, in bytes as old releases do."""
+
     class NVMLError(Exception):
         pass
 
@@ -159,26 +189,37 @@ def fake_nvml(monkeypatch, **answers):
             if handle:
                 raise NVMLError("Not Supported")
             return answer
+
         return ask
 
     library = types.ModuleType("pynvml")
-    settings = dict(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda index: index,
-                    nvmlDeviceGetName=lambda handle: b"NVIDIA H200", nvmlDeviceGetUUID=of_first("GPU-a"),
-                    nvmlDeviceGetMemoryInfo=of_first(types.SimpleNamespace(used=60 * GIB, total=139 * GIB)),
-                    nvmlDeviceGetUtilizationRates=of_first(types.SimpleNamespace(gpu=97)))
+    settings = dict(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: b"NVIDIA H200",
+        nvmlDeviceGetUUID=of_first("GPU-a"),
+        nvmlDeviceGetMemoryInfo=of_first(types.SimpleNamespace(used=60 * GIB, total=139 * GIB)),
+        nvmlDeviceGetUtilizationRates=of_first(types.SimpleNamespace(gpu=97)),
+    )
     vars(library).update(settings, **{name: answer(NVMLError) for name, answer in answers.items()})
     monkeypatch.setitem(sys.modules, "pynvml", library)
 
 
 def test_gpus_by_nvml(monkeypatch):
     fake_nvml(monkeypatch)
-    assert Nvml().gpus() == (GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), GpuReading(1, "", "NVIDIA H200", None, None, None))
+    assert Nvml().gpus() == (
+        GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97),
+        GpuReading(1, "", "NVIDIA H200", None, None, None),
+    )
 
 
 def test_machines_without_a_gpu_say_so(monkeypatch):
     def no_driver(error):
         def init():
             raise error("Driver Not Loaded")
+
         return init
 
     fake_nvml(monkeypatch, nvmlInit=no_driver)
@@ -190,10 +231,26 @@ def test_machines_without_a_gpu_say_so(monkeypatch):
 
 
 def shot():
-    gpus = (GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97), GpuReading(1, "", "NVIDIA H200", None, None, None))
-    bare = told(device="cpu", gpu=None, rank=None, allocated=None, measured_peak=None, budget=None, memory=None, predicted_peak=None,
-                tokens_per_s=None, step_ms=None, updated=time.time() - 100)
-    return MachineSnapshot(time.time(), gpus, None, (Process(told(), 3 * GIB), Process(bare, 2 * GIB)), 30 * GIB, 128 * GIB)
+    gpus = (
+        GpuReading(0, "GPU-a", "NVIDIA H200", 60 * GIB, 139 * GIB, 97),
+        GpuReading(1, "", "NVIDIA H200", None, None, None),
+    )
+    bare = told(
+        device="cpu",
+        gpu=None,
+        rank=None,
+        allocated=None,
+        measured_peak=None,
+        budget=None,
+        memory=None,
+        predicted_peak=None,
+        tokens_per_s=None,
+        step_ms=None,
+        updated=time.time() - 100,
+    )
+    return MachineSnapshot(
+        time.time(), gpus, None, (Process(told(), 3 * GIB), Process(bare, 2 * GIB)), 30 * GIB, 128 * GIB
+    )
 
 
 def test_the_table_fits_a_narrow_terminal():
@@ -204,8 +261,23 @@ def test_the_table_fits_a_narrow_terminal():
     console = Console(width=80, record=True, file=open(os.devnull, "w"))
     console.print(screen(shot()))
     text = console.export_text()
-    for part in ("60.00 GiB of 139.00 GiB", "97 %", "LlamaForCausalLM", "GPU 0", "17,406", "470.6", "1,234", "12.00 GiB", "17.00 GiB", "18.00 GiB",
-                 "20.00 GiB", "2.00 GiB (host)", "idle 100 s", "30.00 GiB of 128.00 GiB", str(os.getpid())):
+    for part in (
+        "60.00 GiB of 139.00 GiB",
+        "97 %",
+        "LlamaForCausalLM",
+        "GPU 0",
+        "17,406",
+        "470.6",
+        "1,234",
+        "12.00 GiB",
+        "17.00 GiB",
+        "18.00 GiB",
+        "20.00 GiB",
+        "2.00 GiB (host)",
+        "idle 100 s",
+        "30.00 GiB of 128.00 GiB",
+        str(os.getpid()),
+    ):
         assert part in text, part
     assert "…" not in text
 
@@ -229,7 +301,7 @@ def test_prometheus_scrapes_the_same_figures():
     assert float(lines["tunecompile_memory_budget_bytes" + labels]) == 20 * GIB
     assert float(lines["tunecompile_training_step_seconds" + labels]) == pytest.approx(0.4706)
     assert float(lines['tunecompile_gpu_utilization_ratio{gpu="0",name="NVIDIA H200",uuid="GPU-a"}']) == 0.97
-    assert not any("gpu=\"1\"" in name for name in lines)  # it tells nothing
+    assert not any('gpu="1"' in name for name in lines)  # it tells nothing
 
 
 def monitor(*options):
@@ -243,7 +315,11 @@ def monitor(*options):
 def test_once_prints_a_table_and_ends(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     result = monitor("--once", "--interval", "0.1")
-    assert result.exit_code == 0 and "no optimized model has begun" in result.output and "nvidia-ml-py is not installed" in result.output
+    assert (
+        result.exit_code == 0
+        and "no optimized model has begun" in result.output
+        and "nvidia-ml-py is not installed" in result.output
+    )
     telemetry_files.write(told(), f"{os.getpid()}-a.json")
     assert "LlamaForCausalLM" in monitor("--once", "--interval", "0.1").output
 
@@ -255,7 +331,9 @@ def test_json_is_a_line_a_look():
     assert found["processes"][0]["status"]["budget"] == 20 * GIB and found["host_total"] > 0
 
 
-@pytest.mark.parametrize(("address", "says"), [("http", "give PORT or HOST:PORT"), ("70000", "give PORT"), ("host:", "give PORT")])
+@pytest.mark.parametrize(
+    ("address", "says"), [("http", "give PORT or HOST:PORT"), ("70000", "give PORT"), ("host:", "give PORT")]
+)
 def test_mistakes(address, says):
     result = monitor("--once", "--prometheus", address)
     assert result.exit_code == 2 and says in " ".join(result.output.split()) and "Traceback" not in result.output

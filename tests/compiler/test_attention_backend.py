@@ -63,12 +63,20 @@ def test_the_fastest_is_first_and_the_reason_is_told():
     choice = decide(Clock(**TIMES))
     assert choice.order == ("cudnn", "flash", "efficient", "math")
     assert choice.why == "cudnn 1.15 ms, flash 2.14 ms, efficient 4.00 ms (4x32/8x2048x128 bfloat16, causal, measured)"
-    assert decide(Clock(cudnn=3.0, flash=2.0, efficient=1.0), enabled=("flash", "efficient", "cudnn", "math")).order[0] == "efficient"
+    assert (
+        decide(Clock(cudnn=3.0, flash=2.0, efficient=1.0), enabled=("flash", "efficient", "cudnn", "math")).order[0]
+        == "efficient"
+    )
 
 
 def test_noise_does_not_decide():
     assert rank({"cudnn": 1.02, "flash": 1.0, "efficient": 3.0}, attention_backend.DEFAULT) == attention_backend.DEFAULT
-    assert rank({"cudnn": 1.05, "flash": 1.0, "efficient": 3.0}, attention_backend.DEFAULT) == ("flash", "cudnn", "efficient", "math")
+    assert rank({"cudnn": 1.05, "flash": 1.0, "efficient": 3.0}, attention_backend.DEFAULT) == (
+        "flash",
+        "cudnn",
+        "efficient",
+        "math",
+    )
     assert rank({"efficient": 3.0}, attention_backend.DEFAULT) == ("efficient", "cudnn", "flash", "math")
     assert rank({}, attention_backend.DEFAULT) == attention_backend.DEFAULT
 
@@ -91,7 +99,9 @@ def test_measured_once_and_then_read():
 def test_a_damaged_file_is_measured_anew(machine, content):
     decide(Clock(**TIMES))
     (file,) = (machine / "tunecompile").iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "value": {"cudnn": "fast"}}) if content is None else content)
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "value": {"cudnn": "fast"}}) if content is None else content
+    )
     again = Clock(**TIMES)
     assert decide(again).why.endswith("measured)") and again.asked
     assert json.loads(file.read_text())["value"] == TIMES
@@ -118,7 +128,9 @@ def test_long_calls_are_measured_on_few_heads():
     masked = replace(long, mask=((1, 1, 163840, 163840), "bool"))
     assert masked.sample() == masked
     asked = []
-    choice = attention_backend.decide(long, CUDA, attention_backend.DEFAULT, None, lambda call, backend, device: asked.append(call) or TIMES[backend])
+    choice = attention_backend.decide(
+        long, CUDA, attention_backend.DEFAULT, None, lambda call, backend, device: asked.append(call) or TIMES[backend]
+    )
     assert set(asked) == {long.sample()} and "1x32/8x163840x128" in choice.why and "on 4 of them" in choice.why
 
 
@@ -172,7 +184,9 @@ def test_calls_in_a_checkpoint_and_of_symbolic_sizes_count():
 
 
 def test_the_largest_call_decides(monkeypatch):
-    gm = capture(lambda q, k: attention(q, q, q) + attention(q, k, k), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 64, 4))
+    gm = capture(
+        lambda q, k: attention(q, q, q) + attention(q, k, k), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 64, 4)
+    )
     seen = []
     monkeypatch.setattr(attention_backend, "_enabled", lambda: attention_backend.DEFAULT)
     attention_backend.choose(gm, "cuda", lambda call, backend, device: seen.append(call.kv_length) or 1.0)
@@ -184,7 +198,10 @@ def test_the_users_settings_are_honoured():
     gm = capture(lambda q: attention(q, q, q, is_causal=True), torch.randn(1, 2, 8, 4))
     clock = Clock(flash=2.0, efficient=1.0)
     with attention_order(["flash", "efficient", "math"]):
-        assert attention_backend.choose(gm, "cuda", clock).order == ("efficient", "flash", "math") and clock.asked == ["flash", "efficient"]
+        assert attention_backend.choose(gm, "cuda", clock).order == ("efficient", "flash", "math") and clock.asked == [
+            "flash",
+            "efficient",
+        ]
     with attention_order(["math"]):
         assert attention_backend.choose(gm, "cuda", clock).order == ("math",)
     torch.use_deterministic_algorithms(True)
@@ -197,11 +214,19 @@ def test_the_users_settings_are_honoured():
 
 def test_the_timer_leaves_no_trace(monkeypatch):
     """What can be run of it without a GPU: sizes and layouts of what is timed, random state, gradients."""
+
     class Event:
-        def __init__(self, enable_timing): pass
-        def record(self): pass
-        def synchronize(self): pass
-        def elapsed_time(self, end): return 1.0
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(attention_backend, "occupy_gpu", lambda: None)
@@ -223,7 +248,9 @@ def test_the_order_reaches_the_trace_and_the_report(monkeypatch):
     seen = []
 
     def compiler(gm, inputs, lower, *_, **options):
-        seen.append((torch._C._get_sdp_priority_order()[:2], torch.backends.cuda.mem_efficient_sdp_enabled(), lower.uuid()))
+        seen.append(
+            (torch._C._get_sdp_priority_order()[:2], torch.backends.cuda.mem_efficient_sdp_enabled(), lower.uuid())
+        )
         return gm.forward
 
     monkeypatch.setattr(backend_module, "compile_eager", compiler)
@@ -238,9 +265,12 @@ def test_the_order_reaches_the_trace_and_the_report(monkeypatch):
         assert torch._C._get_sdp_priority_order() == before and not backend.failures
         (context,) = backend.contexts
         if device == "cuda":
-            assert context.notes == ["attention of layer: flash 1.00 ms, cudnn 2.00 ms (1x2x8x4 float32, causal, measured)"]
+            assert context.notes == [
+                "attention of layer: flash 1.00 ms, cudnn 2.00 ms (1x2x8x4 float32, causal, measured)"
+            ]
     (order, _, on_gpu), (_, _, on_cpu) = seen
     from torch.nn.attention import SDPBackend
+
     assert order == [SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value] and on_gpu != on_cpu
 
 
@@ -251,6 +281,13 @@ def test_layers_of_transformers_are_causal_calls(family):
 
     found, choose = [], attention_backend.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_backend, "choose", lambda gm, device: found.extend(attention_backend._call(node)[0] for node in attention_backend._nodes(gm)) or choose(gm, device))
+        patch.setattr(
+            attention_backend,
+            "choose",
+            lambda gm, device: (
+                found.extend(attention_backend._call(node)[0] for node in attention_backend._nodes(gm))
+                or choose(gm, device)
+            ),
+        )
         zoo.step(tunecompile.optimize(zoo.make(family), executor="eager"), zoo.batch())
     assert found and all(call.causal and call.mask is None for call in found)

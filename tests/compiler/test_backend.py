@@ -72,4 +72,6 @@ def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(mo
     again, found = zoo.step(model, inputs)
     assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(found, gradients).values()) < 1e-4
     notes = tunecompile.report(model).notes
-    assert any("is compiled without rewrites" in note and "planted" in note for note in notes) and any("runs eagerly" in note for note in notes)
+    assert any("is compiled without rewrites" in note and "planted" in note for note in notes) and any(
+        "runs eagerly" in note for note in notes
+    )

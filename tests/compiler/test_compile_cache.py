@@ -33,7 +33,9 @@ def test_what_is_read_only_is_linked(folders, monkeypatch):
     (own / "fxgraph" / "mine").write_text("mine")
     (said,) = compile_cache.link_read_only()
     assert os.environ[compile_cache.FOLDER] == str(own) and str(own) in said
-    assert (own / "fxgraph" / "ab" / "code").read_text() == "theirs" and (own / "fxgraph" / "mine").read_text() == "mine"
+    assert (own / "fxgraph" / "ab" / "code").read_text() == "theirs" and (
+        own / "fxgraph" / "mine"
+    ).read_text() == "mine"
     assert not (own / "locks").exists()
     monkeypatch.setenv(compile_cache.FOLDER, str(shared))
     assert compile_cache.link_read_only() == [said]  # another rank, or the next run

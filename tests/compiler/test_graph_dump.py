@@ -57,8 +57,18 @@ def rewritten(model: nn.Module) -> bool:
     return {m.family: m.rewritten for m in tunecompile.report(model).matches}.get("rms_norm") == 1
 
 
-STEPS = ["recognize.before", "recognize.canonicalize", "recognize.swiglu", "recognize.rms_norm", "plan.before", "plan.remat", "lower.forward.before",
-         "lower.forward.choose_provider", "lower.backward.before", "lower.backward.choose_provider"]
+STEPS = [
+    "recognize.before",
+    "recognize.canonicalize",
+    "recognize.swiglu",
+    "recognize.rms_norm",
+    "plan.before",
+    "plan.remat",
+    "lower.forward.before",
+    "lower.forward.choose_provider",
+    "lower.backward.before",
+    "lower.backward.choose_provider",
+]
 
 
 def files(folder: Path) -> list[str]:
@@ -70,13 +80,15 @@ def test_every_pass_that_changed_a_graph_leaves_a_file(monkeypatch, tmp_path):
     monkeypatch.setenv("TUNECOMPILE_DUMP", str(folder))
     trained()
     names = files(folder)
-    assert names[:len(STEPS)] == [f"{i:04d}.layers_Layer.{step}.py" for i, step in enumerate(STEPS)]
-    assert {name.partition(".")[2] for name in names[len(STEPS):]} <= {"layers_Layer.lower.backward.cleanup.py"}
+    assert names[: len(STEPS)] == [f"{i:04d}.layers_Layer.{step}.py" for i, step in enumerate(STEPS)]
+    assert {name.partition(".")[2] for name in names[len(STEPS) :]} <= {"layers_Layer.lower.backward.cleanup.py"}
     for name in names:
         compile((folder / name).read_text(encoding="utf-8"), name, "exec")
     before, after = ((folder / names[i]).read_text(encoding="utf-8") for i in (2, 3))
-    assert after.startswith(f"# region layers_Layer, stage recognize, dynamo graph, process {os.getpid()}\n"
-                            "# after pass rms_norm: +1 tunecompile.rms_norm  -1 add  -1 mean  -2 mul  -1 pow  -1 rsqrt\n")
+    assert after.startswith(
+        f"# region layers_Layer, stage recognize, dynamo graph, process {os.getpid()}\n"
+        "# after pass rms_norm: +1 tunecompile.rms_norm  -1 add  -1 mean  -2 mul  -1 pow  -1 rsqrt\n"
+    )
     assert "rsqrt" in before.split("\n\n", 1)[1] and "tunecompile.rms_norm" not in before
     assert "torch.ops.tunecompile.rms_norm" in after and "test_graph_dump.py" in after, "with the user's lines"
     assert "MUST_SAVE" in (folder / names[5]).read_text(encoding="utf-8"), "tags are shown"
@@ -133,11 +145,16 @@ def test_trials_of_a_planner_are_not_shown(monkeypatch, tmp_path):
     monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
     trained(memory="1GiB")
     assert Counter(name.partition(".")[2] for name in files(tmp_path) if ".before." in name) == Counter(
-        f"layers_Layer.{step}.py" for step in STEPS if step.endswith("before"))
+        f"layers_Layer.{step}.py" for step in STEPS if step.endswith("before")
+    )
 
 
 def test_what_is_shown_comes_from_no_cache(tmp_path):
-    shown, traced, plain = Context("layer", dump=graph_dump.GraphDump("layer", tmp_path, False)), Context("layer", dump=graph_dump.GraphDump("layer", None, True)), Context("layer")
+    shown, traced, plain = (
+        Context("layer", dump=graph_dump.GraphDump("layer", tmp_path, False)),
+        Context("layer", dump=graph_dump.GraphDump("layer", None, True)),
+        Context("layer"),
+    )
     assert Lowering(PIPELINE, shown).uuid() is None
     assert Lowering(PIPELINE, traced).uuid() == Lowering(PIPELINE, plain).uuid() is not None
 
@@ -146,7 +163,14 @@ def test_the_report_tells_what_each_pass_did():
     model = trained()
     (region,) = tunecompile.report(model).to_dict()["regions"]
     changes = {(c["stage"], c["graph"], c["name"]): c["operations"] for c in json.loads(json.dumps(region["changes"]))}
-    assert changes["recognize", "dynamo", "rms_norm"] == {"tunecompile.rms_norm": 1, "add": -1, "mean": -1, "mul": -2, "pow": -1, "rsqrt": -1}
+    assert changes["recognize", "dynamo", "rms_norm"] == {
+        "tunecompile.rms_norm": 1,
+        "add": -1,
+        "mean": -1,
+        "mul": -2,
+        "pow": -1,
+        "rsqrt": -1,
+    }
     assert changes["recognize", "dynamo", "swiglu"] == {"tunecompile.gated_activation": 1, "silu": -1, "mul": -1}
     assert changes["lower", "forward", "choose_provider"]["tunecompile.gated_activation"] == -1
     assert changes["lower", "backward", "choose_provider"]["tunecompile.rms_norm_backward"] == -1
@@ -167,5 +191,7 @@ def test_the_structured_trace_has_the_same(tmp_path):
     subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, timeout=120)
     (log,) = tmp_path.iterdir()
     text = log.read_text(encoding="utf-8")
-    assert re.findall(r'"name": "tunecompile\.layers_Layer\.([\w.]+)", "encoding": "string"', text)[:len(STEPS)] == STEPS
+    assert (
+        re.findall(r'"name": "tunecompile\.layers_Layer\.([\w.]+)", "encoding": "string"', text)[: len(STEPS)] == STEPS
+    )
     assert "# after pass rms_norm: +1 tunecompile.rms_norm" in text

@@ -22,23 +22,32 @@ from tunecompile.planner.solver import RECOMPUTE
 
 TOKENS, HIDDEN, INNER, RANK = 4096, 2048, 8192, 16
 aten = torch.ops.aten
-dies = importlib.import_module("tunecompile.passes.lower.choose_provider")._dies  # the package has the pass by that name
+dies = importlib.import_module(
+    "tunecompile.passes.lower.choose_provider"
+)._dies  # the package has the pass by that name
 
 
 def backward_graph(again: bool) -> GraphModule:
     """The backward of an MLP with adapters on fake GPU tensors. again: it computes gate|up itself."""
     graph, mode = Graph(), FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
+
         def placeholder(name, *shape):
             node = graph.placeholder(name)
             node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             return node
 
         x, grad = placeholder("x", 1, TOKENS, HIDDEN), placeholder("tangents_1", 1, TOKENS, HIDDEN)
-        weights = [placeholder(f"w{i}", *shape) for i, shape in enumerate([(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)])]
+        weights = [
+            placeholder(f"w{i}", *shape) for i, shape in enumerate([(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)])
+        ]
         a = [placeholder(f"a{i}", RANK, width) for i, width in enumerate([HIDDEN, HIDDEN, INNER])]
         b = [placeholder(f"b{i}", rows, RANK) for i, rows in enumerate([INNER, INNER, HIDDEN])]
-        saved = placeholder("gate_up", 1, TOKENS, 2 * INNER), placeholder("xa", TOKENS, 2 * RANK), placeholder("xa_down", TOKENS, RANK)
+        saved = (
+            placeholder("gate_up", 1, TOKENS, 2 * INNER),
+            placeholder("xa", TOKENS, 2 * RANK),
+            placeholder("xa_down", TOKENS, RANK),
+        )
         given = (x, weights, [], [], [], [], [], a, b, [1.0] * 3, [INNER, INNER, HIDDEN], 0, "", "silu")
 
         def call(op, *args):
@@ -92,7 +101,9 @@ def named(fn, *values):
 
 
 def test_a_product_dies_where_one_call_reads_it():
-    graph, nodes = named(lambda x, y: ((x @ y).view(2, 2, 4).relu(), x.view(2, 8).relu()), torch.randn(4, 4), torch.randn(4, 4))
+    graph, nodes = named(
+        lambda x, y: ((x @ y).view(2, 2, 4).relu(), x.view(2, 8).relu()), torch.randn(4, 4), torch.randn(4, 4)
+    )
     assert dies(nodes["view"]) and not dies(nodes["view_1"])  # of a product; of an input
     graph, nodes = named(lambda x, y: ((z := x @ y).view(2, 8).relu(), z.exp()), torch.randn(4, 4), torch.randn(4, 4))
     assert not dies(nodes["view"])  # `exp` reads it too
@@ -105,12 +116,15 @@ def test_a_shape_given_and_taken_back():
 
     graph, _ = named(fn, torch.randn(4, 4), torch.randn(4, 4))
     lower.cleanup.run(graph, Context("layer"))
-    (relu,), (exp,) = ([node for node in graph.nodes if node.target is target] for target in (aten.relu.default, aten.exp.default))
+    (relu,), (exp,) = (
+        [node for node in graph.nodes if node.target is target] for target in (aten.relu.default, aten.exp.default)
+    )
     assert relu.args[0].target is aten.mm.default and exp.args[0].target is aten.view.default
 
 
 def test_what_is_made_of_a_buffer_that_the_layer_writes_is_saved():
     """A running statistic, say: the backward would read the new one."""
+
     def joint(primals_1, primals_2, tangents_1):
         scale = primals_1.view(-1).mul(0.9)
         out = (primals_2 / scale).relu()
@@ -121,7 +135,10 @@ def test_what_is_made_of_a_buffer_that_the_layer_writes_is_saved():
     graph, _ = named(joint, torch.ones(4), torch.randn(3, 4), torch.randn(3, 4))
     plan.remat.run(graph, Context("layer", RECOMPUTE))
     tags = {node.target: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
-    assert tags[aten.mul.Tensor] is CheckpointPolicy.MUST_SAVE and tags[aten.relu.default] is not CheckpointPolicy.MUST_SAVE
+    assert (
+        tags[aten.mul.Tensor] is CheckpointPolicy.MUST_SAVE
+        and tags[aten.relu.default] is not CheckpointPolicy.MUST_SAVE
+    )
 
 
 class Scaled(nn.Module):

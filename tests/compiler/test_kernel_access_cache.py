@@ -12,7 +12,9 @@ from tests.models.test_gpu import build
 from tests.support import zoo
 from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once, told_apart
 
-ANALYSIS = next(name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name))
+ANALYSIS = next(
+    name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name)
+)
 
 
 @pytest.fixture
@@ -53,9 +55,17 @@ def test_what_a_caller_changes_is_its_own(asked):
         assert ask(kernel, {"x": fake(4)}) == ["x"]
 
 
-@pytest.mark.parametrize("other", [
-    {"x": fake(4, dtype=torch.float32), "n": 8, "on": True}, {"x": fake(4), "n": 16, "on": True}, {"x": fake(4), "n": 8, "on": 1},
-    {"x": fake(4), "n": 8.0, "on": True}, {"x": None, "n": 8, "on": True}, {"y": fake(4), "n": 8, "on": True}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": fake(4, dtype=torch.float32), "n": 8, "on": True},
+        {"x": fake(4), "n": 16, "on": True},
+        {"x": fake(4), "n": 8, "on": 1},
+        {"x": fake(4), "n": 8.0, "on": True},
+        {"x": None, "n": 8, "on": True},
+        {"y": fake(4), "n": 8, "on": True},
+    ],
+)
 def test_no_answer_for_what_differs(asked, other):
     kernel = object()
     with asked_once(AccessCache()):
@@ -74,7 +84,11 @@ def test_each_kernel_is_asked_for_itself(asked):
 class Kernel:
     """As triton.jit makes one of `def kernel(x, n, BLOCK: tl.constexpr)`."""
 
-    params = [SimpleNamespace(name="x", is_constexpr=False), SimpleNamespace(name="n", is_constexpr=False), SimpleNamespace(name="BLOCK", is_constexpr=True)]
+    params = [
+        SimpleNamespace(name="x", is_constexpr=False),
+        SimpleNamespace(name="n", is_constexpr=False),
+        SimpleNamespace(name="BLOCK", is_constexpr=True),
+    ]
 
 
 @pytest.mark.parametrize("kernel", [Kernel(), SimpleNamespace(fn=Kernel())], ids=["kernel", "tuned"])
@@ -87,8 +101,18 @@ def test_numbers_are_alike(kernel):
     assert all(told_apart(kernel, one, {}) == told_apart(kernel, other, {}) for other in others)
 
 
-@pytest.mark.parametrize("other", [{"n": 1, "BLOCK": 64}, {"n": 0, "BLOCK": 64}, {"n": True, "BLOCK": 64}, {"n": 2.0, "BLOCK": 64}, {"n": 2**31, "BLOCK": 64},
-                                   {"n": None, "BLOCK": 64}, {"n": 4096, "BLOCK": 32}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"n": 1, "BLOCK": 64},
+        {"n": 0, "BLOCK": 64},
+        {"n": True, "BLOCK": 64},
+        {"n": 2.0, "BLOCK": 64},
+        {"n": 2**31, "BLOCK": 64},
+        {"n": None, "BLOCK": 64},
+        {"n": 4096, "BLOCK": 32},
+    ],
+)
 def test_numbers_that_triton_looks_at_are_not(other):
     assert told_apart(Kernel(), {"n": 4096, "BLOCK": 64}, {}) != told_apart(Kernel(), other, {})
 
@@ -120,7 +144,9 @@ def test_answers_are_torchs_own(monkeypatch):
         answer = answered(self, analyse, kernel, kwargs, descriptors)
         counted["asked"] += 1
         counted["analysed"] += len(self._known) - before
-        assert told_apart(kernel, kwargs, descriptors) is None or str(answer) == str(analyse(kernel, kwargs, descriptors))
+        assert told_apart(kernel, kwargs, descriptors) is None or str(answer) == str(
+            analyse(kernel, kwargs, descriptors)
+        )
         return answer
 
     monkeypatch.setattr(AccessCache, "ask", ask_both)

@@ -88,16 +88,35 @@ def fresh() -> str:
 def example(tmp_path_factory) -> Path:
     """The package as pip installs it."""
     folder = tmp_path_factory.mktemp("site")
-    source = shutil.copytree(ROOT / "packages" / "squared_relu", tmp_path_factory.mktemp("source") / "squared_relu")  # pip builds where it lies
+    source = shutil.copytree(
+        ROOT / "packages" / "squared_relu", tmp_path_factory.mktemp("source") / "squared_relu"
+    )  # pip builds where it lies
     with open(source / "squared_relu" / "__init__.py", "a") as file:
         file.write(fresh())
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", folder, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        folder,
+        source,
+    ]
     subprocess.run(command, check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     return folder
 
 
 def run(script: str, *paths: Path, **environment: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script, *map(str, paths)], capture_output=True, text=True, env={**os.environ, **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0 and done.stdout.strip().endswith("fine"), done.stdout + done.stderr
 
 
@@ -113,6 +132,7 @@ def test_the_kernel_of_the_example(example):
 
 
 # ---------------------------------------------------------------- packages made up here
+
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
@@ -180,29 +200,53 @@ def refused(*said: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("code, said", [
-    ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
-    ("PASSES = [nothing]", "neither a Pass nor a list of Passes"),
-    ("PASSES = Pass('swiglu', 'recognize', nothing)", "a pass by the name of swiglu comes with tunecompile"),
-    ("PASSES = [Pass('mine', 'lower', nothing)] * 2", "a pass by the name of mine is brought by stranger 1.2"),
-    ("PASSES = Pass('mine', 'middle', nothing)", "the stage of mine is 'middle', which is none of recognize, plan, lower"),
-    ("PASSES = Pass('mine', 'plan', nothing, requires=frozenset({'remat', 'theirs'}))", "mine requires theirs, which no earlier pass provides"),
-    ("PASSES = Pass('mine', 'recognize', nothing, requires=frozenset({'remat'}))", "mine requires remat, which no earlier pass provides"),
-    ("PASSES = Pass('mine', 'plan', nothing, conflicts=frozenset({'tile'}))", "mine conflicts with tile, which comes with tunecompile"),
-    ("@op(cost=Cost.POINTWISE)\ndef rope(x: Tensor) -> Tensor:\n    return x + 1",
-     "Op 'rope' cannot be registered: the name is taken, by tunecompile.ops.rope"),
-    ("from tunecompile.ops import rope\nrope.provider('mine', supports=lambda *_: False)(lambda x: x)", "provider 'mine' takes ('x',)"),
-])
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
+        ("PASSES = [nothing]", "neither a Pass nor a list of Passes"),
+        ("PASSES = Pass('swiglu', 'recognize', nothing)", "a pass by the name of swiglu comes with tunecompile"),
+        ("PASSES = [Pass('mine', 'lower', nothing)] * 2", "a pass by the name of mine is brought by stranger 1.2"),
+        (
+            "PASSES = Pass('mine', 'middle', nothing)",
+            "the stage of mine is 'middle', which is none of recognize, plan, lower",
+        ),
+        (
+            "PASSES = Pass('mine', 'plan', nothing, requires=frozenset({'remat', 'theirs'}))",
+            "mine requires theirs, which no earlier pass provides",
+        ),
+        (
+            "PASSES = Pass('mine', 'recognize', nothing, requires=frozenset({'remat'}))",
+            "mine requires remat, which no earlier pass provides",
+        ),
+        (
+            "PASSES = Pass('mine', 'plan', nothing, conflicts=frozenset({'tile'}))",
+            "mine conflicts with tile, which comes with tunecompile",
+        ),
+        (
+            "@op(cost=Cost.POINTWISE)\ndef rope(x: Tensor) -> Tensor:\n    return x + 1",
+            "Op 'rope' cannot be registered: the name is taken, by tunecompile.ops.rope",
+        ),
+        (
+            "from tunecompile.ops import rope\nrope.provider('mine', supports=lambda *_: False)(lambda x: x)",
+            "provider 'mine' takes ('x',)",
+        ),
+    ],
+)
 def test_what_is_wrong_is_told_at_once(install, code, said):
     install("stranger", code)
-    refused("stranger 1.2 brings passes that cannot be used", said, "set the environment variable TUNECOMPILE_PASSES=none")
+    refused(
+        "stranger 1.2 brings passes that cannot be used", said, "set the environment variable TUNECOMPILE_PASSES=none"
+    )
 
 
 def test_two_packages_that_clash(install, monkeypatch):
     install("first", "PASSES = Pass('theirs', 'plan', nothing)")
     install("other", "PASSES = Pass('other', 'plan', nothing)")
     install("second", "PASSES = Pass('theirs', 'lower', nothing)")
-    assert "first 1.2 brings" in refused("a pass by the name of theirs is brought by second 1.2", "TUNECOMPILE_PASSES=other,second")
+    assert "first 1.2 brings" in refused(
+        "a pass by the name of theirs is brought by second 1.2", "TUNECOMPILE_PASSES=other,second"
+    )
     monkeypatch.setenv("TUNECOMPILE_PASSES", "other,second")
     notes = trained().notes
     assert "passes of other 1.2: other" in notes and "passes of second 1.2: theirs" in notes
@@ -214,7 +258,16 @@ def test_one_conflicts_with_another(install):
     refused("first 1.2", "one conflicts with two, which is brought by second 1.2", "TUNECOMPILE_PASSES=second")
 
 
-@pytest.mark.parametrize("choice, ran", [(None, {"here", "there"}), ("none", set()), ("", set()), ("there", {"there"}), (" here, there ", {"here", "there"})])
+@pytest.mark.parametrize(
+    "choice, ran",
+    [
+        (None, {"here", "there"}),
+        ("none", set()),
+        ("", set()),
+        ("there", {"there"}),
+        (" here, there ", {"here", "there"}),
+    ],
+)
 def test_the_environment_says_which(install, monkeypatch, choice, ran):
     install("here", "PASSES = Pass('here', 'plan', nothing)")
     install("there", "PASSES = Pass('there', 'lower', nothing)")
@@ -236,16 +289,24 @@ def test_each_stands_as_early_as_it_may(install):
     def guest(name, stage, *requires):
         return Pass(name, stage, lambda graph, context: None, requires=frozenset(requires))
 
-    others = [guest("late", "lower", "early"), guest("early", "lower", "choose_provider"), guest("wide", "recognize"), guest("narrow", "recognize"),
-              guest("after", "recognize", "rope", "swiglu"), guest("tags", "plan"), guest("knows", "plan", "remat"),
-              guest("ops", "lower"), guest("never", "plan", "ops")]
+    others = [
+        guest("late", "lower", "early"),
+        guest("early", "lower", "choose_provider"),
+        guest("wide", "recognize"),
+        guest("narrow", "recognize"),
+        guest("after", "recognize", "rope", "swiglu"),
+        guest("tags", "plan"),
+        guest("knows", "plan", "remat"),
+        guest("ops", "lower"),
+        guest("never", "plan", "ops"),
+    ]
     made = [p.name for p in compose(passes.PIPELINE, others)]
     own = [p.name for p in passes.PIPELINE]
     assert [name for name in made if name in own] == own
     assert made[:3] == ["wide", "narrow", own[0]] and made[made.index("rope") + 1] == "after"
     assert made[made.index("tile") - 1] == "tags" and made[made.index("remat") + 1] == "knows"
     at = made.index("choose_provider")
-    assert made[at - 1:at + 3] == ["ops", "choose_provider", "early", "late"] and "never" not in made
+    assert made[at - 1 : at + 3] == ["ops", "choose_provider", "early", "late"] and "never" not in made
 
 
 def test_compiled_code_depends_on_the_package_s_source(install):
@@ -263,19 +324,34 @@ def test_compiled_code_depends_on_the_package_s_source(install):
 # ---------------------------------------------------------------- what fails later
 
 FAILURES = {  # what a pass does to a graph, and what is said of it
-    "raises": ("    first = list(graph.nodes)[-2]\n    graph.inserting_before(first)\n    graph.call_function(torch.neg, (first,))\n"
-               "    raise KeyError('planted')", "KeyError: 'planted'"),
-    "unlinked": ("    first, last = list(graph.nodes)[0], list(graph.nodes)[-2]\n    first.append(last)", "RuntimeError"),
-    "shorter": ("    out = graph.output_node()\n    leaves = torch.utils._pytree.tree_leaves(out.args[0])\n    out.args = (type(out.args[0])(leaves[:-1]),)\n"
-                "    graph.eliminate_dead_code()", "outputs instead of"),
-    "wider": ("    out = graph.output_node()\n    old = next(n for n in out.all_input_nodes if n.op == 'call_function')\n"
-              "    with graph.inserting_before(out):\n"
-              "        new = graph.call_function(torch.ops.aten.to.dtype, (old, torch.float64))\n"
-              "    new.meta = {key: old.meta[key].double() for key in ('val', 'example_value') if key in old.meta}\n"
-              "    out.args = torch.fx.map_arg(out.args, lambda n: new if n is old else n)", "of the graph is float64"),
-    "blank": ("    old = next(n for n in graph.nodes if n.op == 'call_function' and n.users)\n    with graph.inserting_after(old):\n"
-              "        new = graph.call_function(torch.ops.aten.alias.default, (old,))\n"
-              "    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)", "has no fake value"),
+    "raises": (
+        "    first = list(graph.nodes)[-2]\n    graph.inserting_before(first)\n    graph.call_function(torch.neg, (first,))\n"
+        "    raise KeyError('planted')",
+        "KeyError: 'planted'",
+    ),
+    "unlinked": (
+        "    first, last = list(graph.nodes)[0], list(graph.nodes)[-2]\n    first.append(last)",
+        "RuntimeError",
+    ),
+    "shorter": (
+        "    out = graph.output_node()\n    leaves = torch.utils._pytree.tree_leaves(out.args[0])\n    out.args = (type(out.args[0])(leaves[:-1]),)\n"
+        "    graph.eliminate_dead_code()",
+        "outputs instead of",
+    ),
+    "wider": (
+        "    out = graph.output_node()\n    old = next(n for n in out.all_input_nodes if n.op == 'call_function')\n"
+        "    with graph.inserting_before(out):\n"
+        "        new = graph.call_function(torch.ops.aten.to.dtype, (old, torch.float64))\n"
+        "    new.meta = {key: old.meta[key].double() for key in ('val', 'example_value') if key in old.meta}\n"
+        "    out.args = torch.fx.map_arg(out.args, lambda n: new if n is old else n)",
+        "of the graph is float64",
+    ),
+    "blank": (
+        "    old = next(n for n in graph.nodes if n.op == 'call_function' and n.users)\n    with graph.inserting_after(old):\n"
+        "        new = graph.call_function(torch.ops.aten.alias.default, (old,))\n"
+        "    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)",
+        "has no fake value",
+    ),
 }
 
 
@@ -283,8 +359,11 @@ FAILURES = {  # what a pass does to a graph, and what is said of it
 @pytest.mark.parametrize("kind", list(FAILURES))
 def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     body, said = FAILURES[kind]
-    install("bad", f"CALLS = []\ndef bad(graph, context):\n    CALLS.append(context.notes.append('half done'))\n{body}\n"
-                   f"PASSES = [Pass('bad', {stage!r}, bad), Pass('builds_on_it', {stage!r}, nothing, requires=frozenset({{'bad'}}))]")
+    install(
+        "bad",
+        f"CALLS = []\ndef bad(graph, context):\n    CALLS.append(context.notes.append('half done'))\n{body}\n"
+        f"PASSES = [Pass('bad', {stage!r}, bad), Pass('builds_on_it', {stage!r}, nothing, requires=frozenset({{'bad'}}))]",
+    )
     install("good", f"PASSES = Pass('good', {stage!r}, nothing)")
     with caplog.at_level(logging.WARNING, "tunecompile"):
         report = trained()
@@ -292,7 +371,9 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     assert note.startswith("bad of bad 1.2 is switched off for this model: ") and said in note
     assert [record.getMessage() for record in caplog.records] == [f"tunecompile: {note}"]
     assert "good ran" in report.notes and "bad ran" not in report.notes and "half done" not in report.notes
-    assert {m.family: m.rewritten for m in report.matches if m.found} == {"swiglu": 1} and not any("without rewrites" in note for note in report.notes)
+    assert {m.family: m.rewritten for m in report.matches if m.found} == {"swiglu": 1} and not any(
+        "without rewrites" in note for note in report.notes
+    )
     assert len(sys.modules["bad"].CALLS) == 1
 
 
@@ -326,11 +407,16 @@ def test_a_graph_is_restored_to_the_letter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["budget", *(pytest.param(how, marks=pytest.mark.slow) for how in ("adapted", "checkpointed", "padded"))])
+@pytest.mark.parametrize(
+    "how", ["budget", *(pytest.param(how, marks=pytest.mark.slow) for how in ("adapted", "checkpointed", "padded"))]
+)
 def test_passes_that_change_nothing_stay_on(install, how):
-    install("idle", "PASSES = [Pass(f'{stage}{i}', stage, nothing, requires=frozenset(after)) for stage, requires in "
-                    "[('recognize', [[], ['lora_mlp']]), ('plan', [[], ['remat']]), ('lower', [[], ['choose_provider'], ['cleanup']])] "
-                    "for i, after in enumerate(requires)]")
+    install(
+        "idle",
+        "PASSES = [Pass(f'{stage}{i}', stage, nothing, requires=frozenset(after)) for stage, requires in "
+        "[('recognize', [[], ['lora_mlp']]), ('plan', [[], ['remat']]), ('lower', [[], ['choose_provider'], ['cleanup']])] "
+        "for i, after in enumerate(requires)]",
+    )
     model = zoo.make("llama")
     model = zoo.adapt(model) if how == "adapted" else model
     batches = [zoo.batch(length=length) for length in (16, 24, 20)]
@@ -348,9 +434,12 @@ def test_passes_that_change_nothing_stay_on(install, how):
 
 
 def test_a_lost_gradient_is_no_valid_graph(install):
-    install("lost", "def cut(graph, context):\n    out = graph.output_node()\n    old = out.all_input_nodes[0]\n    with graph.inserting_before(out):\n"
-                    "        new = graph.call_function(torch.detach, (old,))\n    new.meta['example_value'] = old.meta['example_value'].detach()\n"
-                    "    out.args = torch.fx.map_arg(out.args, lambda n: new)\nPASSES = Pass('cut', 'recognize', cut)")
+    install(
+        "lost",
+        "def cut(graph, context):\n    out = graph.output_node()\n    old = out.all_input_nodes[0]\n    with graph.inserting_before(out):\n"
+        "        new = graph.call_function(torch.detach, (old,))\n    new.meta['example_value'] = old.meta['example_value'].detach()\n"
+        "    out.args = torch.fx.map_arg(out.args, lambda n: new)\nPASSES = Pass('cut', 'recognize', cut)",
+    )
     (note,) = [note for note in trained().notes if "switched off" in note]
     assert "instead of float32" in note and note.endswith("with a gradient")
 
@@ -359,7 +448,9 @@ def test_a_lost_gradient_is_no_valid_graph(install):
 def test_one_that_makes_compilation_fail_later_is_found(install, executor):
     """Its graph looks well: only tracing it fails."""
     install("innocent", "PASSES = Pass('innocent', 'recognize', nothing)")
-    install("later", """
+    install(
+        "later",
+        """
 @op(cost=Cost.POINTWISE)
 def planted_in_%s(x: Tensor) -> Tensor:
     if FAILS:
@@ -377,11 +468,19 @@ def put(graph, context):
     node.target = planted_in_%s.overload
     FAILS = True
 PASSES = Pass('later', 'recognize', put)
-""" % ((executor,) * 4))
+"""
+        % ((executor,) * 4),
+    )
     report = trained(executor=executor)
     (note,) = [note for note in report.notes if "switched off" in note]
-    assert note.startswith("later of later 1.2 is switched off for this model: ") and "does not compile with it" in note and "planted" in note
-    assert "innocent ran" in report.notes and {m.family: m.rewritten for m in report.matches if m.found} == {"swiglu": 1}
+    assert (
+        note.startswith("later of later 1.2 is switched off for this model: ")
+        and "does not compile with it" in note
+        and "planted" in note
+    )
+    assert "innocent ran" in report.notes and {m.family: m.rewritten for m in report.matches if m.found} == {
+        "swiglu": 1
+    }
 
 
 def test_our_own_failure_is_not_laid_at_their_door(install, monkeypatch):
@@ -391,11 +490,15 @@ def test_our_own_failure_is_not_laid_at_their_door(install, monkeypatch):
     install("innocent", "PASSES = Pass('innocent', 'plan', nothing)")
     monkeypatch.setattr(passes, "PIPELINE", [*passes.PIPELINE, Pass("broken", "lower", fail)])
     notes = trained().notes
-    assert any("is compiled without rewrites: " in note and "ours" in note for note in notes) and not any("switched off" in note for note in notes)
+    assert any("is compiled without rewrites: " in note and "ours" in note for note in notes) and not any(
+        "switched off" in note for note in notes
+    )
 
 
 def test_verification_switches_off_what_makes_gradients_wrong(install):
-    install("wrong", """
+    install(
+        "wrong",
+        """
 def scale(graph, context):
     out = graph.output_node()
     old = next(node for node in out.all_input_nodes if node.op == "call_function")
@@ -404,7 +507,8 @@ def scale(graph, context):
     new.meta = dict(old.meta)
     out.args = torch.fx.map_arg(out.args, lambda n: new if n is old else n)
 PASSES = Pass("scale", "lower", scale)
-""")
+""",
+    )
 
     class Whole(nn.Module):
         def __init__(self):

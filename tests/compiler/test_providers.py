@@ -11,7 +11,13 @@ from tunecompile.ops import gated_activation, lora_linear, rms_norm, varlen_atte
 
 
 def test_every_provider_says_what_it_gains():
-    silent = [f"{op.name}: {provider.name}" for op in OPS.values() if op.name != "soft_cap" for provider in op.providers if not provider.because]
+    silent = [
+        f"{op.name}: {provider.name}"
+        for op in OPS.values()
+        if op.name != "soft_cap"
+        for provider in op.providers
+        if not provider.because
+    ]
     assert not [name for name in silent if "test" not in name], silent
 
 
@@ -46,12 +52,18 @@ def test_refusals_on_a_gpu():
         weight = fake(2048)
         norm, gated = rms_norm.backward_op, gated_activation.backward_op
         assert norm.choose((wide, wide, weight, 1e-5, 0.0, True)).name == "triton"
-        assert norm.refusals((narrow, narrow, weight, 1e-5, 0.0, True), None) == {"triton": "rows of 576: it is for 1024 and more"}
-        assert norm.refusals((single, single, weight, 1e-5, 0.0, True), None) == {"triton": "in float32, not in half precision"}
+        assert norm.refusals((narrow, narrow, weight, 1e-5, 0.0, True), None) == {
+            "triton": "rows of 576: it is for 1024 and more"
+        }
+        assert norm.refusals((single, single, weight, 1e-5, 0.0, True), None) == {
+            "triton": "in float32, not in half precision"
+        }
         assert "side by side" in norm.refusals((wide, fake(2048, 4).t(), weight, 1e-5, 0.0, True), None)["triton"]
         assert gated.refusals((wide, wide, wide, "silu"), None) == {}
         assert gated.refusals((wide, wide, wide, "gelu"), None) == {"triton": "it has no exact GELU"}
-        assert lora_linear.choose((wide, [], [weight], [], [weight], [weight], [1.0], torch.float32)).name == "k_extension"
+        assert (
+            lora_linear.choose((wide, [], [weight], [], [weight], [weight], [1.0], torch.float32)).name == "k_extension"
+        )
         q, odd = fake(6, 4, 64), fake(6, 4, 20)
         offsets = fake(3, dtype=torch.int32)
         assert "multiple of 8" in varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0), None)["flash"]

@@ -40,12 +40,18 @@ def resident(estimate: tunecompile.Estimate) -> int:
 @pytest.mark.slow
 def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share, monkeypatch):
     """On a CPU a step's budget bounds what layers, head and loss hold, and here gradients as on a GPU. An estimate counts the rest as well."""
-    monkeypatch.setattr(RuntimePlanner, "_ungraded", lambda _, module: [p for p in module.parameters() if p.requires_grad and p.grad is None])
+    monkeypatch.setattr(
+        RuntimePlanner,
+        "_ungraded",
+        lambda _, module: [p for p in module.parameters() if p.requires_grad and p.grad is None],
+    )
     if quantised:
         pytest.importorskip("bitsandbytes")
     whole = tunecompile.estimate(make(quantised), SHAPE)
     allowed = int(share * whole.activations)
-    model = tunecompile.optimize(make(quantised), memory=allowed + int(whole.gradients / (1 - MARGIN)), executor="eager")
+    model = tunecompile.optimize(
+        make(quantised), memory=allowed + int(whole.gradients / (1 - MARGIN)), executor="eager"
+    )
     step(model)
     real = tunecompile.report(model).memory
     estimate = tunecompile.estimate(make(quantised), SHAPE, memory=allowed + int(resident(whole) / (1 - MARGIN)))
@@ -104,7 +110,11 @@ def test_bytes_follow_tokens():
     assert [e.flops for e in found] == sorted({e.flops for e in found})
     assert found[3].activations < 1.1 * 32 * found[2].activations  # nothing grows with the square of the length
     assert len({resident(e) for e in found}) == 1 and found[0].milliseconds is None
-    assert found[0].gradients == sum(4 * p.numel() for p in model.parameters() if p.requires_grad) == found[0].optimizer / 2
+    assert (
+        found[0].gradients
+        == sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+        == found[0].optimizer / 2
+    )
 
 
 @pytest.mark.slow
@@ -123,9 +133,15 @@ def test_checkpointing_without_a_budget_and_with_one():
     model.gradient_checkpointing_enable()
     functions = [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers]
     estimate = tunecompile.estimate(model, SHAPE)
-    assert estimate.plans == [{"recompute": ["everything"], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}] and estimate.budget is estimate.fits is None
+    assert (
+        estimate.plans
+        == [{"recompute": ["everything"], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+        and estimate.budget is estimate.fits is None
+    )
     assert [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers] == functions
-    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [
+        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
+    ]
     assert estimate.activations < tunecompile.estimate(make(), SHAPE).activations
 
 
@@ -140,10 +156,12 @@ def test_a_model_without_memory_is_estimated_like_one_with():
 @pytest.mark.slow
 def test_layers_of_two_structures_are_each_traced():
     model = zoo.make("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers[LAYERS // 2:]:
+    for layer in model.model.layers[LAYERS // 2 :]:
         layer.mlp.act_fn = nn.GELU()
     estimate = tunecompile.estimate(zoo.adapt(model), SHAPE, memory="1GiB")
-    assert estimate.fits and estimate.plans == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+    assert estimate.fits and estimate.plans == [
+        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
+    ]
 
 
 class Block(nn.Module):
@@ -178,7 +196,9 @@ def test_a_plain_model(layers):
     random = torch.get_rng_state()
     estimate = tunecompile.estimate(model, (4, 32), memory="1GiB")
     assert model.calls == 0 and torch.equal(torch.get_rng_state(), random)
-    assert estimate.fits and estimate.activations > 0 and sum(plan["layers"] for plan in estimate.plans) == (layers or 1)
+    assert (
+        estimate.fits and estimate.activations > 0 and sum(plan["layers"] for plan in estimate.plans) == (layers or 1)
+    )
     assert estimate.optimizer == 2 * estimate.gradients
     assert tunecompile.estimate(Plain(layers), (4, 32), memory="1GiB", optimizer_bytes=0).optimizer == 0
 
@@ -205,8 +225,15 @@ def without_weights(model: nn.Module) -> nn.Module:
     for path, module in list(model.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
             parent, _, child = path.rpartition(".")
-            new = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=module.bias is not None, compute_dtype=module.compute_dtype,
-                                    compress_statistics=module.weight.compress_statistics, quant_type=module.weight.quant_type, device="meta")
+            new = bnb.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                compute_dtype=module.compute_dtype,
+                compress_statistics=module.weight.compress_statistics,
+                quant_type=module.weight.quant_type,
+                device="meta",
+            )
             setattr(model.get_submodule(parent), child, new.requires_grad_(False))
     return model.to("meta")
 
@@ -214,9 +241,18 @@ def without_weights(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("gpu", [pytest.param(None, marks=pytest.mark.slow), "h200"])
 def test_weights_that_are_not_quantised_yet_count_as_if_they_were(gpu):
     pytest.importorskip("bitsandbytes")
-    real, hollow = tunecompile.estimate(make(quantised=True), SHAPE, gpu=gpu), tunecompile.estimate(without_weights(make(quantised=True)), SHAPE, gpu=gpu)
-    assert hollow.weights == pytest.approx(real.weights, rel=0.01)  # bitsandbytes has a table of the 16 levels beside each
-    assert hollow.activations == pytest.approx(real.activations, rel=0.01) and hollow.flops == real.flops and hollow.plans == real.plans
+    real, hollow = (
+        tunecompile.estimate(make(quantised=True), SHAPE, gpu=gpu),
+        tunecompile.estimate(without_weights(make(quantised=True)), SHAPE, gpu=gpu),
+    )
+    assert hollow.weights == pytest.approx(
+        real.weights, rel=0.01
+    )  # bitsandbytes has a table of the 16 levels beside each
+    assert (
+        hollow.activations == pytest.approx(real.activations, rel=0.01)
+        and hollow.flops == real.flops
+        and hollow.plans == real.plans
+    )
     assert hollow.milliseconds == (None if gpu is None else pytest.approx(real.milliseconds, rel=0.05))
 
 
@@ -235,7 +271,10 @@ def test_a_gpu_that_is_not_there():
     told, smaller = (tunecompile.estimate(model, SHAPE, gpu=gpu) for gpu in ("h200", "h200,memory=1GiB"))
     assert told.fits and told.milliseconds > 0 and told.budget > 130 * 2**30 > smaller.budget and not told.notes
     assert told.to_dict() | {"budget": 0, "margin": 0} == smaller.to_dict() | {"budget": 0, "margin": 0}
-    assert tunecompile.estimate(model, SHAPE, memory="auto", gpu="l4").fits and tunecompile.estimate(model, SHAPE, memory=0.5, gpu="l4").fits
+    assert (
+        tunecompile.estimate(model, SHAPE, memory="auto", gpu="l4").fits
+        and tunecompile.estimate(model, SHAPE, memory=0.5, gpu="l4").fits
+    )
     assert tunecompile.estimate(model, SHAPE, gpu="l4").milliseconds > told.milliseconds
     assert tunecompile.estimate(model, SHAPE).milliseconds is None  # and nothing is taken for a GPU's any more
     with pytest.raises(UnknownGpu, match="Known are b200, h200"):
@@ -258,9 +297,18 @@ def test_machines_read_it_too():
 @pytest.mark.parametrize("share", [None, 0.7])
 def test_the_peak_is_the_measured_one(share):
     """From the second step on, when the optimizer's moments are there."""
+
     def build():
-        model = zoo.make("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
-                         vocab_size=32000, max_position_embeddings=2048)
+        model = zoo.make(
+            "llama",
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=32000,
+            max_position_embeddings=2048,
+        )
         return zoo.adapt(model.to("cuda", torch.bfloat16), r=16).train()
 
     shape, model = (8, 2048), build()
@@ -286,8 +334,12 @@ def test_the_peak_is_the_measured_one(share):
         assert peak == pytest.approx(estimate.peak, rel=0.1), f"{estimate}\n{told}"
         return
     # Both price what they find on this machine at this moment, and other processes use it too: near the edge of two plans they may take different ones.
-    assert torch.cuda.max_memory_allocated() == pytest.approx(told.memory["predicted_peak"], rel=0.1), f"{estimate}\n{told}"
+    assert torch.cuda.max_memory_allocated() == pytest.approx(told.memory["predicted_peak"], rel=0.1), (
+        f"{estimate}\n{told}"
+    )
     assert peak < 1.05 * estimate.peak < 1.05 * memory, f"{estimate}\n{told}"
     assert told.memory["measured_ms"] > 0
     if told.memory["plans"] == estimate.plans:
-        assert peak == pytest.approx(estimate.peak, rel=0.1) and told.memory["predicted_ms"] == pytest.approx(estimate.milliseconds, rel=0.1)
+        assert peak == pytest.approx(estimate.peak, rel=0.1) and told.memory["predicted_ms"] == pytest.approx(
+            estimate.milliseconds, rel=0.1
+        )

@@ -16,10 +16,19 @@ CHAIN = "the process trained on other shapes before, and its budget plans with w
 HOST = "a budget without room for CUDA graphs: 512 rows of kernels are shorter than their launches, which no plan knows"
 GRAPHS = "launch-bound: layers are replayed as CUDA graphs, whose pools hold more than the step needs"
 EDGE = "copies take as long as what hides them: at the edge of two plans, where a few per cent of either become time"
-OUTSIDE = {("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE, ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS,
-           ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST, ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN, ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
-           ("batches-10gib", "tunecompile@10GiB", "8x512"): CHAIN}
-NOT_PLANNED = {"fp8": "a plan computes in bf16", "padded": "a plan's rows are equally long", "zero3": "DeepSpeed is not modelled"}
+OUTSIDE = {
+    ("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE,
+    ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS,
+    ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST,
+    ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN,
+    ("batches-10gib", "tunecompile@10GiB", "4x512"): CHAIN,
+    ("batches-10gib", "tunecompile@10GiB", "8x512"): CHAIN,
+}
+NOT_PLANNED = {
+    "fp8": "a plan computes in bf16",
+    "padded": "a plan's rows are equally long",
+    "zero3": "DeepSpeed is not modelled",
+}
 QUICK = ("llama-3.1-8b-lora-2x512",)  #: the others take a minute, or say the same
 
 
@@ -28,15 +37,31 @@ def rows() -> list:
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
         for run in result.get("runs", ()):
-            ours = run.get("system", "").startswith("tunecompile") and run["status"] == "ok" and {"first_step_s", "shape"} <= run.keys()
-            if ours and not any(word in run["system"] + run["shape"] + (run.get("parallel") or "") for word in NOT_PLANNED):
+            ours = (
+                run.get("system", "").startswith("tunecompile")
+                and run["status"] == "ok"
+                and {"first_step_s", "shape"} <= run.keys()
+            )
+            if ours and not any(
+                word in run["system"] + run["shape"] + (run.get("parallel") or "") for word in NOT_PLANNED
+            ):
                 marks = [] if path.stem in QUICK else [pytest.mark.slow]
-                found.append(pytest.param(path.stem, result["command"], run, marks=marks, id=f"{path.stem}, {run['system']}, {run['shape']}" + f" on {run.get('gpus')}" * ((run.get("gpus") or 1) > 1)))
+                found.append(
+                    pytest.param(
+                        path.stem,
+                        result["command"],
+                        run,
+                        marks=marks,
+                        id=f"{path.stem}, {run['system']}, {run['shape']}"
+                        + f" on {run.get('gpus')}" * ((run.get("gpus") or 1) > 1),
+                    )
+                )
     return found
 
 
 def planned(command: str, run: dict) -> EnginePlan:
     """The same model, batch and options."""
+
     def option(name: str) -> str | None:
         found = re.search(rf"--{name} (\S+)", command)
         return found[1] if found else None
@@ -45,8 +70,25 @@ def planned(command: str, run: dict) -> EnginePlan:
     memory = run["system"].partition("@")[2] or option("memory") or within
     count, length = map(int, run["shape"].split("x"))
     gpus = run.get("gpus") or 1
-    planner = MultiGpuPlanner(Question(run["model"], run["mode"], count, length, find_gpu("h200"), gpus=gpus, memory=memory, host_memory=option("host-memory")))
-    return planner.one_gpu() if gpus == 1 else {"alone": planner.one_gpu, "ddp": planner.ddp, "fsdp2": planner.fsdp, "device_map": planner.device_map}[run["parallel"]]()
+    planner = MultiGpuPlanner(
+        Question(
+            run["model"],
+            run["mode"],
+            count,
+            length,
+            find_gpu("h200"),
+            gpus=gpus,
+            memory=memory,
+            host_memory=option("host-memory"),
+        )
+    )
+    return (
+        planner.one_gpu()
+        if gpus == 1
+        else {"alone": planner.one_gpu, "ddp": planner.ddp, "fsdp2": planner.fsdp, "device_map": planner.device_map}[
+            run["parallel"]
+        ]()
+    )
 
 
 @pytest.mark.parametrize("stem, command, run", rows())

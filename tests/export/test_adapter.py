@@ -28,7 +28,9 @@ def test_saved_as_without_tunecompile(quantized, tmp_path):
     model.save_pretrained(tmp_path / "optimized")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "optimized"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert (tmp_path / "plain" / "adapter_config.json").read_text() == (tmp_path / "optimized" / "adapter_config.json").read_text()
+    assert (tmp_path / "plain" / "adapter_config.json").read_text() == (
+        tmp_path / "optimized" / "adapter_config.json"
+    ).read_text()
 
 
 def test_what_vllm_reads(tmp_path):
@@ -40,12 +42,26 @@ def read_as_by_vllm(folder, layers):
     """Of adapter_config.json r, lora_alpha, target_modules and use_rslora, and neither DoRA, bias nor saved modules (vllm/lora/peft_helper.py); of tensors
     those that begin with base_model.model and end with lora_A.weight or lora_B.weight, one pair a module."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA" and config["r"] == 4 and config["lora_alpha"] == 8 and config["use_rslora"] is True
+    assert (
+        config["peft_type"] == "LORA"
+        and config["r"] == 4
+        and config["lora_alpha"] == 8
+        and config["use_rslora"] is True
+    )
     assert config["bias"] == "none" and not config["use_dora"] and not config["modules_to_save"]
     tensors = load_file(folder / "adapter_model.safetensors")
-    found = {re.fullmatch(r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight", name).groups() for name in tensors}
+    found = {
+        re.fullmatch(
+            r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight", name
+        ).groups()
+        for name in tensors
+    }
     modules = {module for module, _, _ in found}
-    assert {part for _, part, _ in found} == set(config["target_modules"]) and len(modules) == layers * 7 and len(found) == 2 * len(modules)
+    assert (
+        {part for _, part, _ in found} == set(config["target_modules"])
+        and len(modules) == layers * 7
+        and len(found) == 2 * len(modules)
+    )
     assert all(value.shape[0 if "lora_A" in name else 1] == 4 for name, value in tensors.items())
 
 
@@ -67,7 +83,9 @@ def test_merge(trained, tmp_path):
     for name, options in (("named", []), ("given", ["--base", base])):
         result = merge(adapter, tmp_path / name, "--dtype", "float32", *options)
         assert result.exit_code == 0 and str(tmp_path / name) in result.output.replace("\n", ""), result.output
-        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), logits(model), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), logits(model), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_merge_into_what_it_was_trained_on(trained, tmp_path):
@@ -76,7 +94,9 @@ def test_merge_into_what_it_was_trained_on(trained, tmp_path):
     assert merge(adapter, tmp_path / "out", "--dtype", "float32", "--trained-on", "nf4-double").exit_code == 0
     model = zoo.quantize(zoo.make("llama"))
     expected = logits(PeftModel.from_pretrained(model, adapter))
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_tokens_that_were_added(trained, tmp_path):
@@ -90,18 +110,25 @@ def test_tokens_that_were_added(trained, tmp_path):
     model = zoo.adapt(model, modules_to_save=["lm_head", "embed_tokens"])
     model.save_pretrained(tmp_path / "more")
     vocabulary = {f"t{i}": i for i in range(260)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))).save_pretrained(tmp_path / "more")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))).save_pretrained(
+        tmp_path / "more"
+    )
     assert merge(tmp_path / "more", tmp_path / "out", "--dtype", "float32").exit_code == 0
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model), rtol=1e-5, atol=1e-5
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 260
 
 
 def test_mistakes(trained, tmp_path):
     base, adapter, _ = trained
-    for options, says in [((base, tmp_path / "out"), "has no adapter_config.json"), ((adapter, base), "give a new folder"),
-                          ((adapter, tmp_path / "out", "--base", tmp_path / "absent"), "cannot be loaded"),
-                          ((adapter, tmp_path / "out", "--dtype", "int3"), "choose from bfloat16"),
-                          ((adapter, tmp_path / "out", "--trained-on", "nf3"), "choose from plain, nf4")]:
+    for options, says in [
+        ((base, tmp_path / "out"), "has no adapter_config.json"),
+        ((adapter, base), "give a new folder"),
+        ((adapter, tmp_path / "out", "--base", tmp_path / "absent"), "cannot be loaded"),
+        ((adapter, tmp_path / "out", "--dtype", "int3"), "choose from bfloat16"),
+        ((adapter, tmp_path / "out", "--trained-on", "nf3"), "choose from plain, nf4"),
+    ]:
         result = merge(*options)
         assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
     other = tmp_path / "other"

@@ -20,9 +20,14 @@ from tunecompile.export import gguf as writer
 gguf = pytest.importorskip("gguf")
 
 SPLITS = {
-    "llama-bpe": lambda: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(writer.WORDS % "{1,3}"), "isolated"), by_bytes(False)]),
-    "qwen2": lambda: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(writer.WORDS % ""), "isolated"), by_bytes(False)]),
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes(True)]), "gpt-2": lambda: by_bytes(True),
+    "llama-bpe": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(writer.WORDS % "{1,3}"), "isolated"), by_bytes(False)]
+    ),
+    "qwen2": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(writer.WORDS % ""), "isolated"), by_bytes(False)]
+    ),
+    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes(True)]),
+    "gpt-2": lambda: by_bytes(True),
 }
 
 
@@ -32,7 +37,11 @@ def by_bytes(words):
 
 def byte_level(split="llama-bpe", bos=True):
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [("a", "b"), ("ab", "c")], ignore_merges=split == "llama-bpe"))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)}, [("a", "b"), ("ab", "c")], ignore_merges=split == "llama-bpe"
+        )
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split](), decoders.ByteLevel()
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
@@ -41,7 +50,14 @@ def byte_level(split="llama-bpe", bos=True):
 
 def pieces():
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "c", "ab", "▁ab", "abc"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [("a", "b"), ("▁", "ab"), ("ab", "c")], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [("a", "b"), ("▁", "ab"), ("ab", "c")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return finished(tokenizer)
 
@@ -49,15 +65,28 @@ def pieces():
 def finished(tokenizer):
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
+    )
 
 
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CASES = {
-    "llama": ("llama", {}), "tied": ("llama", {"tie_word_embeddings": True}), "llama 3": ("llama", {"rope_parameters": LLAMA_3}),
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA_3}),
     "bias": ("llama", {"attention_bias": True}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-    "mistral": ("mistral", {"sliding_window": None}), "qwen2": ("qwen2", {}), "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
 }
 
 
@@ -78,11 +107,19 @@ def test_transformers_reads_the_same_model(case, tmp_path):
     assert tunecompile.save_gguf(folder) == folder / "model.gguf"
     inputs = zoo.batch(vocabulary=320, length=48)
     expected = logits(AutoModelForCausalLM.from_pretrained(folder), inputs)
-    if case not in ("llama 3", "linear", "bias", "qwen3"):  # of which transformers leaves out scaled positions, Llama's biases, and the size of heads
+    if case not in (
+        "llama 3",
+        "linear",
+        "bias",
+        "qwen3",
+    ):  # of which transformers leaves out scaled positions, Llama's biases, and the size of heads
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf")
         torch.testing.assert_close(logits(read, inputs), expected, rtol=1e-4, atol=1e-5)
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    assert gguf.GGUFReader(folder / "model.gguf").fields["general.architecture"].contents() == writer.ARCHITECTURES[architecture]
+    assert (
+        gguf.GGUFReader(folder / "model.gguf").fields["general.architecture"].contents()
+        == writer.ARCHITECTURES[architecture]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -91,12 +128,19 @@ def test_our_reader_gets_the_weights_back(dtype, tmp_path):
     path = tunecompile.save_gguf(folder, tmp_path / "m.gguf")
     buffer = memoryview(path.read_bytes())
     metadata, table, start = reader.Reader(buffer, "").header()
-    state = reader.state_dict(metadata, {info.name: reader.decode(buffer, start, info, "") for info in table}, torch.float32)
+    state = reader.state_dict(
+        metadata, {info.name: reader.decode(buffer, start, info, "") for info in table}, torch.float32
+    )
     weights = load_file(folder / "model.safetensors")
-    assert state.keys() == weights.keys() and all(torch.equal(state[name], value.float()) for name, value in weights.items())
+    assert state.keys() == weights.keys() and all(
+        torch.equal(state[name], value.float()) for name, value in weights.items()
+    )
     assert all(info.kind == reader.F32 for info in table if len(info.shape) == 1)
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["m.gguf"]
-    assert metadata["llama.context_length"] == 128 and metadata["general.file_type"] == {"float32": 0, "float16": 1, "bfloat16": 32}[dtype]
+    assert (
+        metadata["llama.context_length"] == 128
+        and metadata["general.file_type"] == {"float32": 0, "float16": 1, "bfloat16": 32}[dtype]
+    )
 
 
 def test_what_transformers_does_not_read(tmp_path):
@@ -104,10 +148,18 @@ def test_what_transformers_does_not_read(tmp_path):
     (found, fields), (biases, _) = map(contents, (qwen, llama))
     state = AutoModelForCausalLM.from_pretrained(qwen).state_dict()
     assert fields["qwen3.attention.key_length"].contents() == 16
-    for name, place in (("self_attn.q_proj", "attn_q"), ("self_attn.k_norm", "attn_k_norm"), ("mlp.down_proj", "ffn_down"), ("post_attention_layernorm", "ffn_norm")):
+    for name, place in (
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_norm", "attn_k_norm"),
+        ("mlp.down_proj", "ffn_down"),
+        ("post_attention_layernorm", "ffn_norm"),
+    ):
         assert torch.equal(found[f"blk.2.{place}.weight"], state[f"model.layers.2.{name}.weight"])
     bias = AutoModelForCausalLM.from_pretrained(llama).state_dict()["model.layers.1.self_attn.k_proj.bias"]
-    assert torch.equal(reader.split_rotary(biases["blk.1.attn_k.bias"][:, None], 2)[:, 0], bias) and "blk.1.attn_output.bias" in biases
+    assert (
+        torch.equal(reader.split_rotary(biases["blk.1.attn_k.bias"][:, None], 2)[:, 0], bias)
+        and "blk.1.attn_output.bias" in biases
+    )
 
 
 def contents(folder):
@@ -128,11 +180,25 @@ def test_frequencies_of_llama_3(tmp_path):
 @pytest.mark.parametrize("split", SPLITS)
 def test_byte_level_tokenizers(split, tmp_path):
     folder = saved(tmp_path, tokenizer=byte_level(split, bos=split == "qwen2"))
-    fields = {name: field.contents() for name, field in gguf.GGUFReader(tunecompile.save_gguf(folder)).fields.items() if name.startswith("tokenizer")}
-    assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == split and fields["tokenizer.ggml.merges"] == ["a b", "ab c"]
+    fields = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tunecompile.save_gguf(folder)).fields.items()
+        if name.startswith("tokenizer")
+    }
+    assert (
+        fields["tokenizer.ggml.model"] == "gpt2"
+        and fields["tokenizer.ggml.pre"] == split
+        and fields["tokenizer.ggml.merges"] == ["a b", "ab c"]
+    )
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     tool = tokens.index("<tool>")
-    assert len(tokens) == 320 and tokens[:2] == ["<s>", "</s>"] and types[:3] == [3, 3, 1] and types[tool] == 4 and set(types[tool + 1:]) == {5}
+    assert (
+        len(tokens) == 320
+        and tokens[:2] == ["<s>", "</s>"]
+        and types[:3] == [3, 3, 1]
+        and types[tool] == 4
+        and set(types[tool + 1 :]) == {5}
+    )
     assert (fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]) == (0, 1)
     assert fields["tokenizer.ggml.add_bos_token"] == (split == "qwen2") and not fields["tokenizer.ggml.add_eos_token"]
     assert fields["tokenizer.chat_template"] == "{{ messages[0]['content'] }}"
@@ -141,18 +207,34 @@ def test_byte_level_tokenizers(split, tmp_path):
 def test_pieces(tmp_path):
     """As SentencePiece has them: what is merged first has the higher score."""
     folder = saved(tmp_path, tokenizer=pieces())
-    fields = {name: field.contents() for name, field in gguf.GGUFReader(tunecompile.save_gguf(folder)).fields.items() if name.startswith("tokenizer")}
+    fields = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tunecompile.save_gguf(folder)).fields.items()
+        if name.startswith("tokenizer")
+    }
     tokens, scores, types = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
     assert fields["tokenizer.ggml.model"] == "llama" and fields["tokenizer.ggml.add_space_prefix"] is True
-    assert types[:4] == [2, 3, 3, 6] and scores[tokens.index("ab")] > scores[tokens.index("▁ab")] > scores[tokens.index("abc")] > scores[tokens.index("c")]
+    assert (
+        types[:4] == [2, 3, 3, 6]
+        and scores[tokens.index("ab")]
+        > scores[tokens.index("▁ab")]
+        > scores[tokens.index("abc")]
+        > scores[tokens.index("c")]
+    )
 
 
 def test_what_is_refused(tmp_path):
     mend = "convert_hf_to_gguf.py"
-    for number, (options, says) in enumerate([
-        ({"family": "gemma2"}, f"Gemma2ForCausalLM.*{mend}"), ({"family": "mistral", "sliding_window": 16}, "sliding window"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "scales positions by 'yarn'"),
-    ]):
+    for number, (options, says) in enumerate(
+        [
+            ({"family": "gemma2"}, f"Gemma2ForCausalLM.*{mend}"),
+            ({"family": "mistral", "sliding_window": 16}, "sliding window"),
+            (
+                {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+                "scales positions by 'yarn'",
+            ),
+        ]
+    ):
         with pytest.raises(CannotWriteGguf, match=says):
             tunecompile.save_gguf(saved(tmp_path / str(number), **options))
         assert not list((tmp_path / str(number)).glob("*.gguf*"))

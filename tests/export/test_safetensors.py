@@ -45,17 +45,25 @@ def same(before, after):
 
 MLP = ["up_proj", "down_proj"]
 CASES = {
-    "lora": ("llama", {}, {}), "rank-stabilised": ("llama", {}, {"use_rslora": True, "r": 8}),
-    "tied": ("gemma2", {}, {}), "dora": ("llama", {}, {"use_dora": True}),
+    "lora": ("llama", {}, {}),
+    "rank-stabilised": ("llama", {}, {"use_rslora": True, "r": 8}),
+    "tied": ("gemma2", {}, {}),
+    "dora": ("llama", {}, {"use_dora": True}),
     "head": ("llama", {}, {"target_modules": ["lm_head", *MLP]}),
     "tied head": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["lm_head", *MLP]}),
     "table": ("llama", {}, {"target_modules": ["embed_tokens", *MLP]}),
     "tied table": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", *MLP]}),
-    "saved modules": ("llama", {}, {"modules_to_save": ["lm_head", "input_layernorm"]}), "fan in, fan out": ("gpt2", {}, {"fan_in_fan_out": True}),
-    "bias": ("qwen2", {}, {"bias": "all"}), "adapter's bias": ("qwen2", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
+    "saved modules": ("llama", {}, {"modules_to_save": ["lm_head", "input_layernorm"]}),
+    "fan in, fan out": ("gpt2", {}, {"fan_in_fan_out": True}),
+    "bias": ("qwen2", {}, {"bias": "all"}),
+    "adapter's bias": ("qwen2", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
     "tokens": ("llama", {}, {"trainable_token_indices": [*range(99)]}),
     "tied tokens": ("llama", {"tie_word_embeddings": True}, {"trainable_token_indices": [*range(99)]}),
-    "experts": ("mixtral", {}, {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "experts": (
+        "mixtral",
+        {},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
     "moe": ("qwen3_moe", {}, {}),
 }
 
@@ -75,7 +83,9 @@ def test_tied_weights_are_saved_once_unless_they_differ(tmp_path):
     from safetensors import safe_open
 
     for name, targets, tied in (("one", MLP, True), ("two", ["lm_head"], False)):
-        tunecompile.save_merged(filled(zoo.adapt(zoo.make("llama", tie_word_embeddings=True), target_modules=targets)), tmp_path / name)
+        tunecompile.save_merged(
+            filled(zoo.adapt(zoo.make("llama", tie_word_embeddings=True), target_modules=targets)), tmp_path / name
+        )
         with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
             assert ("lm_head.weight" in file.keys()) != tied
         assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] == tied
@@ -121,11 +131,17 @@ def test_a_quantised_base_is_not_quantised_again(kind, tmp_path):
     tunecompile.save_merged(model, tmp_path)
     assert same(before, state(model))
     ours, expected = loaded(tmp_path), logits(reference)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text()) and loaded(tmp_path, "auto").dtype == torch.bfloat16
+    assert (
+        "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+        and loaded(tmp_path, "auto").dtype == torch.bfloat16
+    )
     rounded = reference.merge_and_unload().bfloat16().float()
     theirs = in_floats(model.merge_and_unload())
     error = distance(logits(ours), expected)
-    assert error < (0.5 if kind == "8 bit" else 0.2) * distance(logits(theirs), expected), (error, distance(logits(theirs), expected))
+    assert error < (0.5 if kind == "8 bit" else 0.2) * distance(logits(theirs), expected), (
+        error,
+        distance(logits(theirs), expected),
+    )
     assert error < 1.5 * distance(logits(rounded), expected)
 
 
@@ -136,7 +152,9 @@ def eight_bit(model):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and name != "lm_head":
                 linear = bnb.nn.Linear8bitLt(child.in_features, child.out_features, bias=False, has_fp16_weights=False)
-                linear.weight = bnb.nn.Int8Params(child.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+                linear.weight = bnb.nn.Int8Params(
+                    child.weight.data.clone(), requires_grad=False, has_fp16_weights=False
+                )
                 setattr(parent, name, linear.to("cpu"))
     model.is_loaded_in_8bit = True
     return model
@@ -155,7 +173,9 @@ def in_floats(model):
             if isinstance(child, bnb.nn.Linear8bitLt):
                 linear = nn.Linear(child.in_features, child.out_features, bias=False)
                 scale = child.state.SCB if child.weight.SCB is None else child.weight.SCB
-                linear.weight = nn.Parameter(child.weight.data.float() * scale.float()[:, None] / 127, requires_grad=False)
+                linear.weight = nn.Parameter(
+                    child.weight.data.float() * scale.float()[:, None] / 127, requires_grad=False
+                )
                 setattr(parent, name, linear)
     for module in clone.modules():
         if type(module).__module__ == "peft.tuners.lora.bnb":
@@ -163,15 +183,27 @@ def in_floats(model):
     return copy.deepcopy(clone).float()
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("llama", {"use_dora": True}), ("qwen2", {"use_rslora": True, "bias": "all"})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("gpt2", {}), ("llama", {"use_dora": True}), ("qwen2", {"use_rslora": True, "bias": "all"})]
+)
 def test_quantised_by_transformers(family, options, tmp_path):
     """As users load it; GPT-2's weights lie the other way round in bitsandbytes' layers."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     zoo.make(family).save_pretrained(tmp_path / "plain")
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=["lm_head"])
-    model = zoo.adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, quantization_config=config, device_map="cpu"), **options)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head"],
+    )
+    model = zoo.adapt(
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", dtype=torch.float32, quantization_config=config, device_map="cpu"
+        ),
+        **options,
+    )
     expected = logits(model)
     tunecompile.save_merged(model, tmp_path / "out", dtype="float32")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)
@@ -197,13 +229,20 @@ def test_it_trains_on(tmp_path):
 
 def test_without_adapters(tmp_path):
     """A model that was trained as a whole; a dtype of its own; several files; a tokenizer."""
+
     class Tokenizer:
         def save_pretrained(self, folder):
             (folder / "tokenizer.json").write_text("{}")
 
     model = zoo.make("qwen3")
-    assert tunecompile.save_merged(model, tmp_path / "a" / "b", torch.float16, Tokenizer(), max_shard_size="100KB") == tmp_path / "a" / "b"
-    assert len(list((tmp_path / "a" / "b").glob("*.safetensors"))) > 1 and (tmp_path / "a" / "b" / "tokenizer.json").exists()
+    assert (
+        tunecompile.save_merged(model, tmp_path / "a" / "b", torch.float16, Tokenizer(), max_shard_size="100KB")
+        == tmp_path / "a" / "b"
+    )
+    assert (
+        len(list((tmp_path / "a" / "b").glob("*.safetensors"))) > 1
+        and (tmp_path / "a" / "b" / "tokenizer.json").exists()
+    )
     assert loaded(tmp_path / "a" / "b", "auto").dtype == torch.float16
     assert same(state(loaded(tmp_path / "a" / "b").model.layers), state(model.half().float().model.layers))
     assert not any(path.name.startswith(".") for path in (tmp_path / "a" / "b").iterdir())
@@ -219,13 +258,33 @@ def refused():
     """(what is wrong, a model that cannot be merged, what is said of it)."""
     from peft import IA3Config, PromptTuningConfig
 
-    yield "another method", lambda: adapted(IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])), "only LoRA can be merged"
-    yield "a prompt", lambda: adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "its adapter is a prompt"
-    yield "by token", lambda: zoo.adapt(zoo.make("llama"), alora_invocation_tokens=[1, 2]), "PEFT does not merge model.layers.0"
+    yield (
+        "another method",
+        lambda: adapted(IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])),
+        "only LoRA can be merged",
+    )
+    yield (
+        "a prompt",
+        lambda: adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        "its adapter is a prompt",
+    )
+    yield (
+        "by token",
+        lambda: zoo.adapt(zoo.make("llama"), alora_invocation_tokens=[1, 2]),
+        "PEFT does not merge model.layers.0",
+    )
     yield "no model", lambda: nn.Linear(2, 2), "no model of transformers"
     yield "offloaded", lambda: zoo.make("llama").to("meta"), "is on no device here"
-    yield "changed", lambda: changed(zoo.make("llama")), "model.layers.1.mlp.up_proj.bias are not what its configuration says"
-    yield "too large", lambda: too_large(zoo.make("llama")), "model.norm.weight has values that are not finite in torch.float16"
+    yield (
+        "changed",
+        lambda: changed(zoo.make("llama")),
+        "model.layers.1.mlp.up_proj.bias are not what its configuration says",
+    )
+    yield (
+        "too large",
+        lambda: too_large(zoo.make("llama")),
+        "model.norm.weight has values that are not finite in torch.float16",
+    )
     yield "several, one DoRA", lambda: several(zoo.adapt(zoo.make("llama"), use_dora=True)), "activate one"
 
 

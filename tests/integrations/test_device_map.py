@@ -22,8 +22,12 @@ def placed(model: nn.Module, *offloaded: str, devices: tuple[str, ...] = ("cpu",
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     where = {part: devices[i * len(devices) // len(PARTS)] for i, part in enumerate(PARTS)}
     weights = {name: p.detach() for name, p in base.named_parameters()}
-    hooks.attach_align_device_hook_on_blocks(base, execution_device={"": devices[0], **where}, offload={part: part in offloaded for part in PARTS},
-                                             weights_map=weights if offloaded else None)
+    hooks.attach_align_device_hook_on_blocks(
+        base,
+        execution_device={"": devices[0], **where},
+        offload={part: part in offloaded for part in PARTS},
+        weights_map=weights if offloaded else None,
+    )
     return model
 
 
@@ -51,7 +55,14 @@ def test_layers_are_whole_and_compiled_once(first):
     report = tunecompile.report(model)
     assert report.compiles == 1 and not report.notes, report
     assert {m.family: m.rewritten for m in report.matches if m.found} == {
-        "linear_cross_entropy": 1, "lora": 7, "grouped_linear": 5, "rope": 2, "rms_norm": 2, "add_rms_norm": 1, "swiglu": 1}
+        "linear_cross_entropy": 1,
+        "lora": 7,
+        "grouped_linear": 5,
+        "rope": 2,
+        "rms_norm": 2,
+        "add_rms_norm": 1,
+        "swiglu": 1,
+    }
     assert all(module.forward is forward for module, forward in forwards.items()) and len(forwards) > 20
     model.eval(), reference.eval()
     with torch.no_grad():
@@ -59,8 +70,14 @@ def test_layers_are_whole_and_compiled_once(first):
         assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("part, said", [("lm_head", "the head runs as it is"), pytest.param("model.layers.0", "ran eagerly 1 times", marks=pytest.mark.slow),
-                                        pytest.param("model.norm", None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        ("lm_head", "the head runs as it is"),
+        pytest.param("model.layers.0", "ran eagerly 1 times", marks=pytest.mark.slow),
+        pytest.param("model.norm", None, marks=pytest.mark.slow),
+    ],
+)
 def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
     """Its weights are gone when the call is over."""
     reference, model = placed(make(), part), placed(make(), part)
@@ -77,12 +94,15 @@ def test_layers_that_accelerate_brings_have_no_plan(memory):
     same_gradients(tunecompile.optimize(model, executor="eager", memory=memory), reference, steps=2)
     report = tunecompile.report(model)
     assert "no memory plan for 1 layers: between calls their weights are not on cpu" in report.notes
-    assert report.memory is None if memory == "auto" else [plan["layers"] for plan in report.memory["plans"]] == [1], report
+    assert report.memory is None if memory == "auto" else [plan["layers"] for plan in report.memory["plans"]] == [1], (
+        report
+    )
 
 
 @pytest.mark.slow
 def test_a_forward_of_a_modules_own_is_called():
     """Somebody set it before accelerate wrapped it, on a module inside and on the head."""
+
     def double(module):
         forward = module.forward
         module.forward = lambda hidden: 2 * forward(hidden)
@@ -121,8 +141,14 @@ def test_the_readmes_lines(tmp_path):
 
     make().get_base_model().save_pretrained(tmp_path)
     torch.manual_seed(0)
-    model = of_readme("device_map=", {"path": tmp_path, **{name: getattr(peft, name) for name in ("get_peft_model", "LoraConfig")},
-                                      "AutoModelForCausalLM": transformers.AutoModelForCausalLM})
+    model = of_readme(
+        "device_map=",
+        {
+            "path": tmp_path,
+            **{name: getattr(peft, name) for name in ("get_peft_model", "LoraConfig")},
+            "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        },
+    )
     zoo.step(model, zoo.batch())
     assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["lora"] == 7
 
@@ -141,5 +167,9 @@ def test_layers_on_two_gpus(memory):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
         assert max(zoo.errors({name: grad.to("cuda:0") for name, grad in ours.items()}, theirs).values()) < 1e-3
     report = tunecompile.report(model)
-    assert {p.device.index for p in model.parameters()} == {0, 1} and not [note for note in report.notes if "eager" in note or "pieces" in note], report
-    assert [plan["device"] for plan in ([report.memory, *report.elsewhere] if memory else [])] == (["cuda:0", "cuda:1"] if memory else []), report
+    assert {p.device.index for p in model.parameters()} == {0, 1} and not [
+        note for note in report.notes if "eager" in note or "pieces" in note
+    ], report
+    assert [plan["device"] for plan in ([report.memory, *report.elsewhere] if memory else [])] == (
+        ["cuda:0", "cuda:1"] if memory else []
+    ), report

@@ -46,7 +46,9 @@ def test_4_bits(kind, double, storage):
 def test_8_bits():
     bnb = pytest.importorskip("bitsandbytes")
     weight, scales = torch.randint(-127, 128, (4, 8), dtype=torch.int8), torch.rand(4)
-    module = types.SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), state=types.SimpleNamespace(SCB=scales))
+    module = types.SimpleNamespace(
+        weight=nn.Parameter(weight, requires_grad=False), state=types.SimpleNamespace(SCB=scales)
+    )
     module.weight.__class__ = type("Packed", (nn.Parameter,), {})
     assert torch.equal(weight_of(module), bnb.functional.int8_vectorwise_dequant(weight, scales))
     module.state.SCB = None  # its linear has not run
@@ -73,7 +75,10 @@ def test_another_signature_and_another_substitute_are_left_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=ours))
     peft_trace.substitute()
     linear = nn.Linear(2, 2)
-    assert torch.equal(torch.compile(lambda m: changed(m, None, None) + ours(m), backend="eager", fullgraph=True)(linear), 3 * linear.weight)
+    assert torch.equal(
+        torch.compile(lambda m: changed(m, None, None) + ours(m), backend="eager", fullgraph=True)(linear),
+        3 * linear.weight,
+    )
 
 
 def test_nothing_where_peft_is_not_imported(monkeypatch):

@@ -60,7 +60,9 @@ def test_an_inner_value_with_another_user():
     pattern = lambda x: torch.tanh(torch.sin(x))  # noqa: E731
     assert find(pattern, lambda a: torch.tanh(torch.sin(a)))
     assert not find(pattern, lambda a: (lambda s: torch.tanh(s) + s)(torch.sin(a)))
-    assert find(pattern, lambda a: (lambda t: t + t * 2)(torch.tanh(torch.sin(a)))), "outputs may have any number of users"
+    assert find(pattern, lambda a: (lambda t: t + t * 2)(torch.tanh(torch.sin(a)))), (
+        "outputs may have any number of users"
+    )
 
 
 @pytest.mark.parametrize("mutate", [lambda v: v.add_(1), lambda v: torch.relu_(v), lambda v: F.relu(v, inplace=True)])
@@ -92,8 +94,12 @@ def test_slices_and_ellipsis():
 
 def test_optional_casts():
     pattern = lambda x: torch.tanh(cast(torch.sin(cast(x))))  # noqa: E731
-    for fn in (lambda a: torch.tanh(torch.sin(a)), lambda a: torch.tanh(torch.sin(a.float())), lambda a: torch.tanh(torch.sin(a).half()),
-               lambda a: torch.tanh(torch.sin(a.double()).to(torch.float32))):
+    for fn in (
+        lambda a: torch.tanh(torch.sin(a)),
+        lambda a: torch.tanh(torch.sin(a.float())),
+        lambda a: torch.tanh(torch.sin(a).half()),
+        lambda a: torch.tanh(torch.sin(a.double()).to(torch.float32)),
+    ):
         (m,) = find(pattern, fn)
         assert names(m) == {"x": "a"}
     assert not find(pattern, lambda a: torch.tanh(torch.sin(a).float().half()))
@@ -156,7 +162,9 @@ def test_refusals_name_the_reason_and_the_line():
 
 
 def test_overlapping_matches_are_taken_once():
-    rule = rewrite("pair", to=lambda x: torch.neg(torch.neg(torch.neg(torch.neg(x)))))(lambda x: torch.neg(torch.neg(x)))
+    rule = rewrite("pair", to=lambda x: torch.neg(torch.neg(torch.neg(torch.neg(x)))))(
+        lambda x: torch.neg(torch.neg(x))
+    )
     x = torch.rand(3)
     got, outcome = run(rule, lambda x: -(-(-x)), x)
     assert torch.equal(got, -x) and outcome["done"] == 1
@@ -172,7 +180,9 @@ def test_a_guard_sees_every_binding():
 
 
 def test_a_guard_that_raises():
-    rule = rewrite("bad_guard", to=lambda x: x, where=lambda m: m.bound["x"].nonsense)(lambda x: torch.sin(torch.abs(x)))
+    rule = rewrite("bad_guard", to=lambda x: x, where=lambda m: m.bound["x"].nonsense)(
+        lambda x: torch.sin(torch.abs(x))
+    )
     run(rule, lambda x: torch.sin(torch.abs(x)), torch.rand(3))
 
 
@@ -185,7 +195,9 @@ def test_a_replacement_of_another_dtype_or_shape(to):
 
 
 def test_outputs_used_before_all_are_there():
-    rule = rewrite("two", to=lambda x, y: (torch.tanh(x + y), x + y))(lambda x, y: (lambda s: (torch.tanh(s), s))(x + y))
+    rule = rewrite("two", to=lambda x, y: (torch.tanh(x + y), x + y))(
+        lambda x, y: (lambda s: (torch.tanh(s), s))(x + y)
+    )
     a, b = torch.rand(3), torch.rand(3)
     got, outcome = run(rule, lambda a, b: (lambda s: torch.cos(s) * torch.tanh(s))(a + b), a, b)
     torch.testing.assert_close(got, torch.cos(a + b) * torch.tanh(a + b))
@@ -272,7 +284,11 @@ NEAR_MISSES = [
     (gate_interrupted, "swiglu", "`silu` at {1}: `add_` comes in between at {2}"),
     (gate_alone, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found the region's result"),
     (turned_back, "rope", "`cat` at {1}: expected add(mul(...), mul(...)), found sub(mul(...), mul(...)) at {2}"),
-    (turned_wrongly, "rope", "`cat` at {1}: expected neg(getitem(...)), found getitem(L_x_, (..., slice(4, None, None))) at {1}"),
+    (
+        turned_wrongly,
+        "rope",
+        "`cat` at {1}: expected neg(getitem(...)), found getitem(L_x_, (..., slice(4, None, None))) at {1}",
+    ),
 ]
 
 
@@ -288,6 +304,7 @@ def test_a_near_miss_says_what_was_expected_and_found_and_where(fn, name, expect
 
 def test_a_near_miss_is_told_of_the_pattern_that_has_its_operation():
     """Halves and pairs are turned alike but for `cat` and `stack`: what the other layout would have next is no news."""
+
     def pairs_turned_back(x, cos):
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
         return x * cos - turned * cos
@@ -296,7 +313,10 @@ def test_a_near_miss_is_told_of_the_pattern_that_has_its_operation():
         turned = torch.stack((x[..., 1::2], -x[..., ::2]), -1).flatten(-2)
         return x * cos + turned * (cos + 1)
 
-    for fn, expected in ((pairs_turned_back, "expected add(mul(...), mul(...)), found sub(mul(...), mul(...))"), (pairs_turned_wrongly, "expected neg(getitem(...)), found getitem(")):
+    for fn, expected in (
+        (pairs_turned_back, "expected add(mul(...), mul(...)), found sub(mul(...), mul(...))"),
+        (pairs_turned_wrongly, "expected neg(getitem(...)), found getitem("),
+    ):
         recorder = Recorder(family("rope"))
         torch._dynamo.reset()
         torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))

@@ -31,7 +31,14 @@ def test_near_misses_stay_right(of):
 
 def test_variants_are_what_they_say():
     graphs = []
-    through(lambda x, y: torch.tanh(x - y) * 2.0, lambda gm: graphs.append(gm) or gm)(torch.randn(3, 4), torch.randn(3, 4))
-    assert [what for what, _ in respelled(graphs[0])] == ["sub cast to its own dtype", "tanh cast to its own dtype", "operands of mul swapped", "mul cast to its own dtype"]
+    through(lambda x, y: torch.tanh(x - y) * 2.0, lambda gm: graphs.append(gm) or gm)(
+        torch.randn(3, 4), torch.randn(3, 4)
+    )
+    assert [what for what, _ in respelled(graphs[0])] == [
+        "sub cast to its own dtype",
+        "tanh cast to its own dtype",
+        "operands of mul swapped",
+        "mul cast to its own dtype",
+    ]
     whats = [what for what, _ in spoilt(graphs[0])]
     assert "operands of sub swapped" in whats and "2.0 of mul is 3.25" in whats and len(whats) == 11

@@ -17,48 +17,90 @@ from tunecompile.report.report import Report
 Row = dict[str, tuple[int, int]]  #: pass -> (found, rewritten)
 
 ADAPTED = {"linear_cross_entropy": (1, 1), "lora": (7, 7), "grouped_linear": (5, 5)}
-NARROW = {"linear_cross_entropy": (1, 1), "lora": (6, 6), "grouped_linear": (3, 3)}  #: an MLP of two linears, or whose first are one
+NARROW = {
+    "linear_cross_entropy": (1, 1),
+    "lora": (6, 6),
+    "grouped_linear": (3, 3),
+}  #: an MLP of two linears, or whose first are one
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 
 MOE = {name: count for name, count in LLAMA.items() if name != "swiglu"} | {"lora": (4, 4), "grouped_linear": (3, 3)}
 
-GOLDEN: dict[int, dict[str, Row]] = {5: {  #: by transformers' major version, and family
-    **dict.fromkeys(("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma", "helium", "ernie4_5"), LLAMA),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}),
-    **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
-    **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1)}),  # a mean is taken off
-    "gemma2": LLAMA | {"rms_norm": (4, 4)},
-    "gemma3": LLAMA | {"rms_norm": (6, 6)},
-    "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
-    "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"} | {"lora": (4, 4), "lora_mlp": (1, 0)},  # its siblings are one linear
-    "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
-    "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
-    "starcoder2": NARROW | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
-    "stablelm": ADAPTED | {"rope": (2, 2), "swiglu": (1, 1)},
-    "nemotron": NARROW | {"rope": (2, 2)},
-    "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
-    "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
-    "opt": NARROW,
-    # experts under adapters run as they are, between compiled pieces: PEFT puts a parametrisation on them
-    **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
-    "mixtral": MOE,
-    "gpt_oss": MOE,  # its activation is clamped and has another slope
-    "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
-    # two kinds of layers: the first is dense
-    "glm4_moe": ADAPTED | {"lora": (8, 8), "grouped_linear": (6, 6), "rope": (4, 4), "rms_norm": (4, 4), "add_rms_norm": (2, 2), "swiglu": (2, 2)},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ADAPTED | {"lora": (10, 10), "grouped_linear": (4, 4), "rope": (4, 4), "rms_norm": (8, 8), "add_rms_norm": (2, 2),
-                                                               "swiglu": (2, 2)}),
-    "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight
-    "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
-    "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
-    "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
-    "falcon": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},  # a product with a transposed weight
-}}
+GOLDEN: dict[int, dict[str, Row]] = {
+    5: {  #: by transformers' major version, and family
+        **dict.fromkeys(
+            ("llama", "mistral", "qwen2", "granite", "smollm3", "seed_oss", "ministral", "gemma", "helium", "ernie4_5"),
+            LLAMA,
+        ),
+        **dict.fromkeys(
+            ("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}
+        ),
+        **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
+        **dict.fromkeys(
+            ("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1)}
+        ),  # a mean is taken off
+        "gemma2": LLAMA | {"rms_norm": (4, 4)},
+        "gemma3": LLAMA | {"rms_norm": (6, 6)},
+        "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
+        "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"}
+        | {"lora": (4, 4), "lora_mlp": (1, 0)},  # its siblings are one linear
+        "glm": NARROW
+        | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+        "glm4": NARROW
+        | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+        "starcoder2": NARROW | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
+        "stablelm": ADAPTED | {"rope": (2, 2), "swiglu": (1, 1)},
+        "nemotron": NARROW | {"rope": (2, 2)},
+        "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
+        "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
+        "opt": NARROW,
+        # experts under adapters run as they are, between compiled pieces: PEFT puts a parametrisation on them
+        **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
+        "mixtral": MOE,
+        "gpt_oss": MOE,  # its activation is clamped and has another slope
+        "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
+        # two kinds of layers: the first is dense
+        "glm4_moe": ADAPTED
+        | {
+            "lora": (8, 8),
+            "grouped_linear": (6, 6),
+            "rope": (4, 4),
+            "rms_norm": (4, 4),
+            "add_rms_norm": (2, 2),
+            "swiglu": (2, 2),
+        },
+        **dict.fromkeys(
+            ("deepseek_v2", "deepseek_v3"),
+            ADAPTED
+            | {
+                "lora": (10, 10),
+                "grouped_linear": (4, 4),
+                "rope": (4, 4),
+                "rms_norm": (8, 8),
+                "add_rms_norm": (2, 2),
+                "swiglu": (2, 2),
+            },
+        ),
+        "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight
+        "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
+        "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
+        "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
+        "falcon": {
+            "linear_cross_entropy": (1, 1),
+            "lora": (4, 4),
+            "rope": (2, 2),
+            "swiglu": (1, 0),
+        },  # a product with a transposed weight
+    }
+}
 
 #: where layers with experts run eagerly in fp32: what is found in the others
 EAGER_EXPERTS: dict[str, Row] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"), {"linear_cross_entropy": (1, 1)}),
-    "glm4_moe": LLAMA, **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LLAMA | {"lora": (8, 8), "grouped_linear": (4, 4), "rms_norm": (4, 4)}),
+    "glm4_moe": LLAMA,
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"), LLAMA | {"lora": (8, 8), "grouped_linear": (4, 4), "rms_norm": (4, 4)}
+    ),
 }
 
 
@@ -69,7 +111,9 @@ def expected(family: str) -> tuple[Row, bool]:
         KeyError: there is no table yet for this major version of transformers.
     """
     transformers = installed("transformers")
-    if family in EAGER_EXPERTS and transformers < (5, 3) and GROUPED_MM_IN_FP32.present:  # 5.3 has an op of its own for what torch refuses
+    if (
+        family in EAGER_EXPERTS and transformers < (5, 3) and GROUPED_MM_IN_FP32.present
+    ):  # 5.3 has an op of its own for what torch refuses
         return EAGER_EXPERTS[family], True
     return GOLDEN[int(transformers.partition(".")[0])][family], False
 
@@ -81,7 +125,11 @@ def table(family: str) -> tuple[Row, float, Report]:
     _, expected = zoo.step(model, inputs)
     _, got = zoo.step(tunecompile.optimize(model, executor="eager"), inputs)
     report = tunecompile.report(model)
-    return {m.family: (m.found, m.rewritten) for m in report.matches if m.found}, max(zoo.errors(got, expected).values()), report
+    return (
+        {m.family: (m.found, m.rewritten) for m in report.matches if m.found},
+        max(zoo.errors(got, expected).values()),
+        report,
+    )
 
 
 if __name__ == "__main__":
@@ -90,4 +138,8 @@ if __name__ == "__main__":
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     for name in zoo.NAMES:
         found, error, _ = table(name)
-        print(f"{name:12s} {error:.1e}  " + "  ".join(f"{family} {rewritten}/{of}" for family, (of, rewritten) in found.items()), flush=True)
+        print(
+            f"{name:12s} {error:.1e}  "
+            + "  ".join(f"{family} {rewritten}/{of}" for family, (of, rewritten) in found.items()),
+            flush=True,
+        )

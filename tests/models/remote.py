@@ -12,8 +12,20 @@ from transformers.modeling_outputs import CausalLMOutput
 class RemoteConfig(PreTrainedConfig):
     model_type = "tunecompile_remote"
 
-    def __init__(self, vocab_size: int = 256, hidden_size: int = 64, num_hidden_layers: int = 2, num_attention_heads: int = 4, **options):
-        self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads = vocab_size, hidden_size, num_hidden_layers, num_attention_heads
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        hidden_size: int = 64,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 4,
+        **options,
+    ):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads = (
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+        )
         super().__init__(**options)
 
 
@@ -23,11 +35,17 @@ class Block(nn.Module):
         width, self.heads = config.hidden_size, config.num_attention_heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 2 * width, bias=False),
+            nn.Linear(width, 2 * width, bias=False),
+            nn.Linear(2 * width, width, bias=False),
+        )
 
     def forward(self, x):
         h = self.norm_1(x)
-        q, k, v = (part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         h = self.norm_2(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
@@ -38,7 +56,10 @@ class RemoteForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: RemoteConfig):
         super().__init__(config)
-        self.embed, self.norm = nn.Embedding(config.vocab_size, config.hidden_size), nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.embed, self.norm = (
+            nn.Embedding(config.vocab_size, config.hidden_size),
+            nn.RMSNorm(config.hidden_size, eps=1e-5),
+        )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -54,7 +75,11 @@ class RemoteForCausalLM(PreTrainedModel, GenerationMixin):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        loss = None if labels is None else nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = (
+            None
+            if labels is None
+            else nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        )
         return CausalLMOutput(loss=loss, logits=logits)
 
 

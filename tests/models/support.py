@@ -35,7 +35,9 @@ class Cell:
     random: bool = False  #: whether its steps draw random numbers: then only the means of many can be compared
     batches: Callable[[], list[dict]] = three
     loss: Callable[[nn.Module, dict], torch.Tensor] = zoo.by_labels
-    run: Callable[[Make, Path], tuple[dict[str, float], nn.Module]] | None = None  #: given what makes the model, and a folder: all numbers that are logged, and what was trained
+    run: Callable[[Make, Path], tuple[dict[str, float], nn.Module]] | None = (
+        None  #: given what makes the model, and a folder: all numbers that are logged, and what was trained
+    )
     limit: float | None = None  #: of the relative error, where rounding is coarser than fp32's
     compiles: int | None = None  #: of a region at most, whatever the shapes
 
@@ -47,22 +49,44 @@ def small(family: str = "llama", **changes: Any) -> nn.Module:
     return zoo.make(family, num_hidden_layers=2, **changes)
 
 
-def with_peft(name: str, family: str = "llama", base: Callable[[nn.Module], nn.Module] = lambda model: model, model: dict | None = None, **options: Any) -> Callable[[], nn.Module]:
+def with_peft(
+    name: str,
+    family: str = "llama",
+    base: Callable[[nn.Module], nn.Module] = lambda model: model,
+    model: dict | None = None,
+    **options: Any,
+) -> Callable[[], nn.Module]:
     """A model under the adapter of PEFT's config `name`; what it learns is drawn, so that no gradient is zero."""
+
     def build() -> nn.Module:
         import peft
 
-        made = peft.get_peft_model(base(small(family, **(model or {}))), getattr(peft, name)(task_type="CAUSAL_LM", **options))
+        made = peft.get_peft_model(
+            base(small(family, **(model or {}))), getattr(peft, name)(task_type="CAUSAL_LM", **options)
+        )
         torch.manual_seed(2)
         for path, parameter in made.named_parameters():
-            if parameter.requires_grad and parameter.dim() > 1 and "lora_A" not in path and "modules_to_save" not in path:
+            if (
+                parameter.requires_grad
+                and parameter.dim() > 1
+                and "lora_A" not in path
+                and "modules_to_save" not in path
+            ):
                 nn.init.normal_(parameter, std=0.02)
         return made
+
     return build
 
 
-def lora(family: str = "llama", base: Callable[[nn.Module], nn.Module] = lambda model: model, model: dict | None = None, **options: Any) -> Callable[[], nn.Module]:
-    return with_peft("LoraConfig", family, base, model, **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options})
+def lora(
+    family: str = "llama",
+    base: Callable[[nn.Module], nn.Module] = lambda model: model,
+    model: dict | None = None,
+    **options: Any,
+) -> Callable[[], nn.Module]:
+    return with_peft(
+        "LoraConfig", family, base, model, **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
+    )
 
 
 def other(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -71,7 +95,9 @@ def other(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def activated() -> nn.Module:
     """An adapter that is active from the last of certain tokens on: those of one batch of three have it, and in one row only."""
-    return lora(target_modules=["q_proj", "v_proj"], alora_invocation_tokens=zoo.batch(seed=0)["input_ids"][0, 4:6].tolist())()
+    return lora(
+        target_modules=["q_proj", "v_proj"], alora_invocation_tokens=zoo.batch(seed=0)["input_ids"][0, 4:6].tolist()
+    )()
 
 
 def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
@@ -83,6 +109,7 @@ def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
         made.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj", "up_proj"], init_lora_weights=False))
         made.base_model.set_adapter(active)
         return made
+
     return build
 
 
@@ -99,7 +126,9 @@ def eight_bit(model: nn.Module, only: Callable[[int], bool] = lambda index: True
 
     for index, layer in enumerate(model.model.layers):
         for path, linear in [(p, m) for p, m in layer.named_modules() if type(m) is nn.Linear] if only(index) else []:
-            made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=linear.bias is not None, has_fp16_weights=False)
+            made = bnb.nn.Linear8bitLt(
+                linear.in_features, linear.out_features, bias=linear.bias is not None, has_fp16_weights=False
+            )
             made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
             layer.set_submodule(path, made.to(linear.weight.device))
     return model
@@ -120,55 +149,118 @@ def mixed(model: nn.Module) -> nn.Module:
 
 def trained(which: Callable[[str], bool], family: str = "llama") -> Callable[[], nn.Module]:
     """Only the parameters of such names learn."""
+
     def build() -> nn.Module:
         model = small(family)
         for path, parameter in model.named_parameters():
             parameter.requires_grad_(which(path))
         return model
+
     return build
 
 
 ADAPTERS = {
-    "LoRA": lora(), "LoRA, rank-stabilised": lora(use_rslora=True), "LoRA with trained biases (bias=\"all\")": lora("qwen2", bias="all"), "LoRA with a bias of its own (lora_bias)": lora(lora_bias=True), "LoRA with the biases of what it adapts (bias=\"lora_only\")": lora("qwen2", bias="lora_only"),
-    "LoRA with dropout": lora(lora_dropout=0.1), "ranks and alphas by layer (rank_pattern)": lora(rank_pattern={"q_proj": 8, "layers.1.mlp.up_proj": 2}, alpha_pattern={"k_proj": 32}),
-    "some layers (layers_to_transform)": lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), "modules_to_save": lora(modules_to_save=["embed_tokens", "lm_head"]),
-    "LoRA on embeddings": lora(target_modules=["q_proj", "embed_tokens"]), "LoRA on the head": lora(target_modules=["q_proj", "lm_head"]),
-    "tied embeddings": lora(model={"tie_word_embeddings": True}), "tied embeddings, LoRA on the head": lora(model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]),
-    "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]), "repeated layers (layer_replication)": lora(target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]),
-    "two adapters, one active": two_adapters(["other"]), "two adapters, both active": two_adapters(["default", "other"]),
-    "PiSSA": lora(init_lora_weights="pissa"), "OLoRA": lora(init_lora_weights="olora"), "LoftQ": loftq, "aLoRA": activated,
-    "LoRA over weights stored [in, out] (GPT-2)": lora("gpt2"), "LoRA over transposed weights (Falcon)": lora("falcon"), "DoRA": lora(use_dora=True), "DoRA over NF4": lora(base=four_bit(), use_dora=True),
-    "DoRA with dropout": lora(use_dora=True, lora_dropout=0.1), "DoRA over weights stored [in, out] (GPT-2)": lora("gpt2", use_dora=True),
-    "experts (target_parameters)": lora("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
-    "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100), "RandLoRA": other("RandLoraConfig", r=8), "VeRA": other("VeraConfig", r=8),
-    "LoHa": other("LoHaConfig", r=4, alpha=8), "LoKr": other("LoKrConfig", r=4, alpha=8), "OFT": other("OFTConfig", oft_block_size=8, r=0), "BOFT": other("BOFTConfig", boft_block_size=8),
-    "HRA": other("HRAConfig", r=4), "FourierFT": other("FourierFTConfig", n_frequency=16), "MiSS": other("MissConfig", r=8), "C3A": other("C3AConfig", block_size=16), "SHiRA": other("ShiraConfig", r=4),
+    "LoRA": lora(),
+    "LoRA, rank-stabilised": lora(use_rslora=True),
+    'LoRA with trained biases (bias="all")': lora("qwen2", bias="all"),
+    "LoRA with a bias of its own (lora_bias)": lora(lora_bias=True),
+    'LoRA with the biases of what it adapts (bias="lora_only")': lora("qwen2", bias="lora_only"),
+    "LoRA with dropout": lora(lora_dropout=0.1),
+    "ranks and alphas by layer (rank_pattern)": lora(
+        rank_pattern={"q_proj": 8, "layers.1.mlp.up_proj": 2}, alpha_pattern={"k_proj": 32}
+    ),
+    "some layers (layers_to_transform)": lora(target_modules=["q_proj", "v_proj"], layers_to_transform=[1]),
+    "modules_to_save": lora(modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA on embeddings": lora(target_modules=["q_proj", "embed_tokens"]),
+    "LoRA on the head": lora(target_modules=["q_proj", "lm_head"]),
+    "tied embeddings": lora(model={"tie_word_embeddings": True}),
+    "tied embeddings, LoRA on the head": lora(
+        model={"tie_word_embeddings": True}, target_modules=["q_proj", "lm_head"]
+    ),
+    "new tokens (trainable_token_indices)": lora(trainable_token_indices=[1, 2, 3]),
+    "repeated layers (layer_replication)": lora(
+        target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2], [1, 2]]
+    ),
+    "two adapters, one active": two_adapters(["other"]),
+    "two adapters, both active": two_adapters(["default", "other"]),
+    "PiSSA": lora(init_lora_weights="pissa"),
+    "OLoRA": lora(init_lora_weights="olora"),
+    "LoftQ": loftq,
+    "aLoRA": activated,
+    "LoRA over weights stored [in, out] (GPT-2)": lora("gpt2"),
+    "LoRA over transposed weights (Falcon)": lora("falcon"),
+    "DoRA": lora(use_dora=True),
+    "DoRA over NF4": lora(base=four_bit(), use_dora=True),
+    "DoRA with dropout": lora(use_dora=True, lora_dropout=0.1),
+    "DoRA over weights stored [in, out] (GPT-2)": lora("gpt2", use_dora=True),
+    "experts (target_parameters)": lora(
+        "qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
+    "AdaLoRA": other("AdaLoraConfig", init_r=6, target_r=4, total_step=100),
+    "RandLoRA": other("RandLoraConfig", r=8),
+    "VeRA": other("VeraConfig", r=8),
+    "LoHa": other("LoHaConfig", r=4, alpha=8),
+    "LoKr": other("LoKrConfig", r=4, alpha=8),
+    "OFT": other("OFTConfig", oft_block_size=8, r=0),
+    "BOFT": other("BOFTConfig", boft_block_size=8),
+    "HRA": other("HRAConfig", r=4),
+    "FourierFT": other("FourierFTConfig", n_frequency=16),
+    "MiSS": other("MissConfig", r=8),
+    "C3A": other("C3AConfig", block_size=16),
+    "SHiRA": other("ShiraConfig", r=4),
     "IA3": with_peft("IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "norms (LNTuning)": with_peft("LNTuningConfig", target_modules=["input_layernorm", "post_attention_layernorm", "norm"]),
-    "prompt tuning": with_peft("PromptTuningConfig", num_virtual_tokens=4), "P-tuning": with_peft("PromptEncoderConfig", num_virtual_tokens=4, encoder_hidden_size=16),
+    "norms (LNTuning)": with_peft(
+        "LNTuningConfig", target_modules=["input_layernorm", "post_attention_layernorm", "norm"]
+    ),
+    "prompt tuning": with_peft("PromptTuningConfig", num_virtual_tokens=4),
+    "P-tuning": with_peft("PromptEncoderConfig", num_virtual_tokens=4, encoder_hidden_size=16),
     "prefix tuning": with_peft("PrefixTuningConfig", num_virtual_tokens=4),
 }
 BASES = {
-    "bf16": lambda: lora()().to(torch.bfloat16), "fp16": lambda: lora()().to(torch.float16), "fp32": lora(),
-    "NF4, double quantisation": lora(base=four_bit()), "NF4, computed in bf16": lora(base=lambda model: zoo.quantize(model.to(torch.bfloat16), torch.bfloat16)), "NF4": lora(base=four_bit(double=False)), "FP4, double quantisation": lora(base=four_bit("fp4")), "FP4": lora(base=four_bit("fp4", False)),
-    "8 bits (LLM.int8)": lora(base=eight_bit), "layers in 8, 4 and 16 bits": lora(base=mixed),
+    "bf16": lambda: lora()().to(torch.bfloat16),
+    "fp16": lambda: lora()().to(torch.float16),
+    "fp32": lora(),
+    "NF4, double quantisation": lora(base=four_bit()),
+    "NF4, computed in bf16": lora(base=lambda model: zoo.quantize(model.to(torch.bfloat16), torch.bfloat16)),
+    "NF4": lora(base=four_bit(double=False)),
+    "FP4, double quantisation": lora(base=four_bit("fp4")),
+    "FP4": lora(base=four_bit("fp4", False)),
+    "8 bits (LLM.int8)": lora(base=eight_bit),
+    "layers in 8, 4 and 16 bits": lora(base=mixed),
 }
 LEARNING = {
-    "all weights": trained(lambda path: True), "the upper half": trained(lambda path: "layers.0" not in path and "embed" not in path), "only norms": trained(lambda path: "norm" in path),
-    "only biases": trained(lambda path: "bias" in path, "qwen2"), "only the head": trained(lambda path: "lm_head" in path), "only embeddings": trained(lambda path: "embed" in path),
+    "all weights": trained(lambda path: True),
+    "the upper half": trained(lambda path: "layers.0" not in path and "embed" not in path),
+    "only norms": trained(lambda path: "norm" in path),
+    "only biases": trained(lambda path: "bias" in path, "qwen2"),
+    "only the head": trained(lambda path: "lm_head" in path),
+    "only embeddings": trained(lambda path: "embed" in path),
 }
 SIBLINGS = {"lora": (7, 7), "grouped_linear": (5, 5)}
 FOUND = {  #: by a cell's name, what its report says of some passes, found and rewritten. No layer is compiled in pieces there
     "LoRA with a bias of its own (lora_bias)": SIBLINGS,
-    "DoRA": {"dora": (7, 7), **SIBLINGS}, "DoRA over NF4": {"dora": (7, 7), "nf4": (7, 7), **SIBLINGS}, "DoRA with dropout": {"dora": (7, 7), "lora": (7, 0)},
+    "DoRA": {"dora": (7, 7), **SIBLINGS},
+    "DoRA over NF4": {"dora": (7, 7), "nf4": (7, 7), **SIBLINGS},
+    "DoRA with dropout": {"dora": (7, 7), "lora": (7, 0)},
     "DoRA over weights stored [in, out] (GPT-2)": {"dora": (4, 4), "lora": (4, 4)},
 }
 QUICK = {"only biases"}
-CELLS = [Cell(section, name, build, name in QUICK, "dropout" in name) for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items() for name, build in cells.items()]
+CELLS = [
+    Cell(section, name, build, name in QUICK, "dropout" in name)
+    for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items()
+    for name, build in cells.items()
+]
 
 
 def cells() -> list[Cell]:
     """All, in the order of the table."""
     from tests.models import support_batches, support_families, support_files, support_losses, support_trainers
 
-    return [*CELLS, *support_families.CELLS, *support_batches.CELLS, *support_losses.CELLS, *support_trainers.CELLS, *support_files.CELLS]
+    return [
+        *CELLS,
+        *support_families.CELLS,
+        *support_batches.CELLS,
+        *support_losses.CELLS,
+        *support_trainers.CELLS,
+        *support_files.CELLS,
+    ]

@@ -15,19 +15,64 @@ from tests.models.test_custom_models import VOCABULARY, Modern, NanoGPT
 from tests.support import zoo
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 #: as people call it -> the zoo's name, and what else its config needs. (golden.py has what is found in these and in more.)
 TEXT: dict[str, tuple[str, dict]] = {
-    "Llama 3": ("llama", {"rope_parameters": LLAMA_3}), "Llama 4, text": ("llama4", {}), "Mistral": ("mistral", {}), "Ministral": ("ministral", {}), "Qwen2, Qwen2.5": ("qwen2", {}),
-    "Qwen3": ("qwen3", {}), "Gemma": ("gemma", {}), "Gemma 2": ("gemma2", {}), "Gemma 3": ("gemma3", {}), "Phi-3, Phi-4": ("phi3", {}), "SmolLM3": ("smollm3", {}), "GPT-2": ("gpt2", {}),
-    "Phi-4-mini, partial rotary": ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True}),
-    "Falcon": ("falcon", {}), "Falcon, one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
-    "Falcon, ALiBi": ("falcon", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4, "alibi": True, "bias": True, "parallel_attn": False}), "Cohere": ("cohere", {}), "Cohere 2": ("cohere2", {}), "Mixtral": ("mixtral", {}), "Qwen3-MoE": ("qwen3_moe", {}), "gpt-oss": ("gpt_oss", {}),
+    "Llama 3": ("llama", {"rope_parameters": LLAMA_3}),
+    "Llama 4, text": ("llama4", {}),
+    "Mistral": ("mistral", {}),
+    "Ministral": ("ministral", {}),
+    "Qwen2, Qwen2.5": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Gemma": ("gemma", {}),
+    "Gemma 2": ("gemma2", {}),
+    "Gemma 3": ("gemma3", {}),
+    "Phi-3, Phi-4": ("phi3", {}),
+    "SmolLM3": ("smollm3", {}),
+    "GPT-2": ("gpt2", {}),
+    "Phi-4-mini, partial rotary": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Falcon": ("falcon", {}),
+    "Falcon, one key head": ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    "Falcon, ALiBi": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "alibi": True,
+            "bias": True,
+            "parallel_attn": False,
+        },
+    ),
+    "Cohere": ("cohere", {}),
+    "Cohere 2": ("cohere2", {}),
+    "Mixtral": ("mixtral", {}),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),
 }
 MORE = {
-    "Llama 3.2 Vision": images.mllama, "Qwen2.5-VL": images.qwen2_5_vl, "Qwen3-VL": images.qwen3_vl, "Gemma 3, with images": images.gemma3, "T5": images.t5, "ModernBERT": images.modernbert,
+    "Llama 3.2 Vision": images.mllama,
+    "Qwen2.5-VL": images.qwen2_5_vl,
+    "Qwen3-VL": images.qwen3_vl,
+    "Gemma 3, with images": images.gemma3,
+    "T5": images.t5,
+    "ModernBERT": images.modernbert,
 }
 
 
@@ -35,6 +80,7 @@ def whole_and_padded(make: Callable) -> Callable[[], list[dict]]:
     def batches() -> list[dict]:
         _, inputs = images.adapted(make)
         return [inputs, images.padded(inputs)]
+
     return batches
 
 
@@ -44,7 +90,10 @@ def of_remote_code() -> nn.Module:
 
     from tests.models import remote
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", f"{folder}/modules"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", f"{folder}/modules"),
+    ):
         remote.save(f"{folder}/checkpoint")
         made = AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint", trust_remote_code=True)
     assert type(made).__module__ != remote.__name__
@@ -55,12 +104,16 @@ def of_ones_own(kind: type[nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return kind()
+
     return build
 
 
 def tokens(*names: str) -> Callable[[], list[dict]]:
     """Batches of a model that takes tokens and targets by these names."""
-    return lambda: [dict.fromkeys(names, zoo.batch(vocabulary=VOCABULARY, seed=seed, length=12 + seed)["input_ids"]) for seed in range(3)]
+    return lambda: [
+        dict.fromkeys(names, zoo.batch(vocabulary=VOCABULARY, seed=seed, length=12 + seed)["input_ids"])
+        for seed in range(3)
+    ]
 
 
 def first_loss(model: nn.Module, inputs: dict) -> Tensor:
@@ -72,11 +125,21 @@ def second_loss(model: nn.Module, inputs: dict) -> Tensor:
 
 
 FAMILIES: dict[str, dict] = {
-    **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()}, "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
-    "Llama 4, text, with experts, all weights": dict(build=lambda: small("llama4", moe_layers=[1], num_local_experts=4, num_experts_per_tok=1)),
-    **{name: dict(build=lambda make=make: images.adapted(make)[0], batches=whole_and_padded(make)) for name, make in MORE.items()},
+    **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()},
+    "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
+    "Llama 4, text, with experts, all weights": dict(
+        build=lambda: small("llama4", moe_layers=[1], num_local_experts=4, num_experts_per_tok=1)
+    ),
+    **{
+        name: dict(build=lambda make=make: images.adapted(make)[0], batches=whole_and_padded(make))
+        for name, make in MORE.items()
+    },
     "code from a checkpoint (trust_remote_code)": dict(build=lora(base=lambda _: of_remote_code())),
-    "a module of one's own, in Llama's style": dict(build=of_ones_own(Modern), batches=tokens("tokens", "labels"), loss=first_loss),
-    "a module of one's own, in GPT's style": dict(build=of_ones_own(NanoGPT), batches=tokens("idx", "targets"), loss=second_loss),
+    "a module of one's own, in Llama's style": dict(
+        build=of_ones_own(Modern), batches=tokens("tokens", "labels"), loss=first_loss
+    ),
+    "a module of one's own, in GPT's style": dict(
+        build=of_ones_own(NanoGPT), batches=tokens("idx", "targets"), loss=second_loss
+    ),
 }
 CELLS = [Cell("family", name, **what) for name, what in FAMILIES.items()]

@@ -32,26 +32,46 @@ def checkpoint() -> tempfile.TemporaryDirectory:
 
 def from_shards(told: str, adapter: dict | None = None, **names: Any) -> Make:
     """Loaded by the README's lines that say so, then adapted."""
+
     def build() -> nn.Module:
         from tests.models.test_loading import loaded
 
         folder = checkpoint().name
         return zoo.adapt(loaded(told, path=folder, folder=f"{folder}/offloaded", **names), **(adapter or {}))
+
     return build
 
 
 def on_two_gpus() -> nn.Module:
     if torch.cuda.device_count() < 2:
         pytest.skip("not here: it needs two GPUs")
-    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
-    return from_shards("device_map=placement", placement={part: int(i > 2) for i, part in enumerate(parts)}, room=None)()
+    parts = (
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+        "model.norm",
+        "lm_head",
+    )
+    return from_shards(
+        "device_map=placement", placement={part: int(i > 2) for i, part in enumerate(parts)}, room=None
+    )()
 
 
 def by_transformers(**options: Any) -> Make:
     def build() -> nn.Module:
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-        return zoo.adapt(AutoModelForCausalLM.from_pretrained(checkpoint().name, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32, device_map={"": DEVICE}))
+        return zoo.adapt(
+            AutoModelForCausalLM.from_pretrained(
+                checkpoint().name,
+                quantization_config=BitsAndBytesConfig(**options),
+                dtype=torch.float32,
+                device_map={"": DEVICE},
+            )
+        )
+
     return build
 
 
@@ -59,9 +79,16 @@ ROOM = {"cpu": "1GB"} | ({0: "1GB"} if DEVICE == "cuda" else {})
 LITTLE = {"cpu": "500KB"} if DEVICE == "cpu" else {0: "500KB", "cpu": "1KB"}
 LOADING: dict[str, Make] = {
     "onto one device": from_shards("device_map=placement", placement={"": DEVICE}, room=None),
-    **{f"device_map=\"{kind}\", with max_memory": from_shards("device_map=placement", placement=kind, room=ROOM) for kind in ("auto", "balanced", "balanced_low_0", "sequential")},
-    "layers on two GPUs": on_two_gpus, "layers on the disk (offload_folder)": from_shards("offload_folder=folder", dict(target_modules=["q_proj", "v_proj"], layers_to_transform=[0]), room=LITTLE),
-    "shards in NF4": from_shards("load_in_4bit=True", device=DEVICE), "shards in 8 bits": by_transformers(load_in_8bit=True),
+    **{
+        f'device_map="{kind}", with max_memory': from_shards("device_map=placement", placement=kind, room=ROOM)
+        for kind in ("auto", "balanced", "balanced_low_0", "sequential")
+    },
+    "layers on two GPUs": on_two_gpus,
+    "layers on the disk (offload_folder)": from_shards(
+        "offload_folder=folder", dict(target_modules=["q_proj", "v_proj"], layers_to_transform=[0]), room=LITTLE
+    ),
+    "shards in NF4": from_shards("load_in_4bit=True", device=DEVICE),
+    "shards in 8 bits": by_transformers(load_in_8bit=True),
 }
 
 # -- saving ----------------------------------------------------------------------------------------------------------------
@@ -69,6 +96,7 @@ LOADING: dict[str, Make] = {
 
 def saved(read: Callable[[nn.Module, Path], nn.Module], limit: float = 1e-5) -> Callable[[Make, Path], Outcome]:
     """`read` saves what was trained, and returns it as it is loaded again: its logits are off by `limit` at most."""
+
     def run(make: Make, folder: Path) -> Outcome:
         from tests.export.test_safetensors import distance, logits
 
@@ -77,6 +105,7 @@ def saved(read: Callable[[nn.Module, Path], nn.Module], limit: float = 1e-5) -> 
         assert distance(logits(again, inputs_of(50)), logits(model, inputs_of(50))) < limit
         with torch.no_grad():
             return numbers | {"loss of what was loaded": again(**inputs_of(50)).loss.item()}, model
+
     return run
 
 
@@ -101,6 +130,7 @@ def merged(dtype: str) -> Callable[[nn.Module, Path], nn.Module]:
 
         tunecompile.save_merged(model, folder, dtype)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
     return read
 
 
@@ -131,11 +161,19 @@ def by_state_dict(model: nn.Module, folder: Path) -> nn.Module:
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROUNDED = 1e-2  #: of bfloat16, whose weights are off by 0.4 % at most
 SAVING: dict[str, dict] = {
-    "an adapter": dict(run=saved(adapter)), "an adapter for vLLM": dict(build=lora(use_rslora=True, target_modules=LINEARS), run=saved(adapter_for_vllm)),
-    "all weights": dict(build=WHOLE, run=saved(whole)), "state_dict": dict(build=WHOLE, run=saved(by_state_dict)),
-    "merged": dict(run=saved(merged("float32"))), "merged, bfloat16": dict(run=saved(merged("bfloat16"), ROUNDED)), "merged, float16": dict(run=saved(merged("float16"), ROUNDED)),
-    "merged from NF4": dict(build=lora(base=four_bit()), run=saved(merged("float32"))), "merged from NF4, bfloat16": dict(build=lora(base=four_bit()), run=saved(merged("bfloat16"), ROUNDED)),
+    "an adapter": dict(run=saved(adapter)),
+    "an adapter for vLLM": dict(build=lora(use_rslora=True, target_modules=LINEARS), run=saved(adapter_for_vllm)),
+    "all weights": dict(build=WHOLE, run=saved(whole)),
+    "state_dict": dict(build=WHOLE, run=saved(by_state_dict)),
+    "merged": dict(run=saved(merged("float32"))),
+    "merged, bfloat16": dict(run=saved(merged("bfloat16"), ROUNDED)),
+    "merged, float16": dict(run=saved(merged("float16"), ROUNDED)),
+    "merged from NF4": dict(build=lora(base=four_bit()), run=saved(merged("float32"))),
+    "merged from NF4, bfloat16": dict(build=lora(base=four_bit()), run=saved(merged("bfloat16"), ROUNDED)),
     "merged from 8 bits": dict(build=lora(base=eight_bit), run=saved(merged("float32"), ROUNDED)),
     "merged, as GGUF": dict(build=lora(model={"vocab_size": 320}), run=saved(by_gguf)),
 }
-CELLS = [*(Cell("loading", name, build) for name, build in LOADING.items()), *(Cell("saving", name, **{"build": lora(), **what}) for name, what in SAVING.items())]
+CELLS = [
+    *(Cell("loading", name, build) for name, build in LOADING.items()),
+    *(Cell("saving", name, **{"build": lora(), **what}) for name, what in SAVING.items()),
+]

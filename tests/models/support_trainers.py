@@ -20,12 +20,25 @@ from tests.support import zoo
 Numbers = dict[str, float]
 Outcome = tuple[Numbers, nn.Module]
 CLOCKS = "runtime", "per_second", "time"  #: parts of the names of what no two runs share
-SETTINGS = dict(optim="sgd", learning_rate=0.5, max_steps=3, eval_strategy="no", use_cpu=DEVICE == "cpu", bf16=False, dataloader_num_workers=0)  #: what SGD has changed is the sum of the gradients
+SETTINGS = dict(
+    optim="sgd",
+    learning_rate=0.5,
+    max_steps=3,
+    eval_strategy="no",
+    use_cpu=DEVICE == "cpu",
+    bf16=False,
+    dataloader_num_workers=0,
+)  #: what SGD has changed is the sum of the gradients
 
 
 def logged(trainer: Any) -> Numbers:
     """All numbers of its log: losses, norms, and metrics as entropy and token accuracy."""
-    return {f"{key}, entry {i}": value for i, entry in enumerate(trainer.state.log_history) for key, value in entry.items() if not any(clock in key for clock in CLOCKS)}
+    return {
+        f"{key}, entry {i}": value
+        for i, entry in enumerate(trainer.state.log_history)
+        for key, value in entry.items()
+        if not any(clock in key for clock in CLOCKS)
+    }
 
 
 def adapted() -> nn.Module:
@@ -37,18 +50,29 @@ def adapted() -> nn.Module:
 
 def hugging_face(own: dict | None = None, **options: Any) -> Callable[[Make, Path], Outcome]:
     """`own`: what else the Trainer is given."""
+
     def run(make: Make, folder: Path) -> Outcome:
         from transformers import Trainer, TrainingArguments
 
-        trainer = Trainer(make(), arguments(TrainingArguments, folder, **{**SETTINGS, **options}), data_collator=collate, train_dataset=Rows(), eval_dataset=Rows(6), **(own or {}))
+        trainer = Trainer(
+            make(),
+            arguments(TrainingArguments, folder, **{**SETTINGS, **options}),
+            data_collator=collate,
+            train_dataset=Rows(),
+            eval_dataset=Rows(6),
+            **(own or {}),
+        )
         trainer.train()
         return logged(trainer), trainer.model
+
     return run
 
 
 def shifted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logits = outputs.logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction="sum") / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+    return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction="sum") / (
+        num_items_in_batch or (labels[:, 1:] != -100).sum()
+    )
 
 
 def hits(outcome: Any) -> Numbers:
@@ -69,11 +93,24 @@ def resumed(make: Make, folder: Path) -> Outcome:
 
     trainers = []
     for resume in (None, str(folder / "checkpoint-2")):
-        args = arguments(TrainingArguments, folder, **{**SETTINGS, "optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2})
+        args = arguments(
+            TrainingArguments,
+            folder,
+            **{
+                **SETTINGS,
+                "optim": "adamw_torch",
+                "learning_rate": 1e-2,
+                "max_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 2,
+            },
+        )
         trainers.append(Trainer(make(), args, data_collator=collate, train_dataset=Even()))
         trainers[-1].train(resume_from_checkpoint=resume)
     whole, again = trainers
-    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == [
+        entry["loss"] for entry in whole.state.log_history if "loss" in entry
+    ]
     for (name, one), other in zip(whole.model.named_parameters(), again.model.parameters()):
         assert torch.equal(one, other), name
     return {}, again.model
@@ -97,19 +134,35 @@ def rows_of_words() -> list[list[str]]:
 
 
 def pairs() -> list[dict]:
-    return [{"prompt": " ".join(row[:3]), "chosen": " " + " ".join(row[3:]), "rejected": " " + " ".join(row[:2:-1])} for row in rows_of_words()]
+    return [
+        {"prompt": " ".join(row[:3]), "chosen": " " + " ".join(row[3:]), "rejected": " " + " ".join(row[:2:-1])}
+        for row in rows_of_words()
+    ]
 
 
 def judged() -> list[dict]:
     """Every other answer is a good one."""
-    return [{"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good} for row, good in zip(pairs(), itertools.cycle([True, False]))]
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+        for row, good in zip(pairs(), itertools.cycle([True, False]))
+    ]
 
 
 def talks() -> list[dict]:
     def says(role: str, words: list[str]) -> dict:
         return {"role": role, "content": " ".join(words)}
 
-    return [{"messages": [says("user", row[:2]), says("assistant", row[2:4]), says("user", row[4:5]), says("assistant", row[5:])]} for row in rows_of_words()]
+    return [
+        {
+            "messages": [
+                says("user", row[:2]),
+                says("assistant", row[2:4]),
+                says("user", row[4:5]),
+                says("assistant", row[5:]),
+            ]
+        }
+        for row in rows_of_words()
+    ]
 
 
 def prompts() -> list[dict]:
@@ -128,19 +181,35 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) for word in text.split() if word[0] == "w") % 11 / 10 for text in completions]
 
 
-def by_trl(kind: str, rows: Callable[[], list[dict]], own: Callable[[], dict] = dict, **options: Any) -> Callable[[Make, Path], Outcome]:
+def by_trl(
+    kind: str, rows: Callable[[], list[dict]], own: Callable[[], dict] = dict, **options: Any
+) -> Callable[[Make, Path], Outcome]:
     """By `{kind}Trainer`, wherever this version of TRL has it; `own`: what else it is given."""
+
     def run(make: Make, folder: Path) -> Outcome:
         trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
         where = trl if hasattr(trl, f"{kind}Trainer") else pytest.importorskip(f"trl.experimental.{kind.lower()}")
-        args = arguments(getattr(where, f"{kind}Config"), folder, **{**SETTINGS, "gradient_checkpointing": False, **options})
-        trainer = getattr(where, f"{kind}Trainer")(make(), args=args, train_dataset=datasets.Dataset.from_list(rows()), processing_class=words(), **own())
+        args = arguments(
+            getattr(where, f"{kind}Config"), folder, **{**SETTINGS, "gradient_checkpointing": False, **options}
+        )
+        trainer = getattr(where, f"{kind}Trainer")(
+            make(), args=args, train_dataset=datasets.Dataset.from_list(rows()), processing_class=words(), **own()
+        )
         trainer.train()
         return logged(trainer), trainer.model
+
     return run
 
 
-GENERATED = dict(rows=prompts, own=lambda: {"reward_funcs": reward}, num_generations=2, max_completion_length=6, per_device_train_batch_size=4, gradient_accumulation_steps=1, beta=0.04)
+GENERATED = dict(
+    rows=prompts,
+    own=lambda: {"reward_funcs": reward},
+    num_generations=2,
+    max_completion_length=6,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=1,
+    beta=0.04,
+)
 
 
 def classifier() -> nn.Module:
@@ -148,7 +217,9 @@ def classifier() -> nn.Module:
     import transformers as tf
 
     torch.manual_seed(0)
-    return tf.LlamaForSequenceClassification(tf.LlamaConfig(**{**zoo.SMALL, "num_hidden_layers": 2, "num_labels": 1, "pad_token_id": 0}))
+    return tf.LlamaForSequenceClassification(
+        tf.LlamaConfig(**{**zoo.SMALL, "num_hidden_layers": 2, "num_labels": 1, "pad_token_id": 0})
+    )
 
 
 # -- loops of the user's own, accelerate's and Lightning's -----------------------------------------------------------------
@@ -158,9 +229,16 @@ def inputs_of(step: int) -> dict:
     return zoo.batch(seed=step, device=DEVICE)
 
 
-def loop(optimizer: Callable[[list], torch.optim.Optimizer] = functools.partial(torch.optim.SGD, lr=0.5), between: Callable[[nn.Module, int], Numbers] = lambda model, step: {},
-         clip: float | None = None, accumulate: int = 1, steps: int = 4, precision: torch.dtype | None = None) -> Callable[[Make, Path], Outcome]:
+def loop(
+    optimizer: Callable[[list], torch.optim.Optimizer] = functools.partial(torch.optim.SGD, lr=0.5),
+    between: Callable[[nn.Module, int], Numbers] = lambda model, step: {},
+    clip: float | None = None,
+    accumulate: int = 1,
+    steps: int = 4,
+    precision: torch.dtype | None = None,
+) -> Callable[[Make, Path], Outcome]:
     """`between`: what the user does after each step, and what numbers he sees. `precision`: of autocast, and fp16's losses are scaled."""
+
     def run(make: Make, folder: Path) -> Outcome:
         model, numbers = make().train(), {}
         rule = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -179,13 +257,16 @@ def loop(optimizer: Callable[[list], torch.optim.Optimizer] = functools.partial(
             rule.zero_grad()
             numbers |= {f"{name} {step}": value for name, value in between(model, step).items()}
         return numbers, model
+
     return run
 
 
 def bnb(name: str, **options: Any) -> Callable[[list], torch.optim.Optimizer]:
     """An optimizer of bitsandbytes; all of its states have few bits, small ones too."""
+
     def build(parameters: list) -> torch.optim.Optimizer:
         return getattr(pytest.importorskip("bitsandbytes").optim, name)(parameters, lr=1e-2, **options)
+
     return build
 
 
@@ -196,8 +277,20 @@ def evaluated(model: nn.Module, step: int) -> Numbers:
     for name, reading in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
         with reading():
             out = model(**inputs)
-            seen |= {f"loss under {name}": out.loss.item(), f"accuracy under {name}": (out.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).float().mean().item()}
-    ids = model.generate(input_ids=inputs["input_ids"][:, :5], attention_mask=torch.ones_like(inputs["input_ids"][:, :5]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+            seen |= {
+                f"loss under {name}": out.loss.item(),
+                f"accuracy under {name}": (out.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:])
+                .float()
+                .mean()
+                .item(),
+            }
+    ids = model.generate(
+        input_ids=inputs["input_ids"][:, :5],
+        attention_mask=torch.ones_like(inputs["input_ids"][:, :5]),
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+    )
     model.train()
     return seen | {f"generated token {i}": float(token) for i, token in enumerate(ids.flatten().tolist())}
 
@@ -208,7 +301,10 @@ def scored(model: nn.Module, step: int) -> Numbers:
     for name, reading in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
         with reading():
             out = model(**inputs, use_cache=False)
-            seen |= {f"loss under {name}": out.loss.item(), f"entropy under {name}": torch.distributions.Categorical(logits=out.logits).entropy().mean().item()}
+            seen |= {
+                f"loss under {name}": out.loss.item(),
+                f"entropy under {name}": torch.distributions.Categorical(logits=out.logits).entropy().mean().item(),
+            }
     return seen
 
 
@@ -256,11 +352,17 @@ def averaged(make: Make, folder: Path) -> Outcome:
 
 def by_accelerate(make: Make, folder: Path) -> Outcome:
     accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a trainer in this process may have left its precision there
+    accelerate.state.AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # a trainer in this process may have left its precision there
     made = accelerate.Accelerator(cpu=DEVICE == "cpu", gradient_accumulation_steps=2)
     model = make()
-    rows = torch.utils.data.DataLoader([{name: value[0] for name, value in zoo.batch(rows=1, seed=seed).items()} for seed in range(12)], batch_size=2)
-    model, rule, rows = made.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), rows)
+    rows = torch.utils.data.DataLoader(
+        [{name: value[0] for name, value in zoo.batch(rows=1, seed=seed).items()} for seed in range(12)], batch_size=2
+    )
+    model, rule, rows = made.prepare(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), rows
+    )
     numbers = {}
     model.train()
     for step, inputs in enumerate(rows):
@@ -295,34 +397,73 @@ def by_lightning(make: Make, folder: Path) -> Outcome:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
     module = Module(make())
-    trainer = lightning.Trainer(max_steps=4, accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=0.5,
-                                default_root_dir=folder, val_check_interval=2)
-    trainer.fit(module, *(torch.utils.data.DataLoader([zoo.batch(seed=seed) for seed in seeds], batch_size=None) for seeds in (range(4), range(20, 22))))
+    trainer = lightning.Trainer(
+        max_steps=4,
+        accelerator="cpu" if DEVICE == "cpu" else "gpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        gradient_clip_val=0.5,
+        default_root_dir=folder,
+        val_check_interval=2,
+    )
+    trainer.fit(
+        module,
+        *(
+            torch.utils.data.DataLoader([zoo.batch(seed=seed) for seed in seeds], batch_size=None)
+            for seeds in (range(4), range(20, 22))
+        ),
+    )
     return module.numbers, module.model
 
 
 WHOLE = trained(lambda path: True)
 TRAINERS: dict[str, dict] = {
-    "Trainer": dict(run=hugging_face()), "Trainer, all weights": dict(build=WHOLE, run=hugging_face()),
-    "Trainer, gradient checkpointing": dict(run=hugging_face(gradient_checkpointing=True)), "Trainer, NEFTune": dict(run=hugging_face(neftune_noise_alpha=5.0)),
-    "Trainer, label smoothing": dict(run=hugging_face(label_smoothing_factor=0.1)), "Trainer, a loss of the user's (compute_loss_func)": dict(run=hugging_face({"compute_loss_func": shifted_loss})),
-    "Trainer, evaluated with metrics": dict(run=hugging_face({"compute_metrics": hits}, eval_strategy="steps", eval_steps=1)),
+    "Trainer": dict(run=hugging_face()),
+    "Trainer, all weights": dict(build=WHOLE, run=hugging_face()),
+    "Trainer, gradient checkpointing": dict(run=hugging_face(gradient_checkpointing=True)),
+    "Trainer, NEFTune": dict(run=hugging_face(neftune_noise_alpha=5.0)),
+    "Trainer, label smoothing": dict(run=hugging_face(label_smoothing_factor=0.1)),
+    "Trainer, a loss of the user's (compute_loss_func)": dict(run=hugging_face({"compute_loss_func": shifted_loss})),
+    "Trainer, evaluated with metrics": dict(
+        run=hugging_face({"compute_metrics": hits}, eval_strategy="steps", eval_steps=1)
+    ),
     "Trainer, resumed from a checkpoint to the bit": dict(build=lora(lora_dropout=0.1), run=resumed, random=True),
-    "SFT": dict(run=by_trl("SFT", texts, packing=False)), "SFT, packed": dict(run=by_trl("SFT", texts, packing=True, max_length=24)), "SFT, without padding": dict(run=by_trl("SFT", texts, padding_free=True, max_length=None)),
-    "SFT, assistant_only_loss": dict(run=by_trl("SFT", talks, assistant_only_loss=True)), "SFT, completions only": dict(run=by_trl("SFT", completions_of)),
-    "DPO": dict(run=by_trl("DPO", pairs)), "ORPO": dict(run=by_trl("ORPO", pairs)), "CPO": dict(run=by_trl("CPO", pairs)), "KTO": dict(run=by_trl("KTO", judged)),
-    "GRPO": dict(run=by_trl("GRPO", **GENERATED)), "RLOO": dict(run=by_trl("RLOO", **GENERATED)),
-    "reward": dict(build=classifier, run=by_trl("Reward", pairs)), "distillation (GKD)": dict(run=by_trl("GKD", talks, own=lambda: {"teacher_model": small("qwen2")}, lmbda=0.0)),
-    "accelerate": dict(run=by_accelerate), "Lightning": dict(run=by_lightning),
+    "SFT": dict(run=by_trl("SFT", texts, packing=False)),
+    "SFT, packed": dict(run=by_trl("SFT", texts, packing=True, max_length=24)),
+    "SFT, without padding": dict(run=by_trl("SFT", texts, padding_free=True, max_length=None)),
+    "SFT, assistant_only_loss": dict(run=by_trl("SFT", talks, assistant_only_loss=True)),
+    "SFT, completions only": dict(run=by_trl("SFT", completions_of)),
+    "DPO": dict(run=by_trl("DPO", pairs)),
+    "ORPO": dict(run=by_trl("ORPO", pairs)),
+    "CPO": dict(run=by_trl("CPO", pairs)),
+    "KTO": dict(run=by_trl("KTO", judged)),
+    "GRPO": dict(run=by_trl("GRPO", **GENERATED)),
+    "RLOO": dict(run=by_trl("RLOO", **GENERATED)),
+    "reward": dict(build=classifier, run=by_trl("Reward", pairs)),
+    "distillation (GKD)": dict(run=by_trl("GKD", talks, own=lambda: {"teacher_model": small("qwen2")}, lmbda=0.0)),
+    "accelerate": dict(run=by_accelerate),
+    "Lightning": dict(run=by_lightning),
 }
 LOOPS: dict[str, dict] = {
-    "gradient clipping and accumulation": dict(run=loop(clip=0.1, accumulate=2), compiles=1), "AdamW": dict(run=loop(functools.partial(torch.optim.AdamW, lr=1e-2))),
-    "autocast in fp16, with a GradScaler": dict(run=loop(clip=0.1, precision=torch.float16), limit=1e-2), "autocast in bf16": dict(run=loop(precision=torch.bfloat16), limit=0.1),
-    "AdamW in 8 bits": dict(run=loop(bnb("AdamW8bit", min_8bit_size=16))), "AdamW, paged": dict(run=loop(bnb("PagedAdamW32bit"))), "AdamW in 8 bits, paged": dict(run=loop(bnb("PagedAdamW8bit", min_8bit_size=16))),
-    "a moving average of the weights": dict(run=averaged), "evaluation and generation between steps": dict(run=loop(between=evaluated)),
+    "gradient clipping and accumulation": dict(run=loop(clip=0.1, accumulate=2), compiles=1),
+    "AdamW": dict(run=loop(functools.partial(torch.optim.AdamW, lr=1e-2))),
+    "autocast in fp16, with a GradScaler": dict(run=loop(clip=0.1, precision=torch.float16), limit=1e-2),
+    "autocast in bf16": dict(run=loop(precision=torch.bfloat16), limit=0.1),
+    "AdamW in 8 bits": dict(run=loop(bnb("AdamW8bit", min_8bit_size=16))),
+    "AdamW, paged": dict(run=loop(bnb("PagedAdamW32bit"))),
+    "AdamW in 8 bits, paged": dict(run=loop(bnb("PagedAdamW8bit", min_8bit_size=16))),
+    "a moving average of the weights": dict(run=averaged),
+    "evaluation and generation between steps": dict(run=loop(between=evaluated)),
     "no_grad and inference_mode between steps": dict(run=loop(between=scored)),
     "adapters switched between steps": dict(build=two_adapters(["default", "other"]), run=loop(between=switched)),
-    "adapters disabled and merged between steps": dict(run=loop(between=without_adapter)), "layers thawed between steps": dict(build=WHOLE, run=loop(between=thawed)),
+    "adapters disabled and merged between steps": dict(run=loop(between=without_adapter)),
+    "layers thawed between steps": dict(build=WHOLE, run=loop(between=thawed)),
 }
 QUICK = {"evaluation and generation between steps"}
-CELLS = [Cell(section, name, **{"build": adapted, "quick": name in QUICK, **what}) for section, table in {"trainer": TRAINERS, "loop": LOOPS}.items() for name, what in table.items()]
+CELLS = [
+    Cell(section, name, **{"build": adapted, "quick": name in QUICK, **what})
+    for section, table in {"trainer": TRAINERS, "loop": LOOPS}.items()
+    for name, what in table.items()
+]

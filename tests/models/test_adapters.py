@@ -19,7 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def lora(**options):
     peft = pytest.importorskip("peft")
-    settings = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    settings = dict(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
     return peft.LoraConfig(**{**settings, **options})
 
 
@@ -113,8 +119,10 @@ def test_merged_adapters_are_not_trained(memory):
     equal_steps(model, reference)
 
 
-@pytest.mark.parametrize("options, kind", [({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"),
-                                           ({"target_modules": ["q_proj", "lm_head"]}, "Linear")])
+@pytest.mark.parametrize(
+    "options, kind",
+    [({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"), ({"target_modules": ["q_proj", "lm_head"]}, "Linear")],
+)
 def test_an_adapter_on_the_head_is_noticed(options, kind):
     from peft import get_peft_model
 
@@ -126,10 +134,23 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
 
 
 @pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options, refused", [pytest.param({"modules_to_save": ["lm_head"]}, None, marks=pytest.mark.slow), ({"target_modules": ["q_proj", "lm_head"]}, None),
-                                              ({"target_modules": ["lm_head"], "use_rslora": True}, None),
-                                              pytest.param({"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2}, "adapter has dropout", marks=pytest.mark.slow),
-                                              pytest.param({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "the head is a Linear", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options, refused",
+    [
+        pytest.param({"modules_to_save": ["lm_head"]}, None, marks=pytest.mark.slow),
+        ({"target_modules": ["q_proj", "lm_head"]}, None),
+        ({"target_modules": ["lm_head"], "use_rslora": True}, None),
+        pytest.param(
+            {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2},
+            "adapter has dropout",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"target_modules": ["q_proj", "lm_head"], "use_dora": True}, "the head is a Linear", marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
 def test_loss_without_logits_under_an_adapter_on_the_head(options, refused, autocast):
     """Whatever module the head has become, if it multiplies by a weight and an adapter's two matrices."""
     from peft import get_peft_model
@@ -204,7 +225,13 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, self.weight) * 0.5
 
 
-@pytest.mark.parametrize("head", [InPlace, *(pytest.param(head, marks=pytest.mark.slow) for head in (ByShape, Rounded, RoundedWeight, Keeps, Scaled))])
+@pytest.mark.parametrize(
+    "head",
+    [
+        InPlace,
+        *(pytest.param(head, marks=pytest.mark.slow) for head in (ByShape, Rounded, RoundedWeight, Keeps, Scaled)),
+    ],
+)
 def test_heads_that_do_more_than_multiply(head):
     model = small()
     model.lm_head.__class__ = head
@@ -214,7 +241,9 @@ def test_heads_that_do_more_than_multiply(head):
         (loss, ours), (expected, theirs) = (zoo.step(m, zoo.batch(length=length)) for m in (model, reference))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
     if head is Keeps:
-        assert model.lm_head.last.shape == reference.lm_head.last.shape and torch.allclose(model.lm_head.last, reference.lm_head.last, atol=1e-5)
+        assert model.lm_head.last.shape == reference.lm_head.last.shape and torch.allclose(
+            model.lm_head.last, reference.lm_head.last, atol=1e-5
+        )
 
 
 def test_a_head_under_another_autocast_than_its_loss():
@@ -248,7 +277,9 @@ def test_a_model_can_be_freed(memory):
     """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""
     from peft import get_peft_model
 
-    model = tunecompile.optimize(get_peft_model(small(), lora(target_modules=["q_proj", "lm_head"])).train(), memory=memory, executor="eager")
+    model = tunecompile.optimize(
+        get_peft_model(small(), lora(target_modules=["q_proj", "lm_head"])).train(), memory=memory, executor="eager"
+    )
     model(**zoo.batch()).loss.backward()
     alive = weakref.ref(model)
     del model
@@ -271,4 +302,6 @@ def test_adapter_saved_and_loaded(tmp_path):
     equal_steps(model, loaded)
     tunecompile.restore(model)
     merged = model.merge_and_unload()
-    assert torch.allclose(merged.eval()(zoo.batch()["input_ids"]).logits, loaded.eval()(zoo.batch()["input_ids"]).logits, atol=1e-4)
+    assert torch.allclose(
+        merged.eval()(zoo.batch()["input_ids"]).logits, loaded.eval()(zoo.batch()["input_ids"]).logits, atol=1e-4
+    )

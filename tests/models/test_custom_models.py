@@ -88,7 +88,11 @@ class ModernBlock(nn.Module):
 class Modern(nn.Module):
     def __init__(self, layers: int = 3):
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed, self.norm, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.RMSNorm(WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.blocks = nn.ModuleList(ModernBlock() for _ in range(layers))
 
     def get_output_embeddings(self):
@@ -96,7 +100,9 @@ class Modern(nn.Module):
 
     def forward(self, tokens, labels):
         x, half = self.embed(tokens), WIDTH // HEADS // 2
-        angles = torch.arange(tokens.shape[1], device=x.device)[:, None] / 100 ** (torch.arange(half, device=x.device) / half)
+        angles = torch.arange(tokens.shape[1], device=x.device)[:, None] / 100 ** (
+            torch.arange(half, device=x.device) / half
+        )
         for block in self.blocks:
             x = block(x, (angles.cos(), angles.sin()))
         return {"loss": F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten()), "hidden": (x,)}
@@ -135,8 +141,14 @@ class NanoGPT(nn.Module):
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
-        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(VOCABULARY, WIDTH), wpe=nn.Embedding(64, WIDTH),
-                                              h=nn.ModuleList(OldBlock(dropout) for _ in range(3)), ln_f=nn.LayerNorm(WIDTH)))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(VOCABULARY, WIDTH),
+                wpe=nn.Embedding(64, WIDTH),
+                h=nn.ModuleList(OldBlock(dropout) for _ in range(3)),
+                ln_f=nn.LayerNorm(WIDTH),
+            )
+        )
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
@@ -182,7 +194,9 @@ class Plain(nn.Module):
 
 def test_no_repeated_layers():
     x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
-    report = check(Plain(), x, scale=2.0, loss=lambda out: weighted(out["out"]) + out["aux"][0] + out["aux"][2][0].mean())
+    report = check(
+        Plain(), x, scale=2.0, loss=lambda out: weighted(out["out"]) + out["aux"][0] + out["aux"][2][0].mean()
+    )
     assert report.compiles == 1 and any("no repeated layers" in note for note in report.notes)
     assert matches(report)["rms_norm"] == (1, 1)
 
@@ -240,7 +254,9 @@ class Wide(nn.Module):
 def test_most_weights_in_no_layer_are_told(width, said):
     report = check(Beside(width), ids())
     assert [r.layers for r in report.regions] == [2], report
-    assert said == any("most weights are in none of the repeated layers that were found (tower)" in note for note in report.notes), report
+    assert said == any(
+        "most weights are in none of the repeated layers that were found (tower)" in note for note in report.notes
+    ), report
 
 
 def test_no_parameters_and_no_layers():
@@ -254,7 +270,11 @@ def test_encoder_of_torch_itself():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[0, 4:] = True
-    report = check(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(3, 7, WIDTH), src_key_padding_mask=padding)
+    report = check(
+        nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+        torch.randn(3, 7, WIDTH),
+        src_key_padding_mask=padding,
+    )
     assert report.regions[0].layers == 3 and report.compiles >= 1
 
 
@@ -263,8 +283,12 @@ class Sequence(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(2)))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, 0.0, batch_first=True) for _ in range(2))
+        self.encoder = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(2))
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, 0.0, batch_first=True) for _ in range(2)
+        )
 
     def forward(self, source, target):
         memory = self.encoder(source)
@@ -280,11 +304,20 @@ def test_encoder_and_decoder():
 
 def test_bert():
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64,
-                                     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[0, 5:] = 0
-    report = check(transformers.BertForMaskedLM(config), ids(), attention_mask=mask, labels=ids(), loss=lambda out: out.loss)
+    report = check(
+        transformers.BertForMaskedLM(config), ids(), attention_mask=mask, labels=ids(), loss=lambda out: out.loss
+    )
     assert report.regions[0].layers == 2 and report.compiles == 1, report
     assert matches(report)["linear_cross_entropy"] == (1, 1), report
 
@@ -292,7 +325,15 @@ def test_bert():
 @pytest.mark.slow
 def test_encoder_decoder_of_transformers():
     transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS, dropout_rate=0.0,
-                                   decoder_start_token_id=0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=HEADS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
     report = check(transformers.T5ForConditionalGeneration(config), ids(), labels=ids(2, 7), loss=lambda out: out.loss)
     assert report.compiles >= 4 and not [note for note in report.notes if "eagerly" in note], report

@@ -17,8 +17,15 @@ def matches(model) -> dict[str, tuple[int, int]]:
     return {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
 
 
-@pytest.mark.parametrize("family, mode", [pytest.param(family, mode, marks=[] if mode == "lora" or family == "gemma3" else pytest.mark.slow) for family in zoo.FAMILIES
-                                          for mode in ("full", "lora", "qlora") if family != "mistral" or mode == "lora"])  # its layers are llama's
+@pytest.mark.parametrize(
+    "family, mode",
+    [
+        pytest.param(family, mode, marks=[] if mode == "lora" or family == "gemma3" else pytest.mark.slow)
+        for family in zoo.FAMILIES
+        for mode in ("full", "lora", "qlora")
+        if family != "mistral" or mode == "lora"
+    ],
+)  # its layers are llama's
 def test_gradients_are_those_of_eager(family, mode):
     model = zoo.make(family)
     if mode == "qlora":

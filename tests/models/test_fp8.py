@@ -52,7 +52,10 @@ def test_losses_fall_along_those_of_bf16(quantized):
 
 def test_gradients_point_where_those_of_bf16_point():
     base = tiny()
-    ours, theirs = (zoo.step(m, zoo.batch(), torch.bfloat16)[1] for m in (tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager"), base))
+    ours, theirs = (
+        zoo.step(m, zoo.batch(), torch.bfloat16)[1]
+        for m in (tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager"), base)
+    )
     assert set(ours) == set(theirs)
     for name, gradient in theirs.items():
         assert torch.cosine_similarity(ours[name].flatten().double(), gradient.flatten().double(), dim=0) > 0.97, name
@@ -75,7 +78,9 @@ def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
     (loss, _), (expected, _) = zoo.step(model, zoo.batch()), zoo.step(reference, zoo.batch())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     notes = tunecompile.report(model).notes
-    assert any("not in fp8: it computes in float32" in note for note in notes) and any("nothing in" in note for note in notes)
+    assert any("not in fp8: it computes in float32" in note for note in notes) and any(
+        "nothing in" in note for note in notes
+    )
 
 
 def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():

@@ -8,24 +8,39 @@ transformers = pytest.importorskip("transformers")
 from tests.models import golden
 from tests.support import zoo  # noqa: E402
 
-QUICK = ("phi3", "granite", "olmo2", "cohere2", "hunyuan", "glm4", "qwen3_moe")  #: each is unlike the others; test_families.py has the commonest
+QUICK = (
+    "phi3",
+    "granite",
+    "olmo2",
+    "cohere2",
+    "hunyuan",
+    "glm4",
+    "qwen3_moe",
+)  #: each is unlike the others; test_families.py has the commonest
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in zoo.NAMES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in zoo.NAMES]
+)
 def test_a_familys_row(family):
     if not hasattr(transformers, f"{zoo.NAMES[family][0]}ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no such model")
     (row, eager), (found, error, report) = golden.expected(family), golden.table(family)
     assert row == found, f"{differences(row, found)}\n{report}"
     assert error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
-    assert eager == any("eagerly" in note for note in report.notes) and not any("without rewrites" in note for note in report.notes), f"{report.notes}\n{report}"
+    assert eager == any("eagerly" in note for note in report.notes) and not any(
+        "without rewrites" in note for note in report.notes
+    ), f"{report.notes}\n{report}"
 
 
 def differences(row: golden.Row, found: golden.Row) -> str:
     """In words, for the table of `tests/_torch/versions.py`."""
-    return ", ".join(f"{name} {found.get(name, (0, 0))[1]}/{found.get(name, (0, 0))[0]}, not {row.get(name, (0, 0))[1]}/{row.get(name, (0, 0))[0]}"
-                     for name in {**row, **found} if row.get(name) != found.get(name))
+    return ", ".join(
+        f"{name} {found.get(name, (0, 0))[1]}/{found.get(name, (0, 0))[0]}, not {row.get(name, (0, 0))[1]}/{row.get(name, (0, 0))[0]}"
+        for name in {**row, **found}
+        if row.get(name) != found.get(name)
+    )
 
 
 def test_every_family_has_a_row():

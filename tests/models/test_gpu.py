@@ -13,8 +13,15 @@ from tests.support import zoo
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
-             vocab_size=4099)  # nothing is a power of two
+SHAPE = dict(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=2,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=4099,
+)  # nothing is a power of two
 
 
 def build(family: str, mode: str):
@@ -56,7 +63,10 @@ class tunecompile_off:
             module._compiled_call_impl = slot
 
 
-@pytest.mark.parametrize("family, mode, autocast", [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("gemma2", "full", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "family, mode, autocast",
+    [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("gemma2", "full", torch.bfloat16)],
+)
 def test_no_further_from_fp32_than_eager(family, mode, autocast):
     model = build(family, mode)
     reference = zoo.in_fp32(model)
@@ -143,7 +153,9 @@ def test_launch_bound_layers_are_replayed(mode, autocast):
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed)
         (loss, ours), (expected, theirs) = zoo.step(model, inputs, autocast), zoo.step(reference, inputs, autocast)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3, seed
+        assert (
+            loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3
+        ), seed
     assert state_of(model).replays.recorded == 8 and not state_of(reference).replays.recorded, tunecompile.report(model)
     first, second = (zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed) for seed in (20, 21))
     for m in (model, reference):  # what a replay hands out is not overwritten by the next
@@ -166,14 +178,19 @@ def test_a_graph_that_is_retained(steps, rows):
         zoo.step(model, inputs)
     assert bool(state_of(model).replays.recorded) == (steps > 5)
     trained, loss = {n: p for n, p in model.named_parameters() if p.requires_grad}, model(**inputs).loss
-    found = [dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), retain_graph=retain))) for retain in (True, True, False)]
+    found = [
+        dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), retain_graph=retain)))
+        for retain in (True, True, False)
+    ]
     assert all(max(zoo.errors(again, found[0]).values()) < 1e-3 for again in found[1:])
 
 
 def test_every_replay_draws_its_own_dropout():
     from tunecompile.runtime.model_state import state_of
 
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=0.5).to("cuda"))
+    model = tunecompile.optimize(
+        zoo.adapt(zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}), lora_dropout=0.5).to("cuda")
+    )
     losses = [zoo.step(model, zoo.batch(4099, device="cuda"))[0].item() for _ in range(14)]
     assert len(set(losses)) == 14 and state_of(model).replays.recorded == 8
 
@@ -187,9 +204,13 @@ def test_rows_without_a_label_are_skipped():
     head = state_of(tunecompile.optimize(model)).heads[0]
     for seed in range(3):
         inputs = zoo.batch(4099, 2, 256, "cuda", seed=seed)
-        inputs["labels"] = inputs["labels"].masked_fill(torch.arange(256, device="cuda") < (200 if seed < 2 else 256), -100)
+        inputs["labels"] = inputs["labels"].masked_fill(
+            torch.arange(256, device="cuda") < (200 if seed < 2 else 256), -100
+        )
         inputs["labels"][0, -1] = 5
-        compare(model, reference, inputs, torch.bfloat16, limit=2.0)  # few rows: an error has little to be averaged with
+        compare(
+            model, reference, inputs, torch.bfloat16, limit=2.0
+        )  # few rows: an error has little to be averaged with
         torch.cuda.synchronize()
         assert head.labelled.share < 0.3 if seed else head.labelled.pending
 

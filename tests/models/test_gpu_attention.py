@@ -39,7 +39,11 @@ def test_measured_stored_and_read_by_the_next_process(folder, monkeypatch):
         assert "2x9/3x256x64 bfloat16, causal" in note and note.endswith(origin), note
         (file,) = folder.iterdir()
         stored = json.loads(file.read_text())
-        assert stored["key"]["gpu"] == torch.cuda.get_device_name() and all(0 < ms < 100 for ms in stored["value"].values()) and stored["value"]
+        assert (
+            stored["key"]["gpu"] == torch.cuda.get_device_name()
+            and all(0 < ms < 100 for ms in stored["value"].values())
+            and stored["value"]
+        )
         torch._dynamo.reset()  # as a new process begins: nothing in memory
         attention_backend.decide.cache_clear()
         monkeypatch.setattr(attention_backend, "time_on_gpu", never)
@@ -50,7 +54,9 @@ def test_what_is_measured_first_is_what_runs(monkeypatch):
     kernels = {"cudnn": "_scaled_dot_product_cudnn_attention", "flash": "_scaled_dot_product_flash_attention"}
     inputs = zoo.batch(4099, 2, 256, "cuda")
     for first, name in kernels.items():
-        monkeypatch.setattr(attention_backend, "time_on_gpu", lambda call, backend, device: 1.0 if backend == first else 2.0)
+        monkeypatch.setattr(
+            attention_backend, "time_on_gpu", lambda call, backend, device: 1.0 if backend == first else 2.0
+        )
         monkeypatch.setattr(attention_backend.measured, "read", lambda *_: None)
         attention_backend.decide.cache_clear()
         torch._dynamo.reset()
@@ -70,16 +76,22 @@ def test_the_clock_leaves_random_state_and_memory_as_they_were():
         assert 0 < attention_backend.time_on_gpu(call, backend, torch.device("cuda", 0)) < 100
     assert torch.equal(state, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() - held < 64 << 20  # workspaces that libraries keep
-    times = attention_backend._measure(call, ["cudnn", "flash", "efficient"], torch.device("cuda", 0), attention_backend.time_on_gpu)
+    times = attention_backend._measure(
+        call, ["cudnn", "flash", "efficient"], torch.device("cuda", 0), attention_backend.time_on_gpu
+    )
     assert "efficient" not in times  # fewer heads of k than of q
     assert torch.cuda.memory_allocated() - held < 64 << 20
     with pytest.raises(RuntimeError):
-        attention_backend.time_on_gpu(AttentionCall(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0))
+        attention_backend.time_on_gpu(
+            AttentionCall(1, 2, 2, 64, 64, 64, 64, "float32", True, None, False), "flash", torch.device("cuda", 0)
+        )
 
 
 def test_memory_that_is_needed_is_bounded_by_what_is_asked_for():
-    for call in (AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False),
-                 AttentionCall(2, 16, 16, 1024, 1024, 64, 64, "bfloat16", False, ((2, 1, 1024, 1024), "bool"), False)):
+    for call in (
+        AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False),
+        AttentionCall(2, 16, 16, 1024, 1024, 64, 64, "bfloat16", False, ((2, 1, 1024, 1024), "bool"), False),
+    ):
         for backend in ("cudnn", "flash", "efficient"):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -89,4 +101,7 @@ def test_memory_that_is_needed_is_bounded_by_what_is_asked_for():
                 raise
             except RuntimeError:
                 continue
-            assert torch.cuda.max_memory_allocated() - before < attention_backend.HEADROOM * call.bytes + (64 << 20), (call, backend)
+            assert torch.cuda.max_memory_allocated() - before < attention_backend.HEADROOM * call.bytes + (64 << 20), (
+                call,
+                backend,
+            )

@@ -32,8 +32,17 @@ def both(op, args) -> tuple[list, list]:
     return [t.cpu() for t in run(*moved(args, "cuda"))], list(run(*args))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(bias=True), dict(own=True), dict(sizes=(512, 128, 128), ranks=(16, 16, 16), k=1024, rows=300),
-                                     dict(adapters=torch.bfloat16, sizes=(1024,), ranks=(64,), k=2048, rows=2)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(bias=True),
+        dict(own=True),
+        dict(sizes=(512, 128, 128), ranks=(16, 16, 16), k=1024, rows=300),
+        dict(adapters=torch.bfloat16, sizes=(1024,), ranks=(64,), k=2048, rows=2),
+    ],
+    ids=str,
+)
 def test_kernels_give_what_the_emulation_gives(options):
     """But for the order of sums: the same e4m3 operands, bf16 results."""
     args = case(**options)
@@ -75,11 +84,16 @@ def test_gradients_are_off_by_what_e4m3_rounds(family, mode, autocast):
         got, ours = zoo.step(model, inputs, autocast)
         errors = zoo.errors(ours, exact)
         assert got.item() == pytest.approx(loss.item(), rel=5e-3)
-        assert median(errors.values()) < 0.2 and max(errors.values()) < 0.35, max(errors.items(), key=lambda item: item[1])
+        assert median(errors.values()) < 0.2 and max(errors.values()) < 0.35, max(
+            errors.items(), key=lambda item: item[1]
+        )
     report = tunecompile.report(model)
     op = "lora_linear_nf4" if mode == "qlora" else "lora_linear"
     chosen = report.regions[0].providers
-    for way in ("", "_backward"):  # q|k|v, o, gate|up and down; the last two are one op where adapters have the model's dtype
+    for way in (
+        "",
+        "_backward",
+    ):  # q|k|v, o, gate|up and down; the last two are one op where adapters have the model's dtype
         assert chosen[f"{op}{way}: fp8"] + 2 * chosen.get(f"lora_mlp{way}: joined_fp8", 0) == 4, report
     assert not [note for note in report.notes if "fp8" in note or "eagerly" in note], report
 
@@ -114,8 +128,13 @@ def test_recorded_layers_give_what_unrecorded_ones_give():
     state_of(plain).replays.recorder.device = "none"
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed)
-        (loss, ours), (expected, theirs) = zoo.step(recorded, inputs, torch.bfloat16), zoo.step(plain, inputs, torch.bfloat16)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3, seed
+        (loss, ours), (expected, theirs) = (
+            zoo.step(recorded, inputs, torch.bfloat16),
+            zoo.step(plain, inputs, torch.bfloat16),
+        )
+        assert (
+            loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3
+        ), seed
     assert state_of(recorded).replays.recorded
 
 

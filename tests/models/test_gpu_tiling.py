@@ -40,20 +40,28 @@ def upstream(y):
 
 def exactly(arguments):
     """y and the gradients, in fp64."""
-    made = [tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part) if i in (0, 7, 8) else part
-            for i, part in enumerate(wide(arguments))]
+    made = [
+        tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part)
+        if i in (0, 7, 8)
+        else part
+        for i, part in enumerate(wide(arguments))
+    ]
     y = lora_mlp.reference(*made)[0]
     return [y.detach(), *torch.autograd.grad(y, leaves(made), upstream(y))]
 
 
 def whole(arguments):
-    forward, backward = (next(p for p in o.providers if p.name == "joined").run for o in (lora_mlp, lora_mlp.backward_op))
+    forward, backward = (
+        next(p for p in o.providers if p.name == "joined").run for o in (lora_mlp, lora_mlp.backward_op)
+    )
     y, *saved = forward(*arguments, used=[True] * 4)
     return [y, *backward(upstream(y), *arguments, *saved)]
 
 
 def in_pieces(arguments, tiles):
-    forward, backward = (next(p for p in o.providers if p.name == "joined").run for o in (lora_mlp.tiled, lora_mlp.tiled.backward_op))
+    forward, backward = (
+        next(p for p in o.providers if p.name == "joined").run for o in (lora_mlp.tiled, lora_mlp.tiled.backward_op)
+    )
     y = forward(*arguments, tiles)
     return [y, *backward(upstream(y), *arguments, tiles)]
 
@@ -72,8 +80,10 @@ class Adapted(torch.nn.Module):
 
     def __init__(self, columns, rows):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns ** 0.5, requires_grad=False)
-        self.a = torch.nn.Parameter(torch.randn(16, columns, device="cuda", dtype=torch.bfloat16) / columns ** 0.5)
+        self.weight = torch.nn.Parameter(
+            torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5, requires_grad=False
+        )
+        self.a = torch.nn.Parameter(torch.randn(16, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5)
         self.b = torch.nn.Parameter(torch.randn(rows, 16, device="cuda", dtype=torch.bfloat16) / 4)
 
     def forward(self, x):
@@ -127,8 +137,16 @@ def test_room_of_one_mlp():
         assert all(error(mine, theirs) < 1e-2 for mine, theirs in zip(grads, expected, strict=True))
 
 
-SHAPE = dict(hidden_size=256, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=1024,
-             max_position_embeddings=4096)
+SHAPE = dict(
+    hidden_size=256,
+    intermediate_size=2048,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_position_embeddings=4096,
+)
 
 
 def curve(model, memory):

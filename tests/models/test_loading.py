@@ -28,11 +28,21 @@ def save_shards(folder) -> None:
 
 def loaded(told: str, **names):
     """By the README's lines that say so. What is told of GPUs is said of the host where there is none."""
-    return of_readme(told, {"torch": torch, "dtype": torch.float32, "device": DEVICE, **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "BitsAndBytesConfig")}, **names})
+    return of_readme(
+        told,
+        {
+            "torch": torch,
+            "dtype": torch.float32,
+            "device": DEVICE,
+            **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "BitsAndBytesConfig")},
+            **names,
+        },
+    )
 
 
 def trained(make, **adapter):
     """What the report says after two steps, whose losses and gradients are those of another that was loaded alike."""
+
     def adapted():
         base = make()
         torch.manual_seed(1)
@@ -43,7 +53,9 @@ def trained(make, **adapter):
     for seed in range(2):
         inputs = zoo.batch(seed=seed, device=DEVICE)
         (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if DEVICE == "cpu" else 1e-4) and set(ours) == set(theirs)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if DEVICE == "cpu" else 1e-4) and set(
+            ours
+        ) == set(theirs)
         assert max(zoo.errors(ours, theirs).values()) < 1e-3
     return tunecompile.report(model)
 
@@ -57,7 +69,10 @@ def test_shards_are_quantised_as_they_are_read(where, path):
     assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and report.compiles == 1
 
 
-@pytest.mark.parametrize("placement", [pytest.param(name, marks=pytest.mark.slow) for name in ("auto", "balanced", "balanced_low_0", "sequential")])
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("auto", "balanced", "balanced_low_0", "sequential")],
+)
 def test_every_placement(placement, path):
     room = {"cpu": "1GB"} | ({0: "1GB"} if DEVICE == "cuda" else {})
     report = trained(lambda: loaded("device_map=placement", path=path, placement=placement, room=room))
@@ -73,5 +88,10 @@ def test_what_waits_on_the_disk_runs_as_it_is(path, tmp_path):
         return placed[-1]
 
     report = trained(make, target_modules=["q_proj", "v_proj", "down_proj"], layers_to_transform=[0])
-    assert placed[0].hf_device_map["lm_head"] == placed[0].hf_device_map["model.layers.2"] == "disk" != placed[0].hf_device_map["model.layers.0"]
+    assert (
+        placed[0].hf_device_map["lm_head"]
+        == placed[0].hf_device_map["model.layers.2"]
+        == "disk"
+        != placed[0].hf_device_map["model.layers.0"]
+    )
     assert any("brings its weights" in note for note in report.notes), report

@@ -19,7 +19,9 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("loss", [dpo, grpo, functools.partial(grpo, entropy=False)], ids=["dpo", "grpo", "grpo without entropy"])
+@pytest.mark.parametrize(
+    "loss", [dpo, grpo, functools.partial(grpo, entropy=False)], ids=["dpo", "grpo", "grpo without entropy"]
+)
 def test_by_trls_functions(loss, made):  # noqa: F811
     model, reference = pair(adapted)
     equal(model, reference, lambda m: loss(m, zoo.batch(rows=4)))

@@ -31,7 +31,11 @@ def test_weights_are_saved_themselves_and_not_as_views():
     weights = {p.untyped_storage().data_ptr() for layer in model.model.layers for p in layer.parameters()}
 
     def pack(saved):
-        views.extend([tuple(saved.shape)] if saved.untyped_storage().data_ptr() in weights and not isinstance(saved, torch.nn.Parameter) else [])
+        views.extend(
+            [tuple(saved.shape)]
+            if saved.untyped_storage().data_ptr() in weights and not isinstance(saved, torch.nn.Parameter)
+            else []
+        )
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):

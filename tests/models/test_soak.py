@@ -20,12 +20,14 @@ STEPS, ROWS, LENGTHS = 300, 4, (32, 48)
 
 def batches(count: int) -> list[dict]:
     """Bytes of the WordNet questions, two lengths in turn."""
-    text = "\n".join(" ".join(m["content"] for m in json.loads(line)["messages"]) for line in TEXT.read_text().splitlines()[:4000])
+    text = "\n".join(
+        " ".join(m["content"] for m in json.loads(line)["messages"]) for line in TEXT.read_text().splitlines()[:4000]
+    )
     stream = torch.tensor(list(text.encode("ascii", "replace")))
     made, at = [], 0
     for i in range(count):
         length = LENGTHS[i // 7 % 2]
-        ids = stream[at:at + ROWS * length].reshape(ROWS, length)
+        ids = stream[at : at + ROWS * length].reshape(ROWS, length)
         at += ROWS * length
         made.append({"input_ids": ids, "labels": ids})
     return made

@@ -16,7 +16,9 @@ FALLEN = ("eagerly", "in pieces", "without rewrites", "run as they are", "runs a
 
 
 def built(cell: Cell) -> torch.nn.Module:
-    with torch.device(DEVICE if cell.section in ("base", "saving") else "cpu"):  # weights of 8 bits stay where they became so. Some of PEFT's adapters draw with a generator of the CPU
+    with torch.device(
+        DEVICE if cell.section in ("base", "saving") else "cpu"
+    ):  # weights of 8 bits stay where they became so. Some of PEFT's adapters draw with a generator of the CPU
         model = cell.build()
     return model if hasattr(model, "hf_device_map") else model.to(DEVICE)  # accelerate has placed it
 
@@ -28,7 +30,10 @@ def optimized(cell: Cell) -> torch.nn.Module:
 def errors(gradients: dict, truth: dict) -> dict[str, float]:
     """Relative; the q and k of a single token get noise, which counts by the largest gradient."""
     floor = max(1e-12, 1e-4 * max(g.norm().item() for g in truth.values()))
-    return {name: ((g.double() - truth[name].double()).norm() / truth[name].double().norm().clamp_min(floor)).item() for name, g in gradients.items()}
+    return {
+        name: ((g.double() - truth[name].double()).norm() / truth[name].double().norm().clamp_min(floor)).item()
+        for name, g in gradients.items()
+    }
 
 
 def follow_draws(cell: Cell) -> torch.nn.Module:
@@ -65,13 +70,19 @@ def follow_steps(cell: Cell) -> torch.nn.Module:
         if half:
             assert median(off.values()) < 1.1 * median(own.values()) + 1e-4
         for name, error in off.items():
-            assert error < (3 * own[name] + 5e-3 if half else cell.limit or LIMIT), f"{name}: {error:.1e}, eager's {own[name]:.1e}"
+            assert error < (3 * own[name] + 5e-3 if half else cell.limit or LIMIT), (
+                f"{name}: {error:.1e}, eager's {own[name]:.1e}"
+            )
     return model
 
 
 def learnt(model: torch.nn.Module, start: dict) -> dict:
     """Lightning leaves the model on the CPU."""
-    return {name: p.detach().double().to(start[name].device) - start[name] for name, p in model.named_parameters() if name in start}
+    return {
+        name: p.detach().double().to(start[name].device) - start[name]
+        for name, p in model.named_parameters()
+        if name in start
+    }
 
 
 def follow_run(cell: Cell, folder) -> torch.nn.Module:
@@ -84,7 +95,9 @@ def follow_run(cell: Cell, folder) -> torch.nn.Module:
     (numbers, trained), (plain_numbers, plain) = outcomes
     limit = cell.limit or LIMIT
     changes, truth = learnt(trained, start), learnt(plain, start)
-    assert sum(change.any().item() for change in truth.values()) > len(truth) // 2, "it learns nothing, so it proves nothing"
+    assert sum(change.any().item() for change in truth.values()) > len(truth) // 2, (
+        "it learns nothing, so it proves nothing"
+    )
     if cell.random:
         assert all(change.isfinite().all() for change in changes.values())
         return made[0]
@@ -94,7 +107,9 @@ def follow_run(cell: Cell, folder) -> torch.nn.Module:
     return made[0]
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=[] if cell.quick else pytest.mark.slow) for cell in cells()])
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=[] if cell.quick else pytest.mark.slow) for cell in cells()]
+)
 def test_cell(cell, record_property, tmp_path):
     pytest.importorskip("peft")
     try:

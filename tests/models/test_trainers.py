@@ -38,27 +38,59 @@ def collate(rows: list[dict]) -> dict:
 
 
 def arguments(cls, folder, **options):
-    settings = dict(output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-                    eval_strategy="steps", eval_steps=2, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no",
-                    lr_scheduler_type="constant", disable_tqdm=True, seed=1)
+    settings = dict(
+        output_dir=str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        seed=1,
+    )
     return cls(**{**settings, **options})
 
 
 def curve(trainer) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
+    return [
+        entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss", "grad_norm") if key in entry
+    ]
 
 
-@pytest.mark.parametrize("options", [pytest.param({"bf16": True, "gradient_checkpointing": False}, marks=pytest.mark.slow),
-                                     pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow),
-                                     pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, marks=pytest.mark.slow)],
-                         ids=["bf16", "re-entrant", "not re-entrant"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"bf16": True, "gradient_checkpointing": False}, marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["bf16", "re-entrant", "not re-entrant"],
+)
 def test_trainer(options, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     model, reference = pair(lambda: zoo.adapt(small()))
     curves = []
     for m in (model, reference):
-        trainer = Trainer(m, arguments(TrainingArguments, tmp_path, **options), data_collator=collate, train_dataset=Rows(), eval_dataset=Rows(6))
+        trainer = Trainer(
+            m,
+            arguments(TrainingArguments, tmp_path, **options),
+            data_collator=collate,
+            train_dataset=Rows(),
+            eval_dataset=Rows(6),
+        )
         trainer.train()
         curves.append(curve(trainer))
     assert len(curves[0]) == 10
@@ -74,9 +106,20 @@ def test_trainer(options, tmp_path):
 def sft(model: nn.Module, folder, resume=None, **options):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in Rows()])
-    settings = dict(max_length=24, eval_strategy="no", dataloader_num_workers=0, dataset_kwargs={"skip_prepare_dataset": False}, bf16=False,
-                    pad_token="<pad>")
-    trainer = trl.SFTTrainer(model, args=arguments(trl.SFTConfig, folder, **{**settings, **options}), train_dataset=rows, processing_class=tokenizer())
+    settings = dict(
+        max_length=24,
+        eval_strategy="no",
+        dataloader_num_workers=0,
+        dataset_kwargs={"skip_prepare_dataset": False},
+        bf16=False,
+        pad_token="<pad>",
+    )
+    trainer = trl.SFTTrainer(
+        model,
+        args=arguments(trl.SFTConfig, folder, **{**settings, **options}),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -86,11 +129,21 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<eos>": 255, **{f"w{i}": i for i in range(1, 255)}}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
 
 
-@pytest.mark.parametrize("options", [pytest.param({"packing": True}, marks=pytest.mark.slow), pytest.param({"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow)],
-                         ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"packing": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"padding_free": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["packed", "padded"],
+)
 def test_trl_sft(options, tmp_path):
     model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "down_proj"]))
     trainers = [sft(m, tmp_path, **options) for m in (model, reference)]
@@ -99,17 +152,20 @@ def test_trl_sft(options, tmp_path):
     report = tunecompile.report(model)
     fused = hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")  # in TRL 1.0 it is not
     assert fused == any("the head is never called: trl" in note for note in report.notes), report
-    assert not fused or "packing" not in options or any("told apart without a mask" in note for note in report.notes), report
+    assert not fused or "packing" not in options or any("told apart without a mask" in note for note in report.notes), (
+        report
+    )
     assert {m.family: m.rewritten for m in report.matches}["lora"] == 2 and not fell_back(model)
 
 
 @pytest.mark.slow
 def test_trl_resumes_from_a_checkpoint(tmp_path):
     options = dict(packing=False, save_strategy="steps", save_steps=2, save_total_limit=4)
-    build = lambda: tunecompile.optimize(zoo.adapt(small(), target_modules=["up_proj"], lora_dropout=0.1), executor="eager")  # noqa: E731
+    build = lambda: tunecompile.optimize(
+        zoo.adapt(small(), target_modules=["up_proj"], lora_dropout=0.1), executor="eager"
+    )  # noqa: E731
     whole = sft(build(), tmp_path / "whole", **options)
-    again = sft(build(), tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"),
-                **options)
+    again = sft(build(), tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"), **options)
     assert curve(again)[-4:] == pytest.approx(curve(whole)[-4:], rel=1e-5)
     for ours, theirs in zip(again.model.parameters(), whole.model.parameters()):
         assert torch.allclose(ours, theirs, atol=1e-6)

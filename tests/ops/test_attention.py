@@ -27,7 +27,11 @@ def dense(q, k, v, lengths, scale, window) -> torch.Tensor:
         distance = places[:, None] - places
         mask = (distance >= 0) & (distance < (window or q1.shape[0] + 1))
         k1, v1 = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k1, v1))
-        parts.append(F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q1, k1, v1)), attn_mask=mask, scale=scale).transpose(0, 1))
+        parts.append(
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in (q1, k1, v1)), attn_mask=mask, scale=scale
+            ).transpose(0, 1)
+        )
     return torch.cat(parts)
 
 
@@ -35,11 +39,19 @@ def dense(q, k, v, lengths, scale, window) -> torch.Tensor:
 @pytest.mark.parametrize("window", [0, 2])
 def test_gradcheck(lengths, window):
     q, k, v = (x.requires_grad_() for x in inputs(lengths, dim=3))
-    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, offsets(lengths), max(lengths), 0.7, window)[0], (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: varlen_attention(q, k, v, offsets(lengths), max(lengths), 0.7, window)[0], (q, k, v)
+    )
 
 
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum), heads=st.sampled_from([(1, 1), (4, 4), (6, 2)]),
-       window=st.sampled_from([0, 1, 3, 20]), more=st.integers(0, 5), dtype=DTYPES, layout=st.sampled_from(["contiguous", "strided", "transposed"]))
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum),
+    heads=st.sampled_from([(1, 1), (4, 4), (6, 2)]),
+    window=st.sampled_from([0, 1, 3, 20]),
+    more=st.integers(0, 5),
+    dtype=DTYPES,
+    layout=st.sampled_from(["contiguous", "strided", "transposed"]),
+)
 @QUICK
 def test_every_sequence_is_alone(lengths, heads, window, more, dtype, layout):
     torch.manual_seed(0)
@@ -56,7 +68,9 @@ def test_every_sequence_is_alone(lengths, heads, window, more, dtype, layout):
     assert_fake_is_real(varlen_attention.backward_op, grad, q, k, v, *arguments, got.detach(), logsumexp.detach())
     ours, wanted = torch.autograd.grad(got, leaves, grad), torch.autograd.grad(exact, exact_leaves, grad.double())
     for mine, right in zip(ours, wanted):
-        assert mine.dtype == dtype and (mine.double() - right).norm() < 8 * torch.finfo(dtype).eps * max(w.norm() for w in wanted)
+        assert mine.dtype == dtype and (mine.double() - right).norm() < 8 * torch.finfo(dtype).eps * max(
+            w.norm() for w in wanted
+        )
 
 
 def test_opcheck():

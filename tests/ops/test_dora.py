@@ -13,11 +13,23 @@ def formula(weight, a, b, scale):
     return torch.linalg.norm(weight + scale * (b @ a), dim=1)
 
 
-@given(n=st.integers(1, 9), k=st.integers(1, 9), r=st.integers(1, 3), dtype=DTYPES, adapters=st.sampled_from([torch.float32, torch.bfloat16]), weights=LAYOUTS, scale=st.sampled_from([0.5, -2.0, 0.0]))
+@given(
+    n=st.integers(1, 9),
+    k=st.integers(1, 9),
+    r=st.integers(1, 3),
+    dtype=DTYPES,
+    adapters=st.sampled_from([torch.float32, torch.bfloat16]),
+    weights=LAYOUTS,
+    scale=st.sampled_from([0.5, -2.0, 0.0]),
+)
 @QUICK
 def test_any_shape_dtype_and_stride(n, k, r, dtype, adapters, weights, scale):
     torch.manual_seed(0)
-    weight, a, b = tensor((n, k), weights, dtype), tensor((r, k), "strided", adapters), tensor((n, r), "transposed", adapters)
+    weight, a, b = (
+        tensor((n, k), weights, dtype),
+        tensor((r, k), "strided", adapters),
+        tensor((n, r), "transposed", adapters),
+    )
     assert_fake_is_real(adapted_norm, weight, a, b, scale, dtype)
     exact = formula(weight.double(), a.double(), b.double(), scale)
     got = adapted_norm(weight, a, b, scale, dtype)

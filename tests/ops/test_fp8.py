@@ -38,16 +38,34 @@ def matrices(args):
     return tokens, torch.cat(weights).double(), xa, adapters, bias
 
 
-@pytest.mark.parametrize("options", [dict(), dict(bias=True), dict(own=True, bias=True), dict(adapters=torch.bfloat16), dict(sizes=(16,), ranks=(1,), k=16)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(bias=True),
+        dict(own=True, bias=True),
+        dict(adapters=torch.bfloat16),
+        dict(sizes=(16,), ranks=(1,), k=16),
+    ],
+    ids=str,
+)
 def test_every_element_is_within_the_rounding_of_its_factors(options):
     args = case(**options)
     y, xa = provider(lora_linear).run(*args)
     reference, reference_xa = lora_linear(*args)
-    assert (y.shape, y.dtype, y.is_contiguous()) == (reference.shape, reference.dtype, True) and error(xa, reference_xa) < BF16
+    assert (y.shape, y.dtype, y.is_contiguous()) == (reference.shape, reference.dtype, True) and error(
+        xa, reference_xa
+    ) < BF16
     tokens, weight, exact_xa, adapters, bias = matrices(args)
     exact = tokens @ weight.t() + exact_xa @ adapters.t() + bias
-    limit = ((1 + UNIT) ** 2 - 1) * (tokens.abs() @ weight.abs().t()) + ADAPTER * (exact_xa.abs() @ adapters.abs().t()) + BF16 * exact.abs()
-    limit += fp8.LARGEST**-2 * tokens.abs().amax(1, keepdim=True) * weight.abs().max() * weight.shape[1]  # what is smaller than e4m3's smallest
+    limit = (
+        ((1 + UNIT) ** 2 - 1) * (tokens.abs() @ weight.abs().t())
+        + ADAPTER * (exact_xa.abs() @ adapters.abs().t())
+        + BF16 * exact.abs()
+    )
+    limit += (
+        fp8.LARGEST**-2 * tokens.abs().amax(1, keepdim=True) * weight.abs().max() * weight.shape[1]
+    )  # what is smaller than e4m3's smallest
     assert ((y.flatten(0, -2).double() - exact).abs() <= limit + BF16 * bias.abs()).all()
 
 
@@ -57,7 +75,10 @@ def test_an_adapter_a_thousand_times_smaller_than_the_weight_is_not_lost():
     tokens, weight, xa, adapters, _ = matrices(args)
 
     def exact_product(adapter):
-        (x8, x_scale), (w8, w_scale) = fp8.quantize(tokens.bfloat16(), xa.float()), fp8.dense_operand(args[2])(adapter.float(), False)
+        (x8, x_scale), (w8, w_scale) = (
+            fp8.quantize(tokens.bfloat16(), xa.float()),
+            fp8.dense_operand(args[2])(adapter.float(), False),
+        )
         return x8.double() @ w8.double().t() * x_scale.double() * w_scale.double()
 
     delta = exact_product(adapters) - exact_product(torch.zeros_like(adapters))
@@ -79,28 +100,47 @@ def test_gradients_of_adapters_are_exact_and_those_of_activations_rounded(own, a
     gb, a = g @ loras, torch.cat(args[4]).double()
     exact, term = g @ weight, gb.abs() @ a.abs() if not own else 0.0
     exact = exact + gb @ a if not own else exact
-    limit = ((1 + UNIT) ** 2 - 1) * (g.abs() @ weight.abs()) + (ADAPTER + (BF16 if adapters is torch.bfloat16 else 0) * 2) * term + BF16 * exact.abs()
-    limit += fp8.LARGEST**-2 * torch.cat([g, gb], 1).abs().amax(1, keepdim=True) * max(weight.abs().max(), a.abs().max()) * g.shape[1]
+    limit = (
+        ((1 + UNIT) ** 2 - 1) * (g.abs() @ weight.abs())
+        + (ADAPTER + (BF16 if adapters is torch.bfloat16 else 0) * 2) * term
+        + BF16 * exact.abs()
+    )
+    limit += (
+        fp8.LARGEST**-2
+        * torch.cat([g, gb], 1).abs().amax(1, keepdim=True)
+        * max(weight.abs().max(), a.abs().max())
+        * g.shape[1]
+    )
     assert ((got[0].flatten(0, -2).double() - exact).abs() <= limit).all()
 
 
 def test_the_whole_error_is_a_few_per_cent():
     args = case(sizes=(256,), ranks=(8,), k=256)
     tokens, weight, xa, adapters, _ = matrices(args)
-    assert 0.01 < error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 0.05
+    assert (
+        0.01 < error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 0.05
+    )
 
 
 def test_an_adapter_larger_than_the_weight_saturates_nothing():
     args = case(sizes=(32,), ranks=(4,), scales=[100.0])
     tokens, weight, xa, adapters, _ = matrices(args)
-    assert error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 2 * ADAPTER
+    assert (
+        error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 2 * ADAPTER
+    )
 
 
 def test_zeros():
     args = case(sizes=(16,), ranks=(4,))
-    args[0], args[2], args[5] = torch.zeros_like(args[0]), [torch.zeros_like(args[2][0])], [torch.zeros_like(args[5][0])]
+    args[0], args[2], args[5] = (
+        torch.zeros_like(args[0]),
+        [torch.zeros_like(args[2][0])],
+        [torch.zeros_like(args[5][0])],
+    )
     y, xa = provider(lora_linear).run(*args)
-    assert (y == 0).all() and all((g == 0).all() for g in provider(lora_linear.backward_op).run(torch.zeros_like(y), *args, xa))
+    assert (y == 0).all() and all(
+        (g == 0).all() for g in provider(lora_linear.backward_op).run(torch.zeros_like(y), *args, xa)
+    )
 
 
 def test_packed_weights_give_what_their_values_give():
@@ -127,11 +167,14 @@ def test_the_bound_of_packed_weights_holds_and_is_near(double):
     assert largest * 0.9999 <= bound <= 3 * largest
 
 
-@pytest.mark.parametrize("change, reason", [(lambda a: a[0].half(), "float16"), (lambda a: a[0].float(), "float32"), (lambda a: a[0][..., :56], "16")])
+@pytest.mark.parametrize(
+    "change, reason",
+    [(lambda a: a[0].half(), "float16"), (lambda a: a[0].float(), "float32"), (lambda a: a[0][..., :56], "16")],
+)
 def test_what_cannot_be_in_fp8_runs_as_before_and_says_why(change, reason):
     args = case()
     args[0] = change(args)
-    args[2] = [w.to(args[0].dtype)[:, :args[0].shape[-1]] for w in args[2]]
+    args[2] = [w.to(args[0].dtype)[:, : args[0].shape[-1]] for w in args[2]]
     assert lora_linear.choose(args, "fp8").name == lora_linear.choose(args).name != "fp8"
     assert reason in lora_linear.refusals(args, "fp8")["fp8"]
     assert lora_linear.refusals(args, None) == {"k_extension": "not on a GPU"}
@@ -141,7 +184,13 @@ def test_only_who_asks_gets_it():
     args = case()
     assert lora_linear.choose(args, "fp8").name == "fp8" and lora_linear.choose(args).precision is None
     assert {op.name for op in OPS.values() if any(p.precision for p in op.providers)} == {
-        "lora_linear", "lora_linear_backward", "lora_linear_nf4", "lora_linear_nf4_backward", "lora_mlp", "lora_mlp_backward"}
+        "lora_linear",
+        "lora_linear_backward",
+        "lora_linear_nf4",
+        "lora_linear_nf4_backward",
+        "lora_mlp",
+        "lora_mlp_backward",
+    }
 
 
 def test_autograd_of_the_op_is_untouched():
@@ -162,11 +211,22 @@ def traced(run, args, mode) -> list[str]:
             filled[i] = value
         return list(run(*pytree.tree_unflatten(filled, spec)))
 
-    return [str(node.target) for node in trace(call, tuple(flat[i] for i in where), mode).graph.nodes if node.op == "call_function"]
+    return [
+        str(node.target)
+        for node in trace(call, tuple(flat[i] for i in where), mode).graph.nodes
+        if node.op == "call_function"
+    ]
 
 
-@pytest.mark.parametrize("capability, version, reason", [((8, 9), "2.11.0", "pytorch#177651"), ((8, 9), "2.12.0", None), ((9, 0), "2.11.0", None),
-                                                         ((8, 6), "2.13.0", "this GPU has 8.6")])
+@pytest.mark.parametrize(
+    "capability, version, reason",
+    [
+        ((8, 9), "2.11.0", "pytorch#177651"),
+        ((8, 9), "2.12.0", None),
+        ((9, 0), "2.11.0", None),
+        ((8, 6), "2.13.0", "this GPU has 8.6"),
+    ],
+)
 def test_which_gpus_take_it(capability, version, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fp8, "has_triton", lambda: True)
@@ -182,6 +242,7 @@ def test_on_a_gpu_siblings_are_one_product_each_way(nested):
     pytest.importorskip("triton")
     k, sizes, ranks = 128, [64, 32, 32], [8, 8, 4]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
         def fake(*shape, dtype=torch.float32):
             return torch.empty(shape, dtype=dtype, device="cuda")
 
@@ -189,11 +250,22 @@ def test_on_a_gpu_siblings_are_one_product_each_way(nested):
         blocks = [n * k // 64 for n in sizes]
         packed = [fake(n * k // 2, 1, dtype=torch.uint8) for n in sizes]
         absmax = [fake(m, dtype=torch.uint8 if nested else torch.float32) for m in blocks]
-        rest = [[fake(256) for _ in sizes], [fake(-(-m // 256)) for m in blocks], [fake() for _ in sizes]] if nested else [[], [], []]
+        rest = (
+            [[fake(256) for _ in sizes], [fake(-(-m // 256)) for m in blocks], [fake() for _ in sizes]]
+            if nested
+            else [[], [], []]
+        )
         a, b = [fake(r, k) for r in ranks], [fake(n, r) for n, r in zip(sizes, ranks)]
         weights = [fake(n, k, dtype=torch.bfloat16) for n in sizes]
-    for op, args in ((lora_linear_nf4, [x, [], packed, absmax, *rest, [], a, b, [1.0] * 3, torch.float32, sizes, 64, "nf4"]),
-                     (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32])):
-        for names in (traced(provider(op).run, args, mode), traced(provider(op.backward_op).run, [grad, *args, xa], mode)):
+    for op, args in (
+        (lora_linear_nf4, [x, [], packed, absmax, *rest, [], a, b, [1.0] * 3, torch.float32, sizes, 64, "nf4"]),
+        (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32]),
+    ):
+        for names in (
+            traced(provider(op).run, args, mode),
+            traced(provider(op.backward_op).run, [grad, *args, xa], mode),
+        ):
             assert names.count("aten._scaled_mm.default") == 1
-            assert names.count("triton_kernel_wrapper_functional") == 2 + len(sizes)  # rows, adapter, one weight after the other
+            assert names.count("triton_kernel_wrapper_functional") == 2 + len(
+                sizes
+            )  # rows, adapter, one weight after the other

@@ -34,7 +34,9 @@ def problem(dtype=torch.float64, bias=True, masked="some", ignore=-100, rows=T):
 
 def fused(hidden, weight, bias, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    return linear_cross_entropy(hidden, weight, bias, None, None, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained)[0]
+    return linear_cross_entropy(
+        hidden, weight, bias, None, None, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained
+    )[0]
 
 
 def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
@@ -50,7 +52,15 @@ def gradients(fn, tensors, *rest, **options):
     return loss.detach(), [t.grad for t in new if t is not None]
 
 
-OPTIONS = [dict(), dict(scale=0.5), dict(scale=-1.5), dict(softcap=2.0), dict(scale=3.0, softcap=1.5, smoothing=0.1), dict(smoothing=0.2), dict(smoothing=1.0)]
+OPTIONS = [
+    dict(),
+    dict(scale=0.5),
+    dict(scale=-1.5),
+    dict(softcap=2.0),
+    dict(scale=3.0, softcap=1.5, smoothing=0.1),
+    dict(smoothing=0.2),
+    dict(smoothing=1.0),
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -71,8 +81,16 @@ def test_gradcheck(chunked, options):
     assert torch.autograd.gradcheck(lambda *n: fused(*n, labels, **options), new)
 
 
-@given(rows=st.integers(0, 11), chunk=st.integers(1, 12), ignore=st.sampled_from([-100, 0, 3]), bias=st.booleans(), smoothing=st.sampled_from([0.0, 0.1]),
-       softcap=st.sampled_from([0.0, 3.0]), strided=st.booleans(), seed=st.integers(0, 3))
+@given(
+    rows=st.integers(0, 11),
+    chunk=st.integers(1, 12),
+    ignore=st.sampled_from([-100, 0, 3]),
+    bias=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    strided=st.booleans(),
+    seed=st.integers(0, 3),
+)
 @QUICK
 def test_any_number_of_rows_and_chunks(rows, chunk, ignore, bias, smoothing, softcap, strided, seed):
     torch.manual_seed(seed)
@@ -108,7 +126,11 @@ def test_frozen_inputs_get_nothing_and_trained_ones_all(trained):
 def test_half_precision_is_no_worse_than_torch(chunked, options, dtype):
     """Against fp64, with F.cross_entropy of logits.float() as the yardstick."""
     torch.manual_seed(3)
-    hidden, weight, labels = torch.randn(64, 32).to(dtype), torch.randn(50, 32).to(dtype) * 32**-0.5, torch.randint(0, 50, (64,))
+    hidden, weight, labels = (
+        torch.randn(64, 32).to(dtype),
+        torch.randn(50, 32).to(dtype) * 32**-0.5,
+        torch.randint(0, 50, (64,)),
+    )
 
     def eager(h, w, b, y, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
         logits = F.linear(h, w, b).float()
@@ -145,7 +167,9 @@ def test_the_fake_tells_the_truth(flags, masked):
             assert_fake_is_real(linear_cross_entropy, *args)
             _, *outs = linear_cross_entropy(*args)
             if all(flags):
-                assert_fake_is_real(linear_cross_entropy.backward_op, torch.ones(()), hidden, weight, bias, *adapter, *outs)
+                assert_fake_is_real(
+                    linear_cross_entropy.backward_op, torch.ones(()), hidden, weight, bias, *adapter, *outs
+                )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -155,7 +179,9 @@ def test_with_an_adapter(chunked, masked, options):
     inner, outer = torch.randn(T, 3, dtype=torch.float64), torch.randn(V, 3, dtype=torch.float64)
 
     def adapted(hidden, bias, inner, outer, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
-        return linear_cross_entropy(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore, smoothing, True, True)[0]
+        return linear_cross_entropy(
+            hidden, weight, bias, inner, outer, labels, scale, softcap, ignore, smoothing, True, True
+        )[0]
 
     def apart(hidden, bias, inner, outer, labels, **options):
         return plain(torch.cat((hidden, inner), 1), torch.cat((weight, outer), 1), bias, labels, **options)
@@ -222,4 +248,6 @@ def test_opcheck():
     hidden, weight, bias, labels = problem(torch.float32)
     new = [t.requires_grad_() for t in (hidden, weight, bias)]
     args = (*new, None, None, labels, 1.0, 0.0, -100, 0.0, True, True)
-    torch.library.opcheck(linear_cross_entropy.overload, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(
+        linear_cross_entropy.overload, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )

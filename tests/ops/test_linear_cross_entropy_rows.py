@@ -13,7 +13,14 @@ from tests.support.checks import QUICK, assert_fake_is_real, error
 from tunecompile.ops import linear_cross_entropy_rows
 
 module = importlib.import_module("tunecompile.ops.linear_cross_entropy")
-TRAINED = [(1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), (1, 0, 0, 1, 1), (1, 1, 1, 1, 1)]  #: hidden, weight, bias, inner, outer
+TRAINED = [
+    (1, 0, 0, 0, 0),
+    (1, 1, 0, 0, 0),
+    (0, 1, 0, 0, 0),
+    (0, 0, 1, 0, 0),
+    (1, 0, 0, 1, 1),
+    (1, 1, 1, 1, 1),
+]  #: hidden, weight, bias, inner, outer
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +30,16 @@ def chunked(monkeypatch):
 
 def fused(hidden, weight, bias, inner, outer, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    return linear_cross_entropy_rows(hidden, weight, bias, inner, outer, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained)[0]
+    return linear_cross_entropy_rows(
+        hidden, weight, bias, inner, outer, labels, scale, softcap, ignore, smoothing, hidden.requires_grad, trained
+    )[0]
 
 
 def plain(hidden, weight, bias, inner, outer, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
     logits = F.linear(hidden, weight, bias)
-    logits = (logits if inner is None else logits + inner @ outer.t()).to(torch.promote_types(hidden.dtype, torch.float32)) * scale
+    logits = (logits if inner is None else logits + inner @ outer.t()).to(
+        torch.promote_types(hidden.dtype, torch.float32)
+    ) * scale
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=ignore, label_smoothing=smoothing)
 
@@ -66,7 +77,13 @@ def test_gradcheck(trained):
     assert torch.autograd.gradcheck(lambda *n: fused(*n, labels, softcap=3.0, smoothing=0.1), (*new[:3], inner, outer))
 
 
-@given(rows=st.integers(0, 11), chunk=st.integers(1, 12), ignore=st.sampled_from([-100, 0, 3]), trained=st.sampled_from(TRAINED), seed=st.integers(0, 3))
+@given(
+    rows=st.integers(0, 11),
+    chunk=st.integers(1, 12),
+    ignore=st.sampled_from([-100, 0, 3]),
+    trained=st.sampled_from(TRAINED),
+    seed=st.integers(0, 3),
+)
 @QUICK
 def test_any_number_of_rows_and_chunks(rows, chunk, ignore, trained, seed):
     torch.manual_seed(seed)
@@ -88,11 +105,17 @@ def test_any_number_of_rows_and_chunks(rows, chunk, ignore, trained, seed):
 def test_half_precision_is_no_worse_than_torch(dtype, trained):
     """Against fp64, with F.cross_entropy of logits.float() as the yardstick."""
     torch.manual_seed(3)
-    hidden, weight, labels = torch.randn(64, 32).to(dtype), torch.randn(50, 32).to(dtype) * 32**-0.5, torch.randint(0, 50, (64,))
+    hidden, weight, labels = (
+        torch.randn(64, 32).to(dtype),
+        torch.randn(50, 32).to(dtype) * 32**-0.5,
+        torch.randint(0, 50, (64,)),
+    )
     tensors, weights = (hidden, weight, None, None, None), torch.randn(64)
     got, ours = gradients(fused, tensors, trained, labels, weights)
     mid, theirs = gradients(plain, tensors, trained, labels, weights)
-    exact, wanted = gradients(plain, [None if t is None else t.double() for t in tensors], trained, labels, weights.double())
+    exact, wanted = gradients(
+        plain, [None if t is None else t.double() for t in tensors], trained, labels, weights.double()
+    )
     assert got.dtype == torch.float32 and error(got, exact) <= 2 * max(error(mid, exact), torch.finfo(dtype).eps / 2)
     for o, t, w in zip(ours, theirs, wanted):
         if w is not None:
@@ -103,7 +126,9 @@ def test_half_precision_is_no_worse_than_torch(dtype, trained):
 def test_a_row_without_a_label_has_no_gradient_whatever_comes_in(train_weight):
     hidden, weight, _, labels = problem(torch.float32, bias=False)
     hidden.requires_grad_()
-    fused(hidden, weight.requires_grad_(train_weight), None, None, None, labels).backward(torch.where(labels == -100, float("inf"), 1.0))
+    fused(hidden, weight.requires_grad_(train_weight), None, None, None, labels).backward(
+        torch.where(labels == -100, float("inf"), 1.0)
+    )
     assert hidden.grad.isfinite().all() and (hidden.grad[labels == -100] == 0).all()
 
 
@@ -143,23 +168,39 @@ def test_a_graph_that_is_retained():
 def test_opcheck():
     hidden, weight, bias, labels = problem(torch.float32)
     args = (*(t.requires_grad_() for t in (hidden, weight, bias)), None, None, labels, 1.0, 0.0, -100, 0.0, True, True)
-    torch.library.opcheck(linear_cross_entropy_rows.overload, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(
+        linear_cross_entropy_rows.overload,
+        args,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("trained", [(1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 0, 1, 1)], ids=["frozen", "trained", "adapted"])
+@pytest.mark.parametrize(
+    "trained", [(1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 0, 1, 1)], ids=["frozen", "trained", "adapted"]
+)
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": 0.5}], ids=str)
 def test_on_a_gpu(trained, options):
     torch.manual_seed(3)
     rows, width, vocabulary = 700, 256, 4099
-    tensors = [t.to("cuda", torch.bfloat16) for t in (torch.randn(rows, width), torch.randn(vocabulary, width) * width**-0.5, torch.randn(vocabulary),
-                                                      torch.randn(rows, 8), torch.randn(vocabulary, 8) * 0.1)]
+    tensors = [
+        t.to("cuda", torch.bfloat16)
+        for t in (
+            torch.randn(rows, width),
+            torch.randn(vocabulary, width) * width**-0.5,
+            torch.randn(vocabulary),
+            torch.randn(rows, 8),
+            torch.randn(vocabulary, 8) * 0.1,
+        )
+    ]
     tensors[3:] = tensors[3:] if trained[3] else (None, None)
     labels, weights = torch.randint(0, vocabulary, (rows,), device="cuda"), torch.randn(rows, device="cuda")
     labels[::5] = -100
     got, ours = gradients(fused, tensors, trained, labels, weights, **options)
     mid, theirs = gradients(plain, tensors, trained, labels, weights, **options)
-    exact, wanted = gradients(plain, [None if t is None else t.double() for t in tensors], trained, labels, weights.double(), **options)
+    exact, wanted = gradients(
+        plain, [None if t is None else t.double() for t in tensors], trained, labels, weights.double(), **options
+    )
     assert error(got, exact) <= 1.2 * error(mid, exact)
     for o, t, w in zip(ours, theirs, wanted):
         if w is not None:

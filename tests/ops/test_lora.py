@@ -16,9 +16,16 @@ def arguments(x, sizes=(6,), ranks=(2,), bias=False, own=False, dtype=None, adap
     """(x, inputs, weights, biases, a, b, scales, dtype) with every tensor at the scale a network has."""
     k, base = x.shape[-1], base or x.dtype
     adapters, dtype = adapters or x.dtype, dtype or x.dtype
-    return [x, [torch.randn(x.shape).to(x.dtype) for _ in sizes] if own else [], [tensor((n, k), dtype=base, scale=k**-0.5) for n in sizes],
-            [tensor((n,), dtype=base) for n in sizes] if bias else [], [tensor((r, k), dtype=adapters, scale=k**-0.5) for r in ranks],
-            [tensor((n, r), dtype=adapters) for n, r in zip(sizes, ranks)], list(scales or [0.5 + i for i in range(len(sizes))]), dtype]
+    return [
+        x,
+        [torch.randn(x.shape).to(x.dtype) for _ in sizes] if own else [],
+        [tensor((n, k), dtype=base, scale=k**-0.5) for n in sizes],
+        [tensor((n,), dtype=base) for n in sizes] if bias else [],
+        [tensor((r, k), dtype=adapters, scale=k**-0.5) for r in ranks],
+        [tensor((n, r), dtype=adapters) for n, r in zip(sizes, ranks)],
+        list(scales or [0.5 + i for i in range(len(sizes))]),
+        dtype,
+    ]
 
 
 def formula(x, inputs, weights, biases, a, b, scales, dtype):
@@ -37,11 +44,26 @@ def leaves(args):
 def with_leaves(args, new):
     x, inputs, weights, biases, a, b, scales, dtype = args
     it = iter(new)
-    return [next(it), [next(it) for _ in inputs], weights, [next(it) for _ in biases], [next(it) for _ in a], [next(it) for _ in b], scales, dtype]
+    return [
+        next(it),
+        [next(it) for _ in inputs],
+        weights,
+        [next(it) for _ in biases],
+        [next(it) for _ in a],
+        [next(it) for _ in b],
+        scales,
+        dtype,
+    ]
 
 
-CASES = [dict(), dict(bias=True), dict(own=True), dict(sizes=(6, 3, 5), ranks=(2, 1, 3), bias=True, own=True),
-         dict(sizes=(4, 4), ranks=(2, 2)), dict(sizes=(1,), ranks=(1,))]
+CASES = [
+    dict(),
+    dict(bias=True),
+    dict(own=True),
+    dict(sizes=(6, 3, 5), ranks=(2, 1, 3), bias=True, own=True),
+    dict(sizes=(4, 4), ranks=(2, 2)),
+    dict(sizes=(1,), ranks=(1,)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -51,7 +73,9 @@ def test_gradcheck(shape, case):
     new = [t.detach().requires_grad_() for t in leaves(args)]
     assert torch.autograd.gradcheck(lambda *n: lora_linear(*with_leaves(args, n))[0], new)
     torch.testing.assert_close(lora_linear(*args)[0], formula(*args), rtol=1e-12, atol=1e-13)
-    xa = torch.cat([F.linear(args[1][i] if args[1] else args[0], m).reshape(-1, m.shape[0]) for i, m in enumerate(args[4])], 1)
+    xa = torch.cat(
+        [F.linear(args[1][i] if args[1] else args[0], m).reshape(-1, m.shape[0]) for i, m in enumerate(args[4])], 1
+    )
     torch.testing.assert_close(lora_linear(*args)[1], xa, rtol=1e-12, atol=1e-13)
 
 
@@ -70,8 +94,16 @@ def backward_arguments(args, layout="contiguous"):
     return [tensor(tuple(y.shape), layout, y.dtype), *args, xa]
 
 
-@given(rows=st.integers(0, 5), k=st.sampled_from([1, 5, 16]), siblings=st.lists(st.tuples(st.sampled_from([1, 3, 8]), st.integers(1, 4)), min_size=1, max_size=3),
-       dtype=DTYPES, layout=LAYOUTS, bias=st.booleans(), own=st.booleans(), wide=st.booleans())
+@given(
+    rows=st.integers(0, 5),
+    k=st.sampled_from([1, 5, 16]),
+    siblings=st.lists(st.tuples(st.sampled_from([1, 3, 8]), st.integers(1, 4)), min_size=1, max_size=3),
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    bias=st.booleans(),
+    own=st.booleans(),
+    wide=st.booleans(),
+)
 @QUICK
 def test_any_shape_dtype_and_stride(rows, k, siblings, dtype, layout, bias, own, wide):
     """Fakes tell the truth, and both providers are as exact as the reference, on fp32 adapters too."""
@@ -85,8 +117,15 @@ def test_any_shape_dtype_and_stride(rows, k, siblings, dtype, layout, bias, own,
 
 @pytest.mark.parametrize("adapters", ["same", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [dict(sizes=(48,), ranks=(8,)), dict(sizes=(48, 16, 16), ranks=(8, 4, 8), bias=True),
-                                  dict(sizes=(32, 32), ranks=(8, 2), own=True)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(sizes=(48,), ranks=(8,)),
+        dict(sizes=(48, 16, 16), ranks=(8, 4, 8), bias=True),
+        dict(sizes=(32, 32), ranks=(8, 2), own=True),
+    ],
+    ids=str,
+)
 def test_providers_are_as_exact_as_the_reference(case, dtype, adapters):
     adapters = torch.float32 if adapters == "fp32" else dtype
     args = arguments(tensor((2, 40, 64), "strided", dtype), dtype=adapters, adapters=adapters, **case)
@@ -96,7 +135,7 @@ def test_providers_are_as_exact_as_the_reference(case, dtype, adapters):
 
 @pytest.mark.parametrize("sizes", [(48,), (48, 16)])
 def test_weights_that_are_stored_the_other_way_round(sizes):
-    args = arguments(tensor((2, 40, 64), dtype=torch.bfloat16), sizes, (8, 4)[:len(sizes)], bias=True)
+    args = arguments(tensor((2, 40, 64), dtype=torch.bfloat16), sizes, (8, 4)[: len(sizes)], bias=True)
     args[2] = [weight.t().contiguous().t() for weight in args[2]]
     assert_provider_is_exact(lora_linear, FORWARD, *args)
     assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
@@ -116,9 +155,17 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
             ys.append((F.linear(x, w, biases[i]) + F.linear(F.linear(source, a[i]), b[i]) * scales[i]).to(x.dtype))
         return torch.cat(ys, -1)
 
-    ours, theirs, exact = ([t.detach().to(d or t.dtype).requires_grad_() for t in leaves(args)] for d in (None, None, torch.float64))
-    args64 = [v.double() if isinstance(v, torch.Tensor) else [m.double() if isinstance(m, torch.Tensor) else m for m in v] if isinstance(v, list) else torch.float64
-              for v in args]
+    ours, theirs, exact = (
+        [t.detach().to(d or t.dtype).requires_grad_() for t in leaves(args)] for d in (None, None, torch.float64)
+    )
+    args64 = [
+        v.double()
+        if isinstance(v, torch.Tensor)
+        else [m.double() if isinstance(m, torch.Tensor) else m for m in v]
+        if isinstance(v, list)
+        else torch.float64
+        for v in args
+    ]
     grad = torch.randn(3, 20, 48).bfloat16()
     ys = [lora_linear(*with_leaves(args, ours))[0], peft(*with_leaves(args, theirs)), peft(*with_leaves(args64, exact))]
     for y, g in zip(ys, (grad, grad, grad.double())):
@@ -132,6 +179,7 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
 def test_frozen_and_trained_inputs_in_any_mix():
     args = arguments(torch.randn(3, 5, dtype=torch.float64), (4, 3), (2, 1), bias=True, own=True)
     for mask in range(1, 2 ** len(leaves(args)), 37):
+
         def fresh():
             return [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(leaves(args))]
 
@@ -156,7 +204,9 @@ def test_xa_has_no_gradient_and_an_expanded_one_works():
 
 def test_opcheck():
     args = arguments(torch.randn(3, 5), (4, 3), (2, 1), bias=True, own=True)
-    torch.library.opcheck(lora_linear.overload, tuple(with_leaves(args, [t.detach().requires_grad_() for t in leaves(args)])))
+    torch.library.opcheck(
+        lora_linear.overload, tuple(with_leaves(args, [t.detach().requires_grad_() for t in leaves(args)]))
+    )
 
 
 def test_flops():

@@ -13,7 +13,7 @@ SCALES = [0.5, 2.0, 1.5]
 
 def adapters(dtype, columns=64, inner=128, out=16, ranks=(2, 1, 3)):
     shapes = ((inner, columns), (inner, columns), (out, inner))
-    a = [(torch.randn(r, k) / k ** 0.5).to(dtype).requires_grad_() for r, (_, k) in zip(ranks, shapes)]
+    a = [(torch.randn(r, k) / k**0.5).to(dtype).requires_grad_() for r, (_, k) in zip(ranks, shapes)]
     b = [torch.randn(n, r).to(dtype).requires_grad_() for r, (n, _) in zip(ranks, shapes)]
     return shapes, a, b
 
@@ -44,7 +44,9 @@ def leaves(arguments):
 def apart(x, weights, a, b, activation):
     gate_up, _ = lora_linear(x, [], weights[:2], [], a[:2], b[:2], SCALES[:2], x.dtype)
     gate, up = gate_up.split(128, -1)
-    return lora_linear(gated_activation(gate, up, activation), [], weights[2:], [], a[2:], b[2:], SCALES[2:], x.dtype)[0]
+    return lora_linear(gated_activation(gate, up, activation), [], weights[2:], [], a[2:], b[2:], SCALES[2:], x.dtype)[
+        0
+    ]
 
 
 def assert_same_as_apart(arguments, weights):
@@ -57,7 +59,9 @@ def assert_same_as_apart(arguments, weights):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("dtype, adapted", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)])
+@pytest.mark.parametrize(
+    "dtype, adapted", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)]
+)
 def test_values_and_gradients_are_those_of_the_parts(dtype, adapted, activation):
     arguments = dense(dtype, activation, adapted)
     assert_same_as_apart(arguments, arguments[1])
@@ -70,7 +74,9 @@ def test_over_packed_weights(double):
 
 def test_gradcheck():
     arguments = dense(torch.float64)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_mlp(x, *arguments[1:7], m[:3], m[3:], *arguments[9:])[0], leaves(arguments), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda x, *m: lora_mlp(x, *arguments[1:7], m[:3], m[3:], *arguments[9:])[0], leaves(arguments), fast_mode=True
+    )
 
 
 def test_fake_and_schema():

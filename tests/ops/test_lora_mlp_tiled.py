@@ -19,7 +19,10 @@ def results(op, arguments, *more):
     return [y, *torch.autograd.grad(y, leaves(arguments), torch.randn(y.shape).to(y.dtype))]
 
 
-@pytest.mark.parametrize("tokens, tiles, sizes", [(8, 4, [2] * 4), (9, 4, [2, 2, 2, 3]), (7, 4, [1, 1, 1, 4]), (3, 4, [3]), (0, 2, [0]), (5, 1, [5])])
+@pytest.mark.parametrize(
+    "tokens, tiles, sizes",
+    [(8, 4, [2] * 4), (9, 4, [2, 2, 2, 3]), (7, 4, [1, 1, 1, 4]), (3, 4, [3]), (0, 2, [0]), (5, 1, [5])],
+)
 def test_pieces_hold_every_token_once(tokens, tiles, sizes):
     cut = pieces(tokens, tiles)
     assert [piece.stop - piece.start for piece in cut] == sizes
@@ -27,12 +30,21 @@ def test_pieces_hold_every_token_once(tokens, tiles, sizes):
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("dtype, adapted", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)])
+@pytest.mark.parametrize(
+    "dtype, adapted",
+    [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)],
+)
 def test_as_exact_as_the_whole(dtype, adapted, tiles):
     arguments = dense(dtype, "silu", adapted)
-    exact = [tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part) if i in (0, 7, 8) else part
-             for i, part in enumerate(wide(arguments))]
-    for best, whole, mine in zip(results(lora_mlp, exact), results(lora_mlp, arguments), results(lora_mlp_tiled, arguments, tiles)):
+    exact = [
+        tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part)
+        if i in (0, 7, 8)
+        else part
+        for i, part in enumerate(wide(arguments))
+    ]
+    for best, whole, mine in zip(
+        results(lora_mlp, exact), results(lora_mlp, arguments), results(lora_mlp_tiled, arguments, tiles)
+    ):
         assert (whole.shape, whole.dtype) == (mine.shape, mine.dtype)
         assert error(mine, best) <= 2 * max(error(whole, best), torch.finfo(whole.dtype).eps / 2)
 
@@ -55,7 +67,9 @@ def test_fake_and_schema(tiles):
     for arguments in (dense(), packed(True)[0]):
         detached = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
         assert_fake_is_real(lora_mlp_tiled, *detached, tiles)
-        assert_fake_is_real(lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, tiles)), *detached, tiles)
+        assert_fake_is_real(
+            lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, tiles)), *detached, tiles
+        )
     torch.library.opcheck(lora_mlp_tiled.overload, (*dense(), tiles))
 
 

@@ -31,7 +31,9 @@ def packed_leaves(packed, new):
 @pytest.mark.parametrize("case", [dict(), dict(bias=True), dict(own=True, bias=True)], ids=str)
 @pytest.mark.parametrize("sizes, ranks", [((6,), (2,)), ((8, 3, 5), (4, 1, 2))])
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("dtype, adapters", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)])
+@pytest.mark.parametrize(
+    "dtype, adapters", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)]
+)
 def test_values_and_gradients_are_those_of_the_dense_op(dtype, adapters, double, sizes, ranks, case):
     dense, packed = pair(dtype, double, sizes, ranks, adapters, **case)
     ours, theirs = ([t.detach().requires_grad_() for t in leaves(dense)] for _ in range(2))
@@ -57,7 +59,9 @@ def test_gradcheck():
 
 def test_opcheck():
     dense, packed = pair(torch.float32, True, (4, 3), (2, 1), bias=True, own=True)
-    torch.library.opcheck(lora_linear_nf4.overload, tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in leaves(dense)])))
+    torch.library.opcheck(
+        lora_linear_nf4.overload, tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in leaves(dense)]))
+    )
 
 
 @pytest.mark.parametrize("double", [True, False])

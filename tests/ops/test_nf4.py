@@ -15,9 +15,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):
     weight = (torch.randn(rows, columns) * scale).to(dtype)
-    packed, state = bnb.functional.quantize_4bit(weight, blocksize=blocksize, compress_statistics=double, quant_type=quant_type)
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=blocksize, compress_statistics=double, quant_type=quant_type
+    )
     nested = (state.state2.code, state.state2.absmax, state.offset) if double else (None, None, None)
-    return (packed, state.absmax, *nested, rows, columns, blocksize, quant_type, dtype), bnb.functional.dequantize_4bit(packed, state)
+    return (packed, state.absmax, *nested, rows, columns, blocksize, quant_type, dtype), bnb.functional.dequantize_4bit(
+        packed, state
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -30,8 +34,14 @@ def test_the_bits_of_bitsandbytes(rows, columns, quant_type, double, dtype):
     assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 
-@given(rows=st.integers(1, 9), blocks=st.integers(1, 3), blocksize=st.sampled_from([64, 128, 256]), double=st.booleans(), dtype=st.sampled_from(DTYPES),
-       scale=st.sampled_from([1e-4, 1.0, 100.0]))
+@given(
+    rows=st.integers(1, 9),
+    blocks=st.integers(1, 3),
+    blocksize=st.sampled_from([64, 128, 256]),
+    double=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1e-4, 1.0, 100.0]),
+)
 @QUICK
 def test_any_shape_block_and_scale(rows, blocks, blocksize, double, dtype, scale):
     torch.manual_seed(0)
@@ -56,7 +66,9 @@ def test_rows_that_share_a_block(rows, columns):
 
 
 def test_the_provider_where_rows_share_a_block():
-    packed, state = bnb.functional.quantize_4bit(torch.randn(6, 32), blocksize=64, compress_statistics=False, quant_type="nf4")
+    packed, state = bnb.functional.quantize_4bit(
+        torch.randn(6, 32), blocksize=64, compress_statistics=False, quant_type="nf4"
+    )
     args = (packed, state.absmax, None, None, None, 6, 32, 64, "nf4", torch.float32)
     provider = next(p for p in dequantize_4bit.providers if p.name == "bitsandbytes")
     assert not provider.supports(*args) or torch.equal(provider.run(*args), dequantize_4bit(*args))
@@ -64,7 +76,12 @@ def test_the_provider_where_rows_share_a_block():
 
 def test_packed_in_any_shape():
     args, expected = quantized(4, 64)
-    for packed in (args[0].reshape(1, -1), args[0].reshape(-1), args[0].reshape(-1, 2), torch.stack([args[0], args[0]], -1)[..., 0]):
+    for packed in (
+        args[0].reshape(1, -1),
+        args[0].reshape(-1),
+        args[0].reshape(-1, 2),
+        torch.stack([args[0], args[0]], -1)[..., 0],
+    ):
         assert torch.equal(dequantize_4bit(packed, *args[1:]), expected)
 
 

@@ -15,14 +15,19 @@ AXES = pytest.mark.parametrize("offset, round_first", [(0.0, False), (0.0, True)
 @AXES
 @pytest.mark.parametrize("shape", [(2, 3, 8), (5, 7), (1, 1), (8,)])
 def test_gradcheck(shape, offset, round_first):
-    x, w = torch.randn(shape, dtype=torch.float64, requires_grad=True), torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True),
+        torch.randn(shape[-1], dtype=torch.float64, requires_grad=True),
+    )
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3, offset, round_first), (x, w))
 
 
 def test_is_torchs_own_in_fp64():
     x, w = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     torch.testing.assert_close(rms_norm(x, w, 1e-6, 0.0, False), F.rms_norm(x, (8,), w, 1e-6), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(rms_norm(x, w, 1e-6, 1.0, False), F.rms_norm(x, (8,), 1 + w, 1e-6), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        rms_norm(x, w, 1e-6, 1.0, False), F.rms_norm(x, (8,), 1 + w, 1e-6), rtol=1e-13, atol=1e-13
+    )
 
 
 def llama(x, w, eps):
@@ -51,11 +56,22 @@ def test_result_dtype_with_a_weight_of_another_dtype(weight_dtype):
     assert rms_norm(x, w, 1e-6, 0.0, False).dtype == torch.bfloat16
 
 
-@given(rows=st.integers(0, 5), columns=st.sampled_from([1, 3, 8, 33]), dtype=DTYPES, layout=LAYOUTS, offset=st.sampled_from([0.0, 1.0]), first=st.booleans())
+@given(
+    rows=st.integers(0, 5),
+    columns=st.sampled_from([1, 3, 8, 33]),
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    offset=st.sampled_from([0.0, 1.0]),
+    first=st.booleans(),
+)
 @QUICK
 def test_any_shape_dtype_and_stride(rows, columns, dtype, layout, offset, first):
     torch.manual_seed(0)
-    x, w, grad = tensor((2, rows, columns), layout, dtype), tensor((columns,), dtype=dtype), tensor((2, rows, columns), layout, dtype)
+    x, w, grad = (
+        tensor((2, rows, columns), layout, dtype),
+        tensor((columns,), dtype=dtype),
+        tensor((2, rows, columns), layout, dtype),
+    )
     assert_fake_is_real(rms_norm, x, w, 1e-5, offset, first)
     assert_fake_is_real(rms_norm.backward_op, grad, x, w, 1e-5, offset, first)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
@@ -122,7 +138,9 @@ def test_add_is_the_add_and_the_norm(dtype, read):
         torch.manual_seed(0)
         x, r, w = (tensor(s, dtype=dtype).requires_grad_() for s in ((4, 7, 16), (4, 7, 16), (16,)))
         total = x + r
-        normed, total = add_rms_norm(x, r, w, 1e-6, 1.0, False) if fused else (rms_norm(total, w, 1e-6, 1.0, False), total)
+        normed, total = (
+            add_rms_norm(x, r, w, 1e-6, 1.0, False) if fused else (rms_norm(total, w, 1e-6, 1.0, False), total)
+        )
         loss = (normed * 0.5 if read != "total" else 0) + (total * 3 if read != "norm" else 0)
         loss.sum().backward()
         made.append((normed.detach(), total.detach(), x.grad, r.grad, *([w.grad] if read != "total" else [])))
@@ -131,13 +149,43 @@ def test_add_is_the_add_and_the_norm(dtype, read):
         assert torch.equal(got, expected) if i < 2 else error(got, expected) < torch.finfo(dtype).eps
 
 
-@given(rows=st.integers(0, 3), columns=st.sampled_from([1, 3, 32]), dtype=DTYPES, first=LAYOUTS, second=LAYOUTS, round_first=st.booleans())
+@given(
+    rows=st.integers(0, 3),
+    columns=st.sampled_from([1, 3, 32]),
+    dtype=DTYPES,
+    first=LAYOUTS,
+    second=LAYOUTS,
+    round_first=st.booleans(),
+)
 @QUICK
 def test_add_fakes(rows, columns, dtype, first, second, round_first):
-    x, r, w = tensor((2, rows, columns), first, dtype), tensor((2, rows, columns), second, dtype), tensor((columns,), dtype=dtype)
+    x, r, w = (
+        tensor((2, rows, columns), first, dtype),
+        tensor((2, rows, columns), second, dtype),
+        tensor((columns,), dtype=dtype),
+    )
     assert_fake_is_real(add_rms_norm, x, r, w, 1e-5, 0.0, round_first)
-    assert_fake_is_real(add_rms_norm.backward_op, tensor((2, rows, columns), second, dtype), tensor((2, rows, columns), first, dtype), x + r, w, 1e-5, 0.0, round_first)
+    assert_fake_is_real(
+        add_rms_norm.backward_op,
+        tensor((2, rows, columns), second, dtype),
+        tensor((2, rows, columns), first, dtype),
+        x + r,
+        w,
+        1e-5,
+        0.0,
+        round_first,
+    )
 
 
 def test_add_opcheck():
-    torch.library.opcheck(add_rms_norm.overload, (torch.randn(2, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True), torch.randn(8, requires_grad=True), 1e-6, 0.0, True))
+    torch.library.opcheck(
+        add_rms_norm.overload,
+        (
+            torch.randn(2, 8, requires_grad=True),
+            torch.randn(2, 8, requires_grad=True),
+            torch.randn(8, requires_grad=True),
+            1e-6,
+            0.0,
+            True,
+        ),
+    )

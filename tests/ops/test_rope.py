@@ -55,11 +55,21 @@ def test_a_rotation_keeps_lengths_and_its_gradient_turns_back(interleaved):
 def test_the_layouts_are_one_rotation_of_permuted_elements():
     order = torch.arange(8).view(2, 4).t().flatten()  # 0 4 1 5 2 6 3 7
     x, (cos, sin) = torch.randn(2, 3, 5, 8), tables(5, 8, torch.float32)
-    assert torch.equal(rope(x, cos, sin, False)[..., order], rope(x[..., order], cos[..., order], sin[..., order], True))
+    assert torch.equal(
+        rope(x, cos, sin, False)[..., order], rope(x[..., order], cos[..., order], sin[..., order], True)
+    )
     assert torch.equal(rotate_half(x)[..., order], rotate_pairs(x[..., order]))
 
 
-@given(length=st.integers(0, 5), dim=st.sampled_from([2, 8, 34]), dtype=DTYPES, layout=LAYOUTS, table=DTYPES, rows=st.sampled_from([1, 2]), interleaved=st.booleans())
+@given(
+    length=st.integers(0, 5),
+    dim=st.sampled_from([2, 8, 34]),
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    table=DTYPES,
+    rows=st.sampled_from([1, 2]),
+    interleaved=st.booleans(),
+)
 @QUICK
 def test_any_shape_dtype_and_stride(length, dim, dtype, layout, table, rows, interleaved):
     torch.manual_seed(0)
@@ -91,4 +101,11 @@ def test_transposed_heads_as_attention_has_them(interleaved):
 
 @both
 def test_opcheck(interleaved):
-    torch.library.opcheck(rope.overload, (torch.randn(1, 2, 3, 8, requires_grad=True), *tables(3, 8, torch.float32, interleaved=interleaved), interleaved))
+    torch.library.opcheck(
+        rope.overload,
+        (
+            torch.randn(1, 2, 3, 8, requires_grad=True),
+            *tables(3, 8, torch.float32, interleaved=interleaved),
+            interleaved,
+        ),
+    )

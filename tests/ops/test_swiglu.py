@@ -18,16 +18,31 @@ EACH = pytest.mark.parametrize("activation", FORMULAS)
 def test_gradcheck_and_value(activation, shape):
     gate, up = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda g, u: gated_activation(g, u, activation), (gate, up))
-    torch.testing.assert_close(gated_activation(gate, up, activation), FORMULAS[activation](gate) * up, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        gated_activation(gate, up, activation), FORMULAS[activation](gate) * up, rtol=1e-14, atol=0
+    )
     exact = torch.autograd.grad((FORMULAS[activation](gate) * up).sum(), (gate, up))
-    torch.testing.assert_close(torch.autograd.grad(gated_activation(gate, up, activation).sum(), (gate, up)), exact, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(gated_activation(gate, up, activation).sum(), (gate, up)), exact, rtol=1e-12, atol=1e-13
+    )
 
 
-@given(rows=st.integers(0, 4), columns=st.sampled_from([1, 5, 32]), dtype=DTYPES, gates=LAYOUTS, ups=LAYOUTS, activation=st.sampled_from(list(FORMULAS)))
+@given(
+    rows=st.integers(0, 4),
+    columns=st.sampled_from([1, 5, 32]),
+    dtype=DTYPES,
+    gates=LAYOUTS,
+    ups=LAYOUTS,
+    activation=st.sampled_from(list(FORMULAS)),
+)
 @QUICK
 def test_any_shape_dtype_and_stride(rows, columns, dtype, gates, ups, activation):
     torch.manual_seed(0)
-    gate, up, grad = tensor((3, rows, columns), gates, dtype), tensor((3, rows, columns), ups, dtype), tensor((3, rows, columns), ups, dtype)
+    gate, up, grad = (
+        tensor((3, rows, columns), gates, dtype),
+        tensor((3, rows, columns), ups, dtype),
+        tensor((3, rows, columns), ups, dtype),
+    )
     assert_fake_is_real(gated_activation, gate, up, activation)
     assert_fake_is_real(gated_activation.backward_op, grad, gate, up, activation)
     g64, u64 = gate.double().requires_grad_(), up.double().requires_grad_()
@@ -69,4 +84,7 @@ def test_one_tensor_as_both():
 
 
 def test_opcheck():
-    torch.library.opcheck(gated_activation.overload, (torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True), "gelu_tanh"))
+    torch.library.opcheck(
+        gated_activation.overload,
+        (torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True), "gelu_tanh"),
+    )

@@ -71,7 +71,11 @@ def results(fn, args, parameters=(), rows=()):
         p.grad = None
     out = fn(*inputs)
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
-    loss = sum((o.double() * torch.cos(torch.arange(o.numel(), dtype=torch.float64)).reshape(o.shape)).sum() for o in outs if o.is_floating_point())
+    loss = sum(
+        (o.double() * torch.cos(torch.arange(o.numel(), dtype=torch.float64)).reshape(o.shape)).sum()
+        for o in outs
+        if o.is_floating_point()
+    )
     if loss.requires_grad:
         loss.backward()
     grads = [t.grad for t in leaves if isinstance(t, torch.Tensor)] + [p.grad for p in parameters]
@@ -82,7 +86,9 @@ def assert_same(got, expected, tol):
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
         assert (g is None) == (e is None), f"{i}: one has a gradient, the other has none"
         if e is not None:
-            assert (g.shape, g.dtype) == (e.shape, e.dtype), f"{i}: {g.dtype} {tuple(g.shape)} instead of {e.dtype} {tuple(e.shape)}"
+            assert (g.shape, g.dtype) == (e.shape, e.dtype), (
+                f"{i}: {g.dtype} {tuple(g.shape)} instead of {e.dtype} {tuple(e.shape)}"
+            )
             off = ((g.double() - e.double()).norm() / e.double().norm().clamp_min(1e-12)).item()
             assert off <= tol, f"{i}: relative error {off:.1e}"
 

@@ -14,8 +14,12 @@ from tunecompile.compiler.pass_manager import Context
 from tunecompile.passes import lower
 from tunecompile.planner.liveness import extent
 
-by_heads = importlib.import_module("tunecompile.passes.lower.attention_by_heads")  # the package has the pass by that name
-SIZES = pytest.mark.parametrize("batch, heads, kv_heads, length, dim", [(1, 8, 8, 17, 16), (2, 6, 6, 1, 8), (3, 4, 4, 33, 32)])
+by_heads = importlib.import_module(
+    "tunecompile.passes.lower.attention_by_heads"
+)  # the package has the pass by that name
+SIZES = pytest.mark.parametrize(
+    "batch, heads, kv_heads, length, dim", [(1, 8, 8, 17, 16), (2, 6, 6, 1, 8), (3, 4, 4, 33, 32)]
+)
 
 
 def backward(device, batch, heads, kv_heads, length, dim, dtype=torch.float32, dropout=0.0, causal=True, strided=True):
@@ -23,12 +27,17 @@ def backward(device, batch, heads, kv_heads, length, dim, dtype=torch.float32, d
     torch.manual_seed(0)
 
     def tensor(count):
-        return torch.randn(batch, length, count, dim, device=device, dtype=dtype).transpose(1, 2) if strided else \
-            torch.randn(batch, count, length, dim, device=device, dtype=dtype)
+        return (
+            torch.randn(batch, length, count, dim, device=device, dtype=dtype).transpose(1, 2)
+            if strided
+            else torch.randn(batch, count, length, dim, device=device, dtype=dtype)
+        )
 
     def gradients(q, k, v, grad):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*inputs, dropout_p=dropout, is_causal=causal, scale=0.3, enable_gqa=heads != kv_heads)
+        out = F.scaled_dot_product_attention(
+            *inputs, dropout_p=dropout, is_causal=causal, scale=0.3, enable_gqa=heads != kv_heads
+        )
         return torch.autograd.grad(out, inputs, grad)
 
     inputs = tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads)
@@ -73,12 +82,18 @@ def test_a_view_of_something_larger_is_read_from_memory_of_its_own(scarce):
     def gradients(x, grad):
         q, k, v = (part.view(2, 9, -1, 8).transpose(1, 2) for part in x.split([48, 48, 48], -1))
         out, *saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q * 2, k * 2, v, 0.0, True)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q * 2, k * 2, v, out, *saved, 0.0, True)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q * 2, k * 2, v, out, *saved, 0.0, True
+        )
 
     inputs = torch.randn(2, 9, 144), torch.randn(2, 6, 9, 8)
     gm = make_fx(gradients, tracing_mode="fake")(*inputs)
     whole = gm(*inputs)
-    (copy,) = [node for node in split(gm).graph.nodes if node.target is torch.ops.aten.clone.default and node.meta["val"].dim() == 4]
+    (copy,) = [
+        node
+        for node in split(gm).graph.nodes
+        if node.target is torch.ops.aten.clone.default and node.meta["val"].dim() == 4
+    ]
     assert copy.args[0].target is torch.ops.aten.transpose.int
     assert all(torch.equal(one, other) for one, other in zip(gm(*inputs), whole))
 
@@ -101,8 +116,12 @@ def test_a_model(scarce):
     reference = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
     seen, run = [], by_heads.in_turn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_heads, "in_turn", lambda *args, **options: seen.append(options["groups"]) or run(*args, **options))
-        loss, gradients = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
+        patch.setattr(
+            by_heads, "in_turn", lambda *args, **options: seen.append(options["groups"]) or run(*args, **options)
+        )
+        loss, gradients = zoo.step(
+            tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch()
+        )
     assert seen and set(seen) == {2} and torch.equal(loss, reference[0])
     assert all(torch.equal(gradients[name], gradient) for name, gradient in reference[1].items())
 

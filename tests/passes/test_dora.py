@@ -16,12 +16,19 @@ PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped
 
 
 def norms(w, a, b, scale=0.5):
-    return torch.linalg.norm(w + scale * F.linear(F.linear(torch.eye(w.shape[1], device=w.device, dtype=a.dtype), a), b).T.to(w.dtype).detach(), dim=1).detach()
+    return torch.linalg.norm(
+        w
+        + scale
+        * F.linear(F.linear(torch.eye(w.shape[1], device=w.device, dtype=a.dtype), a), b).T.to(w.dtype).detach(),
+        dim=1,
+    ).detach()
 
 
 def dora(x, w, a, b, m, bias=None, scale=0.5, norm=norms):
     base, factor = F.linear(x, w, bias), (m / norm(w, a, b, scale)).view(1, -1)
-    return base + ((factor - 1) * (base if bias is None else base - bias) + factor * F.linear(F.linear(x, a), b) * scale)
+    return base + (
+        (factor - 1) * (base if bias is None else base - bias) + factor * F.linear(F.linear(x, a), b) * scale
+    )
 
 
 ALL = {"adapted_norm": 1, "lora_linear": 1}
@@ -54,8 +61,10 @@ def test_rows():
 
 def wrong(change):
     """`dora` with a factor, base and delta of another kind."""
+
     def fn(x, w, a, b, m, bias):
         return change(F.linear(x, w, bias), (m / norms(w, a, b)).view(1, -1), F.linear(F.linear(x, a), b), bias)
+
     return fn
 
 
@@ -67,7 +76,11 @@ NOT_THE_SUM = {
     "delta without magnitude": wrong(lambda base, f, delta, bias: base + ((f - 1) * (base - bias) + delta * 0.5)),
     "another magnitude": wrong(lambda base, f, delta, bias: base + ((f - 1) * (base - bias) + (f + 1) * delta * 0.5)),
     "one magnitude": wrong(lambda base, f, delta, bias: base + ((f.sum() - 1) * (base - bias) + f.sum() * delta * 0.5)),
-    "magnitudes of each row": wrong(lambda base, f, delta, bias: (lambda g: base + ((g - 1) * (base - bias) + g * delta * 0.5))(base[..., :1].detach())),
+    "magnitudes of each row": wrong(
+        lambda base, f, delta, bias: (lambda g: base + ((g - 1) * (base - bias) + g * delta * 0.5))(
+            base[..., :1].detach()
+        )
+    ),
     "taken off": wrong(lambda base, f, delta, bias: base - ((f - 1) * (base - bias) + f * delta * 0.5)),
     "base is read": wrong(lambda base, f, delta, bias: (base + ((f - 1) * (base - bias) + f * delta * 0.5)) * base),
 }
@@ -75,7 +88,16 @@ NOT_THE_SUM = {
 
 @pytest.mark.parametrize("name", NOT_THE_SUM)
 def test_another_sum(name):
-    check(NOT_THE_SUM[name], random(2, 3, 8), *operands(), random(6), random(6), passes=PASSES, expect={"adapted_norm": 1}, whole=False)
+    check(
+        NOT_THE_SUM[name],
+        random(2, 3, 8),
+        *operands(),
+        random(6),
+        random(6),
+        passes=PASSES,
+        expect={"adapted_norm": 1},
+        whole=False,
+    )
 
 
 def adapted(w, a, b, size=None):
@@ -84,11 +106,19 @@ def adapted(w, a, b, size=None):
 
 NOT_THE_NORM = {
     "with a gradient": lambda w, a, b, scale: torch.linalg.norm(w + scale * adapted(w, a, b), dim=1).detach(),
-    "by columns": lambda w, a, b, scale: torch.linalg.norm((w + scale * adapted(w, a, b).detach()).T.reshape(6, 8), dim=1).detach(),
-    "of the absolute values": lambda w, a, b, scale: torch.linalg.norm(w + scale * adapted(w, a, b).detach(), ord=1, dim=1).detach(),
+    "by columns": lambda w, a, b, scale: torch.linalg.norm(
+        (w + scale * adapted(w, a, b).detach()).T.reshape(6, 8), dim=1
+    ).detach(),
+    "of the absolute values": lambda w, a, b, scale: torch.linalg.norm(
+        w + scale * adapted(w, a, b).detach(), ord=1, dim=1
+    ).detach(),
     "a difference": lambda w, a, b, scale: torch.linalg.norm(w - scale * adapted(w, a, b).detach(), dim=1).detach(),
-    "no identity": lambda w, a, b, scale: torch.linalg.norm(w + scale * F.linear(F.linear(torch.ones(8, 8), a), b).T.detach(), dim=1).detach(),
-    "a wide identity": lambda w, a, b, scale: torch.linalg.norm(w + scale * adapted(w, a, b, (8, 8)).detach(), dim=1).detach(),
+    "no identity": lambda w, a, b, scale: torch.linalg.norm(
+        w + scale * F.linear(F.linear(torch.ones(8, 8), a), b).T.detach(), dim=1
+    ).detach(),
+    "a wide identity": lambda w, a, b, scale: torch.linalg.norm(
+        w + scale * adapted(w, a, b, (8, 8)).detach(), dim=1
+    ).detach(),
 }
 
 
@@ -101,6 +131,7 @@ def test_another_norm(name):
 
 
 # PEFT itself
+
 
 def magnified(**options):
     model = peft_block(use_dora=True, **options)
@@ -115,7 +146,9 @@ def magnified(**options):
 @pytest.mark.parametrize("options", [{}, {"biased": True}, {"use_rslora": True, "r": 4}], ids=str)
 def test_peft(options):
     model = magnified(**options)
-    seen = check(model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3, "lora_linear": 2}, parameters=trained(model))
+    seen = check(
+        model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3, "lora_linear": 2}, parameters=trained(model)
+    )
     assert len(seen.graphs) == 1
 
 
@@ -127,21 +160,39 @@ def test_peft_with_dropout():
     assert len(seen.graphs) == 1 and len(seen.refused) == 3
 
 
-@pytest.mark.parametrize("double, storage", [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16))], ids=str)
+@pytest.mark.parametrize(
+    "double, storage",
+    [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in ((True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16))
+    ],
+    ids=str,
+)
 def test_peft_over_4_bits(double, storage):
     peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
     from tests.support import zoo
 
-    block = zoo.quantize(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 128)), double=double, storage=storage)
-    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0", "2"], use_dora=True, init_lora_weights=False), block).train()
+    block = zoo.quantize(
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 128)), double=double, storage=storage
+    )
+    model = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["0", "2"], use_dora=True, init_lora_weights=False), block
+    ).train()
     substitute()
-    seen = check(model, random(2, 3, 64), passes=GROUPED, expect={"dequantize_4bit": 4, "adapted_norm": 2, "lora_linear": 2}, parameters=trained(model),
-                 tol=5e-5 if all(p.dtype == torch.float32 for p in trained(model)) else 3e-2)  # peft 0.18 gives adapters the dtype of the storage
+    seen = check(
+        model,
+        random(2, 3, 64),
+        passes=GROUPED,
+        expect={"dequantize_4bit": 4, "adapted_norm": 2, "lora_linear": 2},
+        parameters=trained(model),
+        tol=5e-5 if all(p.dtype == torch.float32 for p in trained(model)) else 3e-2,
+    )  # peft 0.18 gives adapters the dtype of the storage
     assert len(seen.graphs) == 1 and not seen.refused
 
 
 def test_no_plan_is_about_norms():
     """They are vectors, and stay saved: computing them again would free nothing."""
+
     def fn(x, w, a, b):
         return (x @ w.t()) * adapted_norm(w, a, b, 0.5, torch.float32)
 

@@ -16,7 +16,14 @@ PASSES = family("lora", "grouped_linear")
 @pytest.mark.parametrize("number", [2, 3])
 def test_siblings(number, bias, dtype):
     layer = Siblings(number, bias=bias, dtype=dtype)
-    check(layer, random(2, 3, 8, dtype=dtype), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), tol=1e-5 if dtype == torch.float32 else 2e-2)
+    check(
+        layer,
+        random(2, 3, 8, dtype=dtype),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+        parameters=layer.trained(),
+        tol=1e-5 if dtype == torch.float32 else 2e-2,
+    )
 
 
 def test_dynamic_shapes():
@@ -34,32 +41,78 @@ def test_work_between_the_siblings():
 
 
 def test_a_sibling_that_is_not_read():
-    check(lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:]).detach()), random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+    check(
+        lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:]).detach()),
+        random(2, 3, 8),
+        *operands(),
+        *operands(),
+        passes=PASSES,
+    )
 
 
 def test_one_weight_twice():
-    check(lambda x, *o: lora(x, *o) * lora(x, *o, scale=2.0), random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(
+        lambda x, *o: lora(x, *o) * lora(x, *o, scale=2.0),
+        random(2, 3, 8),
+        *operands(),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+    )
 
 
 def test_with_and_without_bias_and_of_another_input():
-    check(lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:])), random(2, 3, 8), *operands(), *operands(bias=True), passes=PASSES, expect={"lora_linear": 2})
-    check(lambda x, *o: (lora(x, *o[:3]), lora(torch.sin(x), *o[3:])), random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 2})
+    check(
+        lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:])),
+        random(2, 3, 8),
+        *operands(),
+        *operands(bias=True),
+        passes=PASSES,
+        expect={"lora_linear": 2},
+    )
+    check(
+        lambda x, *o: (lora(x, *o[:3]), lora(torch.sin(x), *o[3:])),
+        random(2, 3, 8),
+        *operands(),
+        *operands(),
+        passes=PASSES,
+        expect={"lora_linear": 2},
+    )
 
 
 def test_biases_that_are_computed():
     """From parameters alone, as those of adapters with a bias of their own (PEFT's lora_bias)."""
+
     def one(x, w, a, b, own):
         return F.linear(x, w) + F.linear(F.linear(x, a), b, own) * 0.5
 
-    check(lambda x, *o: (one(x, *o[:4]), one(x, *o[4:])), random(2, 3, 8), *operands(bias=True), *operands(bias=True), passes=PASSES, expect={"lora_linear": 1})
-    seen = check(lambda x, *o: (lambda q: (q, one(x, *o[4:7], o[7] * q.detach().mean())))(one(x, *o[:4])), random(2, 3, 8), *operands(bias=True), *operands(bias=True), passes=PASSES,
-                 expect={"lora_linear": 2})
+    check(
+        lambda x, *o: (one(x, *o[:4]), one(x, *o[4:])),
+        random(2, 3, 8),
+        *operands(bias=True),
+        *operands(bias=True),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+    )
+    seen = check(
+        lambda x, *o: (lambda q: (q, one(x, *o[4:7], o[7] * q.detach().mean())))(one(x, *o[:4])),
+        random(2, 3, 8),
+        *operands(bias=True),
+        *operands(bias=True),
+        passes=PASSES,
+        expect={"lora_linear": 2},
+    )
     assert any("later values" in reason for reason in seen.refused)
 
 
 def test_weights_computed_from_the_first_ones_result():
-    check(lambda x, *o: (lambda q: (q, lora(x, o[3] * q.detach().mean(), *o[4:])))(lora(x, *o[:3])), random(2, 3, 8), *operands(), *operands(), passes=PASSES,
-          expect={"lora_linear": 2})
+    check(
+        lambda x, *o: (lambda q: (q, lora(x, o[3] * q.detach().mean(), *o[4:])))(lora(x, *o[:3])),
+        random(2, 3, 8),
+        *operands(),
+        *operands(),
+        passes=PASSES,
+        expect={"lora_linear": 2},
+    )
 
 
 def test_an_input_computed_from_the_first_ones_result():
@@ -79,7 +132,13 @@ def test_never_across_a_mutation(what):
         {"x": x, "adapter": a2, "weight": w2}[what].add_(1.0)
         return q, lora(x, w2, a2, b2)
 
-    check(fn, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), *(t.detach() for t in operands()), passes=PASSES)
+    check(
+        fn,
+        random(2, 3, 8, grad=False),
+        *(t.detach() for t in operands()),
+        *(t.detach() for t in operands()),
+        passes=PASSES,
+    )
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -88,7 +147,7 @@ def test_never_across_a_change_of_grad_mode(frozen):
         made = []
         for i in range(2):
             with torch.set_grad_enabled(i != frozen):
-                made.append(lora(x, *o[3 * i:3 * i + 3]))
+                made.append(lora(x, *o[3 * i : 3 * i + 3]))
         return made[0] * made[1]
 
     check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES)
@@ -118,11 +177,19 @@ def test_autocast_with_fp32_parameters_is_grouped():
 @pytest.mark.parametrize("cast", [False, True])
 def test_an_mlp_beside_attention_has_a_group_of_its_own(cast):
     def fn(x, *o):
-        q, gate, k, up = (lora(x, *o[i:i + 3]) for i in (0, 3, 6, 9))
+        q, gate, k, up = (lora(x, *o[i : i + 3]) for i in (0, 3, 6, 9))
         return q * k, F.silu(gate.to(torch.float32) if cast else gate) * up
 
-    seen = check(fn, random(2, 3, 8), *operands(), *operands(), *operands(), *operands(), passes=family("lora", "swiglu", "grouped_linear"),
-                 expect={"lora_linear": 2, "gated_activation": 1})
+    seen = check(
+        fn,
+        random(2, 3, 8),
+        *operands(),
+        *operands(),
+        *operands(),
+        *operands(),
+        passes=family("lora", "swiglu", "grouped_linear"),
+        expect={"lora_linear": 2, "gated_activation": 1},
+    )
     up = next(node for node in seen.graphs[0].nodes if node.target is gated_activation.overload).args[1]
     assert len(up.args[0].users) == 2  # of its group: gate and itself
 

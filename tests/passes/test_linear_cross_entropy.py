@@ -49,7 +49,11 @@ def class_last(logits, labels):
 
 
 def weighted(logits, labels):
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), weight=torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype))
+    return F.cross_entropy(
+        logits.reshape(-1, VOCABULARY),
+        labels.reshape(-1),
+        weight=torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype),
+    )
 
 
 def each_row(logits, labels):
@@ -57,7 +61,9 @@ def each_row(logits, labels):
 
 
 def each_token(logits, labels):
-    each = F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), reduction="none", label_smoothing=0.1)
+    each = F.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), reduction="none", label_smoothing=0.1
+    )
     return (each * torch.linspace(-1, 2, each.shape[0], dtype=each.dtype)).sum() - F.logsigmoid(each).mean()
 
 
@@ -70,7 +76,14 @@ def tanh_alone(logits, labels):
 
 
 def test_each_row_in_more_digits_than_the_head_is_left_alone():
-    model = tunecompile.optimize(Model(lambda logits, labels: F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none").sum()), executor="eager")
+    model = tunecompile.optimize(
+        Model(
+            lambda logits, labels: F.cross_entropy(
+                logits.double().flatten(0, 1), labels.flatten(), reduction="none"
+            ).sum()
+        ),
+        executor="eager",
+    )
     ids = torch.randint(0, VOCABULARY, (2, 9))
     model(ids, ids).backward()
     (tally,) = [m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy"]
@@ -78,8 +91,22 @@ def test_each_row_in_more_digits_than_the_head_is_left_alone():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("loss, joined", [(shifted, 1), (summed, 1), (capped, 1), (scaled, 1), (read_twice, 0), (class_last, 0),
-                                          (weighted, 0), (each_row, 1), (each_token, 1), (sliced_after_flattening, 0), (tanh_alone, 0)])
+@pytest.mark.parametrize(
+    "loss, joined",
+    [
+        (shifted, 1),
+        (summed, 1),
+        (capped, 1),
+        (scaled, 1),
+        (read_twice, 0),
+        (class_last, 0),
+        (weighted, 0),
+        (each_row, 1),
+        (each_token, 1),
+        (sliced_after_flattening, 0),
+        (tanh_alone, 0),
+    ],
+)
 def test_loss_and_gradients(loss, joined, bias):
     model = Model(loss, bias).double()
     plain = copy.deepcopy(model)

@@ -14,7 +14,11 @@ GROUPED = family("lora", "grouped_linear")
 
 
 def operands(n=6, k=8, r=2, dtype=torch.float32, adapters=None, bias=False):
-    made = [random(n, k, dtype=dtype, grad=False), random(r, k, dtype=adapters or dtype), random(n, r, dtype=adapters or dtype)]
+    made = [
+        random(n, k, dtype=dtype, grad=False),
+        random(r, k, dtype=adapters or dtype),
+        random(n, r, dtype=adapters or dtype),
+    ]
     return made + ([random(n, dtype=dtype)] if bias else [])
 
 
@@ -27,9 +31,15 @@ def rows_of(x, w, bias):
     return torch.addmm(bias, x.view(-1, x.size(-1)), w).view(x.size()[:-1] + (w.shape[1],))
 
 
-SPELLINGS = [lora, lambda x, w, a, b: 0.5 * F.linear(F.linear(x, a), b) + F.linear(x, w), lambda x, w, a, b: torch.add(F.linear(x, w), torch.mul(F.linear(F.linear(x, a), b), 2)),
-             lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype), lambda x, w, a, b: lora(x, w, a, b, scale=1.0),
-             lambda x, w, a, b: x @ w.T + x @ a.T @ b.T * 0.5, lambda x, w, a, b: torch.matmul(x, w.t()) + F.linear(F.linear(x, a), b) * 0.5]
+SPELLINGS = [
+    lora,
+    lambda x, w, a, b: 0.5 * F.linear(F.linear(x, a), b) + F.linear(x, w),
+    lambda x, w, a, b: torch.add(F.linear(x, w), torch.mul(F.linear(F.linear(x, a), b), 2)),
+    lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype),
+    lambda x, w, a, b: lora(x, w, a, b, scale=1.0),
+    lambda x, w, a, b: x @ w.T + x @ a.T @ b.T * 0.5,
+    lambda x, w, a, b: torch.matmul(x, w.t()) + F.linear(F.linear(x, a), b) * 0.5,
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -80,10 +90,31 @@ def test_bias_beside_other_spellings_of_the_product(spelling):
     layer = Turned(spelling)
     for shape in [(8,)] * (spelling is behind) + [(4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)]:
         check(layer, random(*shape), passes=PASSES, expect={"lora_linear": 1}, parameters=list(layer.parameters()))
-    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, rows=(0, 1), parameters=list(layer.parameters()))
+    check(
+        layer,
+        random(2, 3, 8),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+        rows=(0, 1),
+        parameters=list(layer.parameters()),
+    )
     half = Turned(spelling, torch.bfloat16)
-    check(half, random(2, 3, 8, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 1}, parameters=list(half.parameters()), tol=1.5e-2)
-    assert any(node.target is F.dropout for node in check(Turned(spelling, dropout=0.5), random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, tol=9).graphs[0].nodes)
+    check(
+        half,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+        parameters=list(half.parameters()),
+        tol=1.5e-2,
+    )
+    assert any(
+        node.target is F.dropout
+        for node in check(
+            Turned(spelling, dropout=0.5), random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, tol=9
+        )
+        .graphs[0]
+        .nodes
+    )
 
 
 @pytest.mark.parametrize("spelling", [rows_of, behind])
@@ -91,7 +122,14 @@ def test_autocast_around_other_spellings_of_the_product(spelling):
     """A bias that is added to what autocast computes in half precision makes the sum fp32, which no adapted linear gives."""
     layer = Turned(spelling)
     with torch.autocast("cpu", torch.bfloat16):
-        check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1} if spelling is rows_of else {}, parameters=list(layer.parameters()), tol=1.5e-2)
+        check(
+            layer,
+            random(2, 3, 8),
+            passes=PASSES,
+            expect={"lora_linear": 1} if spelling is rows_of else {},
+            parameters=list(layer.parameters()),
+            tol=1.5e-2,
+        )
 
 
 def test_a_trained_weight_of_rows():
@@ -103,6 +141,7 @@ def test_a_trained_weight_of_rows():
 @pytest.mark.parametrize("spelling", [None, rows_of, behind])
 def test_a_bias_of_the_adapters_own(spelling):
     """It is scaled as the adapter is (PEFT's lora_bias)."""
+
     def fn(x, w, a, b, own, bias=None):
         base = F.linear(x, w, bias) if spelling is None else spelling(x, w.t() if spelling is rows_of else w, bias)
         return (base + F.linear(F.linear(x.to(a.dtype), a), b, own) * 0.25).to(base.dtype)
@@ -111,7 +150,16 @@ def test_a_bias_of_the_adapters_own(spelling):
         seen = check(fn, random(2, 3, 8), *operands(), random(6), bias, passes=PASSES, expect={"lora_linear": 1})
         assert not seen.refused
     half = operands(dtype=torch.bfloat16, adapters=torch.float32)
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *half, random(6), random(6, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 1}, tol=1.5e-2)
+    check(
+        fn,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        *half,
+        random(6),
+        random(6, dtype=torch.bfloat16),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+        tol=1.5e-2,
+    )
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float16], ids=str)
@@ -143,11 +191,24 @@ def test_autocast(params):
 
 
 def test_two_adapters_on_one_base():
-    check(lambda x, w, a, b, c, d: lora(x, w, a, b) + F.linear(F.linear(x, c), d) * 3.0, random(2, 3, 8), *operands(), *operands(r=3)[1:], passes=PASSES)
+    check(
+        lambda x, w, a, b, c, d: lora(x, w, a, b) + F.linear(F.linear(x, c), d) * 3.0,
+        random(2, 3, 8),
+        *operands(),
+        *operands(r=3)[1:],
+        passes=PASSES,
+    )
 
 
 def test_an_adapter_with_its_own_input():
-    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(2, 3, 8), random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(
+        lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5,
+        random(2, 3, 8),
+        random(2, 3, 8),
+        *operands(),
+        passes=PASSES,
+        expect={"lora_linear": 1},
+    )
 
 
 def test_dynamic_shapes():
@@ -190,11 +251,21 @@ MUTATIONS = {
     "bias for each row": lambda x, w, a, b: F.linear(x, w) + w[:, :1] + F.linear(F.linear(x, a), b) * 0.5,
     "constant bias": lambda x, w, a, b: F.linear(x, w) + 1.0 + F.linear(F.linear(x, a), b) * 0.5,
     "bias that adds dims": lambda x, w, a, b: F.linear(x, w) + b.t()[:, None, None] + F.linear(F.linear(x, a), b) * 0.5,
-    "base with its bias is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(F.linear(x, w) + b[:, 0]),
-    "a matrix is added to the rows": lambda x, w, a, b: rows_of(x, w.t(), x.view(-1, 8)[:, :6]) + F.linear(F.linear(x, a), b) * 0.5,
-    "the bias of rows doubled": lambda x, w, a, b: torch.addmm(b[:, 0], x.view(-1, 8), w.t(), beta=2).view(2, 6, 6) + F.linear(F.linear(x, a), b) * 0.5,
-    "the rows are read": lambda x, w, a, b: (lambda y: (y.view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5, y))(torch.addmm(b[:, 0], x.view(-1, 8), w.t())),
-    "rows of another tensor": lambda x, w, a, b: rows_of(x[:1].repeat(2, 1, 1).view(12, 8), w.t(), b[:, 0]).view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5,
+    "base with its bias is read": lambda x, w, a, b: (lambda y: (y + F.linear(F.linear(x, a), b) * 0.5) * y)(
+        F.linear(x, w) + b[:, 0]
+    ),
+    "a matrix is added to the rows": lambda x, w, a, b: (
+        rows_of(x, w.t(), x.view(-1, 8)[:, :6]) + F.linear(F.linear(x, a), b) * 0.5
+    ),
+    "the bias of rows doubled": lambda x, w, a, b: (
+        torch.addmm(b[:, 0], x.view(-1, 8), w.t(), beta=2).view(2, 6, 6) + F.linear(F.linear(x, a), b) * 0.5
+    ),
+    "the rows are read": lambda x, w, a, b: (lambda y: (y.view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5, y))(
+        torch.addmm(b[:, 0], x.view(-1, 8), w.t())
+    ),
+    "rows of another tensor": lambda x, w, a, b: (
+        rows_of(x[:1].repeat(2, 1, 1).view(12, 8), w.t(), b[:, 0]).view((2, 6, 6)) + F.linear(F.linear(x, a), b) * 0.5
+    ),
     "base scaled": lambda x, w, a, b: F.linear(x, w) * 2.0 + F.linear(F.linear(x, a), b) * 0.5,
 }
 
@@ -207,19 +278,45 @@ def test_does_not_match(name):
 def test_a_trained_base():
     w, a, b = operands()
     check(lora, random(2, 3, 8), w.requires_grad_(), a, b, passes=PASSES, expect={})
-    check(lambda x, v, w, a, b: lora(x, w + v, a, b), random(2, 3, 8), random(6, 8), *operands(), passes=PASSES, expect={})
+    check(
+        lambda x, v, w, a, b: lora(x, w + v, a, b), random(2, 3, 8), random(6, 8), *operands(), passes=PASSES, expect={}
+    )
 
 
 def test_broadcast_delta():
     """A single row of B added to every column."""
-    check(lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b[:1]) * 0.5, random(2, 3, 8), *operands(), passes=PASSES, expect={})
-    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(2, 3, 8), random(8), *operands(), passes=PASSES)
-    check(lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5, random(3, 8), random(2, 3, 8), *operands(), passes=PASSES)
+    check(
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b[:1]) * 0.5,
+        random(2, 3, 8),
+        *operands(),
+        passes=PASSES,
+        expect={},
+    )
+    check(
+        lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5,
+        random(2, 3, 8),
+        random(8),
+        *operands(),
+        passes=PASSES,
+    )
+    check(
+        lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5,
+        random(3, 8),
+        random(2, 3, 8),
+        *operands(),
+        passes=PASSES,
+    )
 
 
 def test_another_result_dtype():
-    check(lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 0.5, random(2, 3, 8, dtype=torch.bfloat16), *operands(dtype=torch.bfloat16, adapters=torch.float32),
-          passes=PASSES, expect={}, tol=1e-2)
+    check(
+        lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 0.5,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        *operands(dtype=torch.bfloat16, adapters=torch.float32),
+        passes=PASSES,
+        expect={},
+        tol=1e-2,
+    )
 
 
 def test_never_across_a_mutation():
@@ -239,10 +336,18 @@ def test_never_across_a_mutation():
 
 
 def test_an_adapter_of_an_adapter():
-    check(lambda x, *o: lora(lora(x, *o[:3]), *o[3:]), random(2, 3, 8), *operands(n=8), *operands(), passes=PASSES, expect={"lora_linear": 2})
+    check(
+        lambda x, *o: lora(lora(x, *o[:3]), *o[3:]),
+        random(2, 3, 8),
+        *operands(n=8),
+        *operands(),
+        passes=PASSES,
+        expect={"lora_linear": 2},
+    )
 
 
 # PEFT itself
+
 
 class Block(nn.Module):
     def __init__(self, bias=False):
@@ -271,7 +376,19 @@ def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("options", [dict(), dict(r=4), dict(use_rslora=True), dict(rank_pattern={"q": 3}), dict(alpha_pattern={"k": 1}), dict(bias=True), dict(lora_bias=True, bias=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(r=4),
+        dict(use_rslora=True),
+        dict(rank_pattern={"q": 3}),
+        dict(alpha_pattern={"k": 1}),
+        dict(bias=True),
+        dict(lora_bias=True, bias=True),
+    ],
+    ids=str,
+)
 def test_peft(options):
     bias = options.pop("bias", False)
     model = peft_block(bias, **options)
@@ -289,7 +406,14 @@ def test_peft_in_bf16_with_fp32_adapters():
     for name, p in model.named_parameters():
         if "lora_" in name:
             p.data = p.data.float()
-    check(model, random(2, 3, 8, dtype=torch.bfloat16), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model), tol=2e-2)
+    check(
+        model,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        passes=PASSES,
+        expect={"lora_linear": 3},
+        parameters=trained(model),
+        tol=2e-2,
+    )
 
 
 def test_peft_merged_or_disabled_adapters():
@@ -317,7 +441,7 @@ def test_dropout_draws_one_mask_for_forward_and_backward(checkpoint, grouped):
     share = ((y - base) * grad).detach()
     start = 0
     for w, a, b in zip(layer.w, layer.a, layer.b):
-        mine = share[..., start:start + w.shape[0]].sum()
+        mine = share[..., start : start + w.shape[0]].sum()
         torch.testing.assert_close((b.grad * b).sum(), mine)
         torch.testing.assert_close((a.grad * a).sum(), mine)
         start += w.shape[0]
@@ -336,7 +460,9 @@ def test_dropout_masks_of_siblings_differ():
 class Siblings(nn.Module):
     """Adapted linears of one input, PEFT's spelling."""
 
-    def __init__(self, number, dropout=0.0, bias=False, ranks=(2, 3, 1), sizes=(6, 4, 5), same=False, dtype=torch.float32):
+    def __init__(
+        self, number, dropout=0.0, bias=False, ranks=(2, 3, 1), sizes=(6, 4, 5), same=False, dtype=torch.float32
+    ):
         super().__init__()
         sizes, ranks = (sizes[:1] * 3, ranks[:1] * 3) if same else (sizes, ranks)
 

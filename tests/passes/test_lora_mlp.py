@@ -15,7 +15,9 @@ PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp
 @pytest.fixture
 def joined(monkeypatch):
     """A provider that supports everything: there is none on a CPU."""
-    monkeypatch.setattr(lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: None)])
+    monkeypatch.setattr(
+        lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: None)]
+    )
 
 
 def weights(**options):
@@ -62,8 +64,12 @@ def test_nothing_on_a_cpu():
 
 MUST_NOT = {
     "up first": lambda x, *o: (lambda up: lora(F.silu(lora(x, *o[:3])) * up, *o[6:]))(lora(x, *o[3:6])),
-    "gate read elsewhere": lambda x, *o: (lambda gate: (lora(F.silu(gate) * lora(x, *o[3:6]), *o[6:]), gate))(lora(x, *o[:3])),
-    "activation read elsewhere": lambda x, *o: (lambda act: (lora(act, *o[6:]), act))(F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])),
+    "gate read elsewhere": lambda x, *o: (lambda gate: (lora(F.silu(gate) * lora(x, *o[3:6]), *o[6:]), gate))(
+        lora(x, *o[:3])
+    ),
+    "activation read elsewhere": lambda x, *o: (lambda act: (lora(act, *o[6:]), act))(
+        F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])
+    ),
     "activation changed": lambda x, *o: lora((F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])) * 2, *o[6:]),
     "another input": lambda x, *o: lora(F.silu(lora(x, *o[:3])) * lora(torch.sin(x), *o[3:6]), *o[6:]),
     "gate shifted": lambda x, *o: lora(F.silu(lora(x, *o[:3]) + 1) * lora(x, *o[3:6]), *o[6:]),
@@ -89,9 +95,17 @@ def test_adapters_in_another_dtype_stay_apart(joined):
     def fn(x, *o):
         def wide(x, w, a, b):
             return (F.linear(x, w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype)
+
         return wide(F.silu(wide(x, *o[:3])) * wide(x, *o[3:6]), *o[6:])
 
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *weights(dtype=torch.bfloat16, adapters=torch.float32), passes=PASSES, expect=APART, tol=3e-2)
+    check(
+        fn,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        *weights(dtype=torch.bfloat16, adapters=torch.float32),
+        passes=PASSES,
+        expect=APART,
+        tol=3e-2,
+    )
 
 
 def test_dequantised_weights(joined):

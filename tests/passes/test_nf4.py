@@ -13,10 +13,20 @@ PASSES = family("nf4")
 ALL = family("nf4", "lora", "grouped_linear", "lora_nf4")
 
 
-def linear(n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None, storage=torch.uint8):
-    made = bnb.nn.Linear4bit(k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double, quant_storage=storage)
+def linear(
+    n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None, storage=torch.uint8
+):
+    made = bnb.nn.Linear4bit(
+        k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double, quant_storage=storage
+    )
     options = {"quant_storage": storage} if blocksize is None else {"blocksize": blocksize, "quant_storage": storage}
-    made.weight = bnb.nn.Params4bit(torch.randn(n, k, dtype=dtype), requires_grad=False, quant_type=quant_type, compress_statistics=double, **options)
+    made.weight = bnb.nn.Params4bit(
+        torch.randn(n, k, dtype=dtype),
+        requires_grad=False,
+        quant_type=quant_type,
+        compress_statistics=double,
+        **options,
+    )
     if bias:
         made.bias = nn.Parameter(torch.randn(n, dtype=dtype))
     return made.to("cpu").train()
@@ -28,8 +38,14 @@ def linear(n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer(dtype, quant_type, double, bias):
     layer = linear(bias=bias, dtype=dtype, double=double, quant_type=quant_type)
-    check(layer, random(2, 3, 64, dtype=dtype), passes=PASSES, expect={"dequantize_4bit": 1}, parameters=[p for p in [layer.bias] if p is not None],
-          tol=2e-5 if dtype == torch.float32 else 1.5e-2)
+    check(
+        layer,
+        random(2, 3, 64, dtype=dtype),
+        passes=PASSES,
+        expect={"dequantize_4bit": 1},
+        parameters=[p for p in [layer.bias] if p is not None],
+        tol=2e-5 if dtype == torch.float32 else 1.5e-2,
+    )
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
@@ -58,7 +74,14 @@ def test_two_layers_in_a_row():
 
 
 def test_a_frozen_input():
-    check(lambda x, y: linear_(x) * y, random(2, 3, 64, grad=False), random(2, 3, 6), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+    check(
+        lambda x, y: linear_(x) * y,
+        random(2, 3, 64, grad=False),
+        random(2, 3, 6),
+        passes=PASSES,
+        expect={"dequantize_4bit": 1},
+        tol=2e-5,
+    )
 
 
 linear_ = linear()
@@ -89,7 +112,14 @@ def test_below_adapters(bias, dtype):
         if name.endswith("bias"):
             p.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    check(model, random(2, 3, 64, dtype=dtype), passes=ALL, expect={"dequantize_4bit": 2, "lora_linear": 1}, parameters=trained, tol=2e-5 if dtype == torch.float32 else 2e-2)
+    check(
+        model,
+        random(2, 3, 64, dtype=dtype),
+        passes=ALL,
+        expect={"dequantize_4bit": 2, "lora_linear": 1},
+        parameters=trained,
+        tol=2e-5 if dtype == torch.float32 else 2e-2,
+    )
 
 
 def test_input_mutated_between_two_layers():

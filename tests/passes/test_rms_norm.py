@@ -76,13 +76,33 @@ def keywords(x, w):
     return F.rms_norm(x, normalized_shape=(x.shape[-1],), weight=w, eps=EPS)
 
 
-SPELLINGS = [llama, swapped, product, power, method_mean, t5, olmo, olmo_wide_weight, gemma, gemma_backwards, functional, keywords]
+SPELLINGS = [
+    llama,
+    swapped,
+    product,
+    power,
+    method_mean,
+    t5,
+    olmo,
+    olmo_wide_weight,
+    gemma,
+    gemma_backwards,
+    functional,
+    keywords,
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_matches(spelling, dtype):
-    check(spelling, random(2, 3, 8, dtype=dtype), random(8, dtype=dtype), passes=PASSES, expect={"rms_norm": 1}, tol=1e-5 if dtype == torch.float32 else 1.2e-2)
+    check(
+        spelling,
+        random(2, 3, 8, dtype=dtype),
+        random(8, dtype=dtype),
+        passes=PASSES,
+        expect={"rms_norm": 1},
+        tol=1e-5 if dtype == torch.float32 else 1.2e-2,
+    )
 
 
 @pytest.mark.parametrize("spelling", [llama, gemma, olmo, functional])
@@ -97,11 +117,23 @@ def test_weight_of_another_dtype(spelling, dtypes):
 def test_torch_module(eps, dtype):
     """Small inputs tell one eps from another. torch's default is the epsilon of the arithmetic, fp32, not of the tensor."""
     module = nn.RMSNorm(8, eps=eps).to(dtype)
-    check(module, random(2, 3, 8, dtype=dtype, scale=1e-3), passes=PASSES, parameters=list(module.parameters()), expect={"rms_norm": 1},
-          tol=1e-5 if dtype == torch.float32 else 1.2e-2)
+    check(
+        module,
+        random(2, 3, 8, dtype=dtype, scale=1e-3),
+        passes=PASSES,
+        parameters=list(module.parameters()),
+        expect={"rms_norm": 1},
+        tol=1e-5 if dtype == torch.float32 else 1.2e-2,
+    )
 
 
-@pytest.mark.parametrize("fn", [lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)), lambda x, w: F.rms_norm(x, (8,), w, 1e-3)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)),
+        lambda x, w: F.rms_norm(x, (8,), w, 1e-3),
+    ],
+)
 def test_dynamic_shapes(fn):
     check(fn, random(2, 3, 8), random(8), passes=PASSES, expect={"rms_norm": 1}, dynamic=True)
 
@@ -118,7 +150,14 @@ def test_several_in_a_row_through_other_work():
 
 
 def test_a_norm_of_a_norm():
-    check(lambda x, w, v: llama(llama(x, w), v), random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"rms_norm": 2})
+    check(
+        lambda x, w, v: llama(llama(x, w), v),
+        random(2, 3, 8),
+        random(8),
+        random(8),
+        passes=PASSES,
+        expect={"rms_norm": 2},
+    )
 
 
 def stat(x, w, e=EPS):
@@ -185,7 +224,6 @@ def added(x, w):
     return (x * stat(x, w)) + w
 
 
-
 def inner_user(x, w):
     r = stat(x, w)
     return w * (x * r), r
@@ -219,13 +257,42 @@ def in_fp64(x, w):
     return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-MUTATIONS = [eps_outside, eps_in_the_square, eps_in_the_mean, other_dim, all_dims, two_dims, no_keepdim, a_sum, cube, no_rsqrt, square_root, centred,
-             of_another, divided, added, inner_user, inner_variance, inner_normed, tensor_eps, negated, narrow_then_wide, in_fp64]
+MUTATIONS = [
+    eps_outside,
+    eps_in_the_square,
+    eps_in_the_mean,
+    other_dim,
+    all_dims,
+    two_dims,
+    no_keepdim,
+    a_sum,
+    cube,
+    no_rsqrt,
+    square_root,
+    centred,
+    of_another,
+    divided,
+    added,
+    inner_user,
+    inner_variance,
+    inner_normed,
+    tensor_eps,
+    negated,
+    narrow_then_wide,
+    in_fp64,
+]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_does_not_match(mutation):
-    check(mutation, random(8, 8), random(8), passes=PASSES, expect={}, tol=1e-5 if mutation is not narrow_then_wide else 5e-3)
+    check(
+        mutation,
+        random(8, 8),
+        random(8),
+        passes=PASSES,
+        expect={},
+        tol=1e-5 if mutation is not narrow_then_wide else 5e-3,
+    )
 
 
 @pytest.mark.parametrize("shape", [(1,), (8, 8), (3, 1), ()])
@@ -237,16 +304,26 @@ def test_narrow_statistics():
     def fn(x, w):
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={}, tol=2e-2)
+    check(
+        fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={}, tol=2e-2
+    )
 
 
 def test_unrounded_result():
     """bf16 in, fp32 out: what is normed is the fp32 copy, since rounding to bf16 would be ours, not the model's."""
+
     def fn(x, w):
         h = x.float()
         return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * w
 
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={"rms_norm": 1}, tol=1e-2)
+    check(
+        fn,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(8, dtype=torch.bfloat16),
+        passes=PASSES,
+        expect={"rms_norm": 1},
+        tol=1e-2,
+    )
 
 
 def test_torch_norm_of_several_dims_or_without_weight():
@@ -265,11 +342,21 @@ def between(mutate):
     return fn
 
 
-@pytest.mark.parametrize("mutate", [lambda y: y.add_(1), lambda y: y.__setitem__((0, 0), 5.0), lambda y: torch.sin_(y), lambda y: F.relu(y, inplace=True),
-                                    lambda y: y[0].zero_(), lambda y: F.relu_(y), lambda y: torch.add(y, 1, out=y), 
-                                    lambda y: y.__ipow__(2),
-                                    lambda y: F.silu(y, True),
-                                    lambda y: F.dropout(y, 1.0, True, True)])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        lambda y: y.add_(1),
+        lambda y: y.__setitem__((0, 0), 5.0),
+        lambda y: torch.sin_(y),
+        lambda y: F.relu(y, inplace=True),
+        lambda y: y[0].zero_(),
+        lambda y: F.relu_(y),
+        lambda y: torch.add(y, 1, out=y),
+        lambda y: y.__ipow__(2),
+        lambda y: F.silu(y, True),
+        lambda y: F.dropout(y, 1.0, True, True),
+    ],
+)
 def test_never_across_a_mutation(mutate):
     check(between(mutate), random(4, 8, grad=False), random(8, grad=False), passes=PASSES, expect={})
 
@@ -285,12 +372,24 @@ def test_never_across_a_change_of_grad_mode():
 
 def test_detached_statistics():
     check(lambda x, w: w * (x * stat(x, w).detach()), random(4, 8), random(8), passes=PASSES, expect={})
-    check(lambda x, w: w * (x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + EPS)), random(4, 8), random(8), passes=PASSES, expect={})
+    check(
+        lambda x, w: w * (x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + EPS)),
+        random(4, 8),
+        random(8),
+        passes=PASSES,
+        expect={},
+    )
 
 
-@pytest.mark.parametrize("fn", [lambda x, w: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w,
-                                lambda x, w: w * x * stat(x, w), lambda x, w: x * stat(x, w) * (1.0 - w),
-                                lambda x, w: w * (F.normalize(x, dim=-1) * 8**0.5)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w,
+        lambda x, w: w * x * stat(x, w),
+        lambda x, w: x * stat(x, w) * (1.0 - w),
+        lambda x, w: w * (F.normalize(x, dim=-1) * 8**0.5),
+    ],
+)
 def test_spellings_not_known_yet_are_right(fn):
     check(fn, random(4, 8), random(8), passes=PASSES)
 
@@ -308,22 +407,50 @@ def residual(x, r, w):
 def test_residual():
     check(residual, random(2, 3, 8), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
     check(lambda x, w: residual(x, x, w), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
-    check(residual, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=ADD,
-          expect={"add_rms_norm": 1}, tol=1.2e-2)
+    check(
+        residual,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(8, dtype=torch.bfloat16),
+        passes=ADD,
+        expect={"add_rms_norm": 1},
+        tol=1.2e-2,
+    )
 
 
 @pytest.mark.parametrize("other", [(8,), (2, 1, 8), ()])
 def test_residual_that_is_broadcast(other):
     check(residual, random(2, 3, 8), random(*other), random(8), passes=ADD, expect={"rms_norm": 1})
-    check(lambda r, x, w: residual(r, x, w), random(*other), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
+    check(
+        lambda r, x, w: residual(r, x, w),
+        random(*other),
+        random(2, 3, 8),
+        random(8),
+        passes=ADD,
+        expect={"rms_norm": 1},
+    )
 
 
 def test_residual_of_another_dtype():
-    check(residual, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1}, tol=1e-2)
+    check(
+        residual,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(2, 3, 8),
+        random(8),
+        passes=ADD,
+        expect={"rms_norm": 1},
+        tol=1e-2,
+    )
 
 
 def test_total_read_before_the_norm():
-    check(lambda x, r, w: (lambda t: torch.sin(t) * llama(t, w) + t)(x + r), random(2, 3, 8), random(2, 3, 8), random(8), passes=ADD)
+    check(
+        lambda x, r, w: (lambda t: torch.sin(t) * llama(t, w) + t)(x + r),
+        random(2, 3, 8),
+        random(2, 3, 8),
+        random(8),
+        passes=ADD,
+    )
 
 
 def test_constant_summand():
@@ -350,7 +477,14 @@ def accumulate(x, r, w):
 
 
 def test_total_mutated_after_the_norm():
-    check(accumulate, random(2, 3, 8, dtype=torch.bfloat16), random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=[], tol=1.2e-2)
+    check(
+        accumulate,
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(2, 3, 8, dtype=torch.bfloat16),
+        random(8, dtype=torch.bfloat16),
+        passes=[],
+        tol=1.2e-2,
+    )
 
 
 def test_total_mutated_after_the_norm_without_gradients():
@@ -370,4 +504,11 @@ def test_never_across_a_mutation_of_a_summand_or_the_total():
         return llama(total, w) + total
 
     for fn in (summand, sum_):
-        check(fn, random(4, 8, grad=False), random(4, 8, grad=False), random(8, grad=False), passes=ADD, expect={"rms_norm": 1})
+        check(
+            fn,
+            random(4, 8, grad=False),
+            random(4, 8, grad=False),
+            random(8, grad=False),
+            passes=ADD,
+            expect={"rms_norm": 1},
+        )

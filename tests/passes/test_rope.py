@@ -60,8 +60,15 @@ def partial(q, k, cos, sin):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spelling", [llama, swapped, own_negation])
 def test_matches(spelling, dtype):
-    check(spelling, random(2, 4, 5, 8, dtype=dtype), random(2, 2, 5, 8, dtype=dtype), *tables(dtype=dtype), passes=PASSES, expect={"rope": 2},
-          tol=1e-5 if dtype == torch.float32 else 1e-2)
+    check(
+        spelling,
+        random(2, 4, 5, 8, dtype=dtype),
+        random(2, 2, 5, 8, dtype=dtype),
+        *tables(dtype=dtype),
+        passes=PASSES,
+        expect={"rope": 2},
+        tol=1e-5 if dtype == torch.float32 else 1e-2,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -87,7 +94,15 @@ class Heads(nn.Module):
 def test_dynamic_shapes():
     """Batch and length are symbols; the head's width comes from a weight and is none."""
     heads = Heads(llama)
-    check(heads, random(2, 5, 6), *tables(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+    check(
+        heads,
+        random(2, 5, 6),
+        *tables(rows=2),
+        passes=PASSES,
+        expect={"rope": 2},
+        dynamic=True,
+        parameters=list(heads.parameters()),
+    )
 
 
 def test_partial():
@@ -96,7 +111,15 @@ def test_partial():
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_tables_of_another_dtype(dtypes):
-    check(llama, random(2, 4, 5, 8, dtype=dtypes[0]), random(2, 2, 5, 8, dtype=dtypes[0]), *tables(dtype=dtypes[1]), passes=PASSES, expect={"rope": 2}, tol=1e-2)
+    check(
+        llama,
+        random(2, 4, 5, 8, dtype=dtypes[0]),
+        random(2, 2, 5, 8, dtype=dtypes[0]),
+        *tables(dtype=dtypes[1]),
+        passes=PASSES,
+        expect={"rope": 2},
+        tol=1e-2,
+    )
 
 
 def apart(x, cos, sin):
@@ -118,6 +141,7 @@ def test_tables_of_half_the_width(spelling):
 
 def in_slices(first, second):
     """What is split by slices, and turned by tables of half the width."""
+
     def fn(x, cos, sin):
         a, b = first(x), second(x)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -126,39 +150,75 @@ def in_slices(first, second):
 
 
 SLICES = {
-    "halves": (lambda x: x[..., :H], lambda x: x[..., H:]), "halves of sizes": (lambda x: x[..., : x.shape[-1] // 2], lambda x: x[..., x.shape[-1] // 2 :]),
+    "halves": (lambda x: x[..., :H], lambda x: x[..., H:]),
+    "halves of sizes": (lambda x: x[..., : x.shape[-1] // 2], lambda x: x[..., x.shape[-1] // 2 :]),
     "halves from the end": (lambda x: x[:, :, :, 0:-H], lambda x: x[:, :, :, -H:]),
-    "pairs": (lambda x: x[..., 0::2], lambda x: x[..., 1::2]), "full slices": (lambda x: x[:, :, :, ::2], lambda x: x[:, :, :, 1::2])}  # DeepSeek: pairs become halves
+    "pairs": (lambda x: x[..., 0::2], lambda x: x[..., 1::2]),
+    "full slices": (lambda x: x[:, :, :, ::2], lambda x: x[:, :, :, 1::2]),
+}  # DeepSeek: pairs become halves
 
 
-@pytest.mark.parametrize("name", [name if name in ("halves from the end", "full slices") else pytest.param(name, marks=pytest.mark.slow) for name in SLICES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("halves from the end", "full slices") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SLICES
+    ],
+)
 def test_slices_and_tables_of_half_the_width(name):
     fn = in_slices(*SLICES[name])
     check(fn, random(2, 4, 5, 8), *halves(), passes=PASSES, expect={"rope": 1})
     check(fn, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), passes=PASSES, expect={"rope": 1}, tol=1e-2)
     heads = Heads(lambda q, k, cos, sin: (fn(q, cos, sin), fn(k, cos, sin)))
     tables = [torch.randn(2, 1, 5, 4) for _ in range(2)]
-    check(heads, random(2, 5, 6), *tables, passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+    check(
+        heads,
+        random(2, 5, 6),
+        *tables,
+        passes=PASSES,
+        expect={"rope": 2},
+        dynamic=True,
+        parameters=list(heads.parameters()),
+    )
 
 
 NO_SLICES = {
-    "exchanged": (lambda x: x[..., H:], lambda x: x[..., :H]), "pairs exchanged": (lambda x: x[..., 1::2], lambda x: x[..., ::2]),
-    "one twice": (lambda x: x[..., :H], lambda x: x[..., :H]), "overlapping": (lambda x: x[..., :H], lambda x: x[..., 2:6]),
-    "a half and every second": (lambda x: x[..., :H], lambda x: x[..., 1::2]), "every second of a half": (lambda x: x[..., :H:2].repeat(1, 1, 1, 2), lambda x: x[..., H:]),
-    "rows": (lambda x: x[..., :H, :H], lambda x: x[..., H:, H:]), "heads": (lambda x: x[:, :, ..., :H], lambda x: x[:, ::2, ..., H:].repeat(1, 2, 1, 1)),
-    "of two tensors": (lambda x: x[..., :H], lambda x: torch.sin(x)[..., H:])}
+    "exchanged": (lambda x: x[..., H:], lambda x: x[..., :H]),
+    "pairs exchanged": (lambda x: x[..., 1::2], lambda x: x[..., ::2]),
+    "one twice": (lambda x: x[..., :H], lambda x: x[..., :H]),
+    "overlapping": (lambda x: x[..., :H], lambda x: x[..., 2:6]),
+    "a half and every second": (lambda x: x[..., :H], lambda x: x[..., 1::2]),
+    "every second of a half": (lambda x: x[..., :H:2].repeat(1, 1, 1, 2), lambda x: x[..., H:]),
+    "rows": (lambda x: x[..., :H, :H], lambda x: x[..., H:, H:]),
+    "heads": (lambda x: x[:, :, ..., :H], lambda x: x[:, ::2, ..., H:].repeat(1, 2, 1, 1)),
+    "of two tensors": (lambda x: x[..., :H], lambda x: torch.sin(x)[..., H:]),
+}
 
 
 @pytest.mark.parametrize("name", NO_SLICES)
 def test_no_slices_of_halves(name):
     rows = 4 if name == "rows" else 8
-    seen = check(in_slices(*NO_SLICES[name]), random(2, 4, 8, 8), torch.randn(rows, 4), torch.randn(rows, 4), passes=PASSES, expect={})
+    seen = check(
+        in_slices(*NO_SLICES[name]),
+        random(2, 4, 8, 8),
+        torch.randn(rows, 4),
+        torch.randn(rows, 4),
+        passes=PASSES,
+        expect={},
+    )
     assert len(seen.refused) == 1, seen.refused
 
 
 def test_slices_and_tables_of_the_whole_width():
     x = random(2, 4, 5, 2)
-    check(in_slices(lambda x: x[..., :1], lambda x: x[..., 1:]), x, torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={})
+    check(
+        in_slices(lambda x: x[..., :1], lambda x: x[..., 1:]),
+        x,
+        torch.randn(5, 2),
+        torch.randn(5, 2),
+        passes=PASSES,
+        expect={},
+    )
 
 
 def test_trained_tables_of_half_the_width():
@@ -171,8 +231,22 @@ def test_tables_of_two_shapes():
 
 def test_trained_tables():
     """The op has no gradient for them."""
-    check(lambda x, c, s: x * c + rotate_half(x) * s, random(2, 4, 5, 8), random(5, 8), random(5, 8), passes=PASSES, expect={})
-    check(lambda x, c, s: x * c + rotate_half(x) * s, random(2, 4, 5, 8), random(5, 8, grad=False), random(5, 8), passes=PASSES, expect={})
+    check(
+        lambda x, c, s: x * c + rotate_half(x) * s,
+        random(2, 4, 5, 8),
+        random(5, 8),
+        random(5, 8),
+        passes=PASSES,
+        expect={},
+    )
+    check(
+        lambda x, c, s: x * c + rotate_half(x) * s,
+        random(2, 4, 5, 8),
+        random(5, 8, grad=False),
+        random(5, 8),
+        passes=PASSES,
+        expect={},
+    )
 
     def from_frequencies(x, f):
         angles = torch.arange(5.0)[:, None] * f
@@ -213,7 +287,9 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_does_not_match(name):
     if name == "rotated cosine":  # a rotation all the same, with the tables exchanged
-        check(MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={"rope": 1})
+        check(
+            MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={"rope": 1}
+        )
     else:
         check(MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={})
 
@@ -250,13 +326,33 @@ def test_chunks_of_another_number_or_dim():
 
 
 def test_cosine_larger_than_x():
-    check(lambda x, c, s: x * c + rotate_half(x) * s, random(1, 4, 5, 8), torch.randn(3, 1, 5, 8), torch.randn(3, 1, 5, 8), passes=PASSES, expect={})
-    check(lambda x, c, s: x * c + rotate_half(x) * s, random(1, 4, 5, 8), torch.randn(5, 8), torch.randn(3, 1, 5, 8), passes=PASSES, expect={})
+    check(
+        lambda x, c, s: x * c + rotate_half(x) * s,
+        random(1, 4, 5, 8),
+        torch.randn(3, 1, 5, 8),
+        torch.randn(3, 1, 5, 8),
+        passes=PASSES,
+        expect={},
+    )
+    check(
+        lambda x, c, s: x * c + rotate_half(x) * s,
+        random(1, 4, 5, 8),
+        torch.randn(5, 8),
+        torch.randn(3, 1, 5, 8),
+        passes=PASSES,
+        expect={},
+    )
 
 
 @pytest.mark.parametrize("shapes", [((8,), (5, 8)), ((5, 1), (5, 8)), ((1,), (1,)), ((), ())])
 def test_tables_that_broadcast(shapes):
-    check(lambda x, c, s: x * c + rotate_half(x) * s, random(2, 4, 5, 8), torch.randn(shapes[0]), torch.randn(shapes[1]), passes=PASSES)
+    check(
+        lambda x, c, s: x * c + rotate_half(x) * s,
+        random(2, 4, 5, 8),
+        torch.randn(shapes[0]),
+        torch.randn(shapes[1]),
+        passes=PASSES,
+    )
 
 
 def test_never_across_a_mutation():

@@ -33,18 +33,31 @@ def by_views(q, k, turns):
 
 
 def unflattened(q, k, turns):
-    return tuple(torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns[:, :, None]).flatten(-2).type_as(x) for x in (q, k))
+    return tuple(
+        torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns[:, :, None])
+        .flatten(-2)
+        .type_as(x)
+        for x in (q, k)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spelling", [llama4, by_views, unflattened])
 def test_matches(spelling, dtype):
-    check(spelling, random(2, 5, 4, 8, dtype=dtype), random(2, 5, 2, 8, dtype=dtype), angles(1, 5, 4), passes=PASSES, expect={"rope": 2},
-          tol=1e-6 if dtype == torch.float32 else 1e-2)
+    check(
+        spelling,
+        random(2, 5, 4, 8, dtype=dtype),
+        random(2, 5, 2, 8, dtype=dtype),
+        angles(1, 5, 4),
+        passes=PASSES,
+        expect={"rope": 2},
+        tol=1e-6 if dtype == torch.float32 else 1e-2,
+    )
 
 
 def test_heads_before_the_length():
     """DeepSeek-V2."""
+
     def fn(x, turns):
         return torch.view_as_real(numbers(x) * turns.unsqueeze(1)).flatten(3).type_as(x)
 
@@ -55,9 +68,23 @@ def test_double_precision():
     def fn(x, turns):
         return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns).flatten(-2)
 
-    check(fn, random(2, 5, 8, dtype=torch.float64), angles(5, 4, dtype=torch.float64), passes=PASSES, expect={"rope": 1}, tol=1e-14)
+    check(
+        fn,
+        random(2, 5, 8, dtype=torch.float64),
+        angles(5, 4, dtype=torch.float64),
+        passes=PASSES,
+        expect={"rope": 1},
+        tol=1e-14,
+    )
     check(fn, random(2, 5, 8), angles(5, 4, dtype=torch.float64), passes=PASSES, expect={"rope": 1}, tol=1e-6)
-    check(lambda x, turns: fn(x.float(), turns), random(2, 5, 8, dtype=torch.float64), angles(5, 4), passes=PASSES, expect={"rope": 1}, tol=1e-6)  # of x as it was rounded
+    check(
+        lambda x, turns: fn(x.float(), turns),
+        random(2, 5, 8, dtype=torch.float64),
+        angles(5, 4),
+        passes=PASSES,
+        expect={"rope": 1},
+        tol=1e-6,
+    )  # of x as it was rounded
 
 
 def test_scaled_tables_made_in_the_region():
@@ -70,7 +97,16 @@ def test_scaled_tables_made_in_the_region():
 
 def test_dynamic_shapes():
     heads = Heads(lambda q, k, turns, _: llama4(q.transpose(1, 2), k.transpose(1, 2), turns))
-    check(heads, random(2, 5, 6), angles(2, 5, 4), torch.zeros(1), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+    check(
+        heads,
+        random(2, 5, 6),
+        angles(2, 5, 4),
+        torch.zeros(1),
+        passes=PASSES,
+        expect={"rope": 2},
+        dynamic=True,
+        parameters=list(heads.parameters()),
+    )
 
 
 def turned(x, turns):
@@ -81,13 +117,21 @@ OTHERS = {
     "not joined": (lambda x, t: turned(x, t).sin(), None),
     "joined with the wrong dim": (lambda x, t: turned(x, t).flatten(1, 2), "the parts are not joined again"),
     "also read as pairs": (lambda x, t: (lambda y: y.flatten(-2) + y.sum())(turned(x, t)), "uses an inner value too"),
-    "the product is read": (lambda x, t: (lambda y: torch.view_as_real(y).flatten(-2) * y.real.sum())(numbers(x) * t), "uses an inner value too"),
+    "the product is read": (
+        lambda x, t: (lambda y: torch.view_as_real(y).flatten(-2) * y.real.sum())(numbers(x) * t),
+        "uses an inner value too",
+    ),
     "real factors": (lambda x, t: turned(x, t.real).flatten(-2), "no plain complex tensor"),
     "conjugated": (lambda x, t: turned(x, t.conj()).flatten(-2), "no plain complex tensor"),
     "one turn for all": (lambda x, t: turned(x, t[..., :1]).flatten(-2), "not one turn for each pair"),
     "a constant": (lambda x, t: turned(x, 0.6 + 0.8j).flatten(-2), "no plain complex tensor"),
     "larger": (lambda x, t: turned(x, t.expand(3, 2, 5, 4)).flatten(-2), "not one turn for each pair"),
-    "halves": (lambda x, t: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous()) * t).flatten(-2), "expected"),
+    "halves": (
+        lambda x, t: torch.view_as_real(
+            torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous()) * t
+        ).flatten(-2),
+        "expected",
+    ),
 }
 
 
@@ -107,6 +151,7 @@ def test_trained_turns():
 
 def test_two_numbers_in_one_product():
     """Either may be what is turned: the one that needs a gradient is."""
+
     def fn(x, y):
         return torch.view_as_real(numbers(x) * numbers(y)).flatten(-2)
 

@@ -18,8 +18,12 @@ PAIRS = {
     "tuple": lambda x: torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2),
     "full slices": lambda x: torch.stack((-x[:, :, :, 1::2], x[:, :, :, ::2]), dim=-1).flatten(-2),
     "both": lambda x: torch.stack((-x[:, ..., 1::2], x[..., :, ::2]), dim=-1).flatten(-2),
-    "to the end": lambda x: torch.stack((-x[..., 1 : x.shape[-1] : 2], x[..., 0 : x.shape[-1] : 2]), -1).flatten(-2, -1),
-    "counted from the first": lambda x: torch.stack((torch.neg(x[..., 1::2]), x[..., ::2]), x.dim()).flatten(x.dim() - 1),
+    "to the end": lambda x: torch.stack((-x[..., 1 : x.shape[-1] : 2], x[..., 0 : x.shape[-1] : 2]), -1).flatten(
+        -2, -1
+    ),
+    "counted from the first": lambda x: torch.stack((torch.neg(x[..., 1::2]), x[..., ::2]), x.dim()).flatten(
+        x.dim() - 1
+    ),
     "function": lambda x: torch.flatten(torch.stack(tensors=(-x[..., 1::2], x[..., ::2]), dim=-1), start_dim=-2),
     "reshape": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape),
     "reshape by sizes": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(*x.shape[:-1], -1),
@@ -40,9 +44,25 @@ def in_pairs(x):
     return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float16), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_pairs_in_other_dtypes(dtypes):
-    check(turned(in_pairs), random(2, 4, 5, 8, dtype=dtypes[0]), *repeated(dtype=dtypes[1]), passes=PASSES, expect={"rope": 1}, tol=1e-2)
+    check(
+        turned(in_pairs),
+        random(2, 4, 5, 8, dtype=dtypes[0]),
+        *repeated(dtype=dtypes[1]),
+        passes=PASSES,
+        expect={"rope": 1},
+        tol=1e-2,
+    )
 
 
 def cast_first(x, c, s):
@@ -61,10 +81,26 @@ def cast_partly(x, c, s):
 
 
 @pytest.mark.parametrize("spelling", [cast_first, cast_behind])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.float64, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
 def test_pairs_that_are_cast(spelling, dtypes):
     narrowed = spelling is cast_behind and dtypes[0] is torch.float64
-    check(spelling, random(2, 4, 5, 8, dtype=dtypes[0]), *repeated(dtype=dtypes[1]), passes=PASSES, expect={} if narrowed else {"rope": 1}, tol=1e-2)
+    check(
+        spelling,
+        random(2, 4, 5, 8, dtype=dtypes[0]),
+        *repeated(dtype=dtypes[1]),
+        passes=PASSES,
+        expect={} if narrowed else {"rope": 1},
+        tol=1e-2,
+    )
 
 
 def test_pairs_of_which_one_side_is_cast():
@@ -74,6 +110,7 @@ def test_pairs_of_which_one_side_is_cast():
 @pytest.mark.parametrize("rows", [1, 2])
 def test_pairs_in_a_part_of_each_head(rows):
     """GLM: the tables' halves are the same, one of them is repeated."""
+
     def fn(q, k, cos, sin):
         cos, sin = (t.unsqueeze(1)[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
         dim, made = cos.shape[-1], []
@@ -87,6 +124,7 @@ def test_pairs_in_a_part_of_each_head(rows):
 
 def test_pairs_before_heads_are_transposed():
     """GPT-J: [B, T, H, D]."""
+
     def fn(x, c, s):
         c, s = (torch.repeat_interleave(t[:, :, None, :], 2, 3) for t in (c, s))
         return (x * c) + (PAIRS["full slices"](x) * s)
@@ -97,7 +135,15 @@ def test_pairs_before_heads_are_transposed():
 @pytest.mark.parametrize("name", ["tuple", "full slices", "reshape", "reshape by sizes"])
 def test_pairs_with_dynamic_shapes(name):
     heads = Heads(lambda q, k, cos, sin: (q * cos + PAIRS[name](q) * sin, k * cos + PAIRS[name](k) * sin))
-    check(heads, random(2, 5, 6), *repeated(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+    check(
+        heads,
+        random(2, 5, 6),
+        *repeated(rows=2),
+        passes=PASSES,
+        expect={"rope": 2},
+        dynamic=True,
+        parameters=list(heads.parameters()),
+    )
 
 
 def apart(x, cos, sin, join=lambda a, b: torch.stack((a, b), -1).flatten(-2)):
@@ -116,21 +162,45 @@ def test_pairs_and_tables_of_half_the_width(dtype):
     def fn(q, k, c, s):
         return apart(q, c, s), apart(k, c, s, lambda a, b: torch.stack([a, b], dim=-1).reshape(k.shape))
 
-    check(fn, random(2, 4, 5, 8, dtype=dtype), random(2, 2, 5, 8, dtype=dtype), *halved(), passes=PASSES, expect={"rope": 2}, tol=1e-5 if dtype == torch.float32 else 1e-2)
+    check(
+        fn,
+        random(2, 4, 5, 8, dtype=dtype),
+        random(2, 2, 5, 8, dtype=dtype),
+        *halved(),
+        passes=PASSES,
+        expect={"rope": 2},
+        tol=1e-5 if dtype == torch.float32 else 1e-2,
+    )
 
 
 def test_dynamic_shapes_of_pairs_and_tables_of_half_the_width():
     heads = Heads(lambda q, k, cos, sin: (apart(q, cos, sin), apart(k, cos, sin)))
-    check(heads, random(2, 5, 6), *halved(rows=2), passes=PASSES, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
+    check(
+        heads,
+        random(2, 5, 6),
+        *halved(rows=2),
+        passes=PASSES,
+        expect={"rope": 2},
+        dynamic=True,
+        parameters=list(heads.parameters()),
+    )
 
 
 NOT_APART = {
-    "first and second exchanged": lambda x, c, s: torch.stack((x[..., 1::2] * c - x[..., ::2] * s, x[..., ::2] * c + x[..., 1::2] * s), -1).flatten(-2),
-    "halves": lambda x, c, s: torch.stack((x[..., :H] * c - x[..., H:] * s, x[..., H:] * c + x[..., :H] * s), -1).flatten(-2),
+    "first and second exchanged": lambda x, c, s: torch.stack(
+        (x[..., 1::2] * c - x[..., ::2] * s, x[..., ::2] * c + x[..., 1::2] * s), -1
+    ).flatten(-2),
+    "halves": lambda x, c, s: torch.stack(
+        (x[..., :H] * c - x[..., H:] * s, x[..., H:] * c + x[..., :H] * s), -1
+    ).flatten(-2),
     "stacked halves": lambda x, c, s: apart(x, c, s, lambda a, b: torch.stack((a, b), -2).flatten(-2)),
     "other dims flattened": lambda x, c, s: apart(x, c, s, lambda a, b: torch.stack((a, b), -1).flatten(2, 3)),
-    "tables exchanged": lambda x, c, s: torch.stack((x[..., ::2] * s - x[..., 1::2] * c, x[..., 1::2] * c + x[..., ::2] * s), -1).flatten(-2),
-    "of two tensors": lambda x, c, s: (lambda y: torch.stack((x[..., ::2] * c - y[..., 1::2] * s, y[..., 1::2] * c + x[..., ::2] * s), -1).flatten(-2))(x.sin()),
+    "tables exchanged": lambda x, c, s: torch.stack(
+        (x[..., ::2] * s - x[..., 1::2] * c, x[..., 1::2] * c + x[..., ::2] * s), -1
+    ).flatten(-2),
+    "of two tensors": lambda x, c, s: (
+        lambda y: torch.stack((x[..., ::2] * c - y[..., 1::2] * s, y[..., 1::2] * c + x[..., ::2] * s), -1).flatten(-2)
+    )(x.sin()),
     "one number for all": lambda x, c, s: apart(x, c[..., :1], s[..., :1]),
     "larger": lambda x, c, s: apart(x, c.expand(3, 2, 4, 5, 4), s.expand(3, 2, 4, 5, 4)),
 }
@@ -144,19 +214,43 @@ def test_no_pairs_by_tables_of_half_the_width(name):
 
 NO_PAIRS = {
     "sign of the other": (turned(lambda x: torch.stack((x[..., 1::2], -x[..., ::2]), -1).flatten(-2)), "expected"),
-    "first negated": (turned(lambda x: torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2)), "not split into every second"),
+    "first negated": (
+        turned(lambda x: torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2)),
+        "not split into every second",
+    ),
     "both negated": (turned(lambda x: torch.stack((-x[..., 1::2], -x[..., ::2]), -1).flatten(-2)), "expected"),
-    "one twice": (turned(lambda x: torch.stack((-x[..., 1::2], x[..., 1::2]), -1).flatten(-2)), "not split into every second"),
+    "one twice": (
+        turned(lambda x: torch.stack((-x[..., 1::2], x[..., 1::2]), -1).flatten(-2)),
+        "not split into every second",
+    ),
     "halves": (turned(lambda x: torch.stack((-x[..., H:], x[..., :H]), -1).flatten(-2)), "not split into every second"),
-    "every second row": (turned(lambda x: torch.stack((-x[..., 1::2, :], x[..., ::2, :]), -1).flatten(-2).reshape(x.shape)), None),
-    "rows beside each other": (turned(lambda x: torch.stack((-x[..., 1::2, :], x[..., ::2, :]), -2).flatten(-3, -2)), "not split into every second"),
-    "heads beside each other": (turned(lambda x: torch.stack((-x[:, 1::2], x[:, ::2]), 2).flatten(1, 2)), "not split into every second"),
+    "every second row": (
+        turned(lambda x: torch.stack((-x[..., 1::2, :], x[..., ::2, :]), -1).flatten(-2).reshape(x.shape)),
+        None,
+    ),
+    "rows beside each other": (
+        turned(lambda x: torch.stack((-x[..., 1::2, :], x[..., ::2, :]), -2).flatten(-3, -2)),
+        "not split into every second",
+    ),
+    "heads beside each other": (
+        turned(lambda x: torch.stack((-x[:, 1::2], x[:, ::2]), 2).flatten(1, 2)),
+        "not split into every second",
+    ),
     "stacked halves": (turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -2).flatten(-2)), "not stacked"),
-    "stacked along the length": (turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -2).reshape(x.shape)), None),
-    "other dims flattened": (turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(2, 3).reshape(x.shape)), None),
+    "stacked along the length": (
+        turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -2).reshape(x.shape)),
+        None,
+    ),
+    "other dims flattened": (
+        turned(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(2, 3).reshape(x.shape)),
+        None,
+    ),
     "difference": (lambda x, c, s: x * c - in_pairs(x) * s, "expected"),
     "of another tensor": (lambda x, c, s: x * c + in_pairs(torch.sin(x)) * s, "expected"),
-    "of two tensors": (turned(lambda x: torch.stack((-x[..., 1::2], torch.sin(x)[..., ::2]), -1).flatten(-2)), "expected"),
+    "of two tensors": (
+        turned(lambda x: torch.stack((-x[..., 1::2], torch.sin(x)[..., ::2]), -1).flatten(-2)),
+        "expected",
+    ),
     "inner user": (lambda x, c, s: (lambda r: x * c + r * s + r)(in_pairs(x)), "uses an inner value too"),
 }
 
@@ -170,13 +264,27 @@ def test_no_pairs(name):
 
 def test_every_third():
     fn = turned(lambda x: torch.stack((-x[..., 1::3], x[..., ::3]), -1).flatten(-2))
-    seen = check(fn, random(2, 4, 5, 2), torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={})  # of two they are the same elements, which nobody writes so
+    seen = check(
+        fn, random(2, 4, 5, 2), torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={}
+    )  # of two they are the same elements, which nobody writes so
     assert "not split into every second" in seen.refused[0]
 
 
 def test_a_slice_of_an_odd_width():
-    check(lambda x, c, s: x[..., :6] * c + in_pairs(x[..., :6]) * s, random(2, 4, 5, 7), *repeated(dim=6), passes=PASSES, expect={})  # two slices: two tensors
-    check(lambda x, c, s: (lambda y: y * c + in_pairs(y) * s)(x[..., :6]), random(2, 4, 5, 7), *repeated(dim=6), passes=PASSES, expect={"rope": 1})
+    check(
+        lambda x, c, s: x[..., :6] * c + in_pairs(x[..., :6]) * s,
+        random(2, 4, 5, 7),
+        *repeated(dim=6),
+        passes=PASSES,
+        expect={},
+    )  # two slices: two tensors
+    check(
+        lambda x, c, s: (lambda y: y * c + in_pairs(y) * s)(x[..., :6]),
+        random(2, 4, 5, 7),
+        *repeated(dim=6),
+        passes=PASSES,
+        expect={"rope": 1},
+    )
 
 
 def test_trained_or_constant_or_larger_tables_of_pairs():
@@ -199,4 +307,11 @@ def test_pairs_never_across_a_mutation():
 
 
 def test_one_tensor_in_both_layouts():
-    check(lambda x, c, s: (x * c + in_pairs(x) * s, x * c + rotate_half(x) * s), random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={"rope": 2})
+    check(
+        lambda x, c, s: (x * c + in_pairs(x) * s, x * c + rotate_half(x) * s),
+        random(2, 4, 5, 8),
+        torch.randn(5, 8),
+        torch.randn(5, 8),
+        passes=PASSES,
+        expect={"rope": 2},
+    )

@@ -13,7 +13,12 @@ PASSES = family("swiglu")
 class Mlp(nn.Module):
     def __init__(self, act):
         super().__init__()
-        self.gate, self.up, self.down, self.act = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False), act
+        self.gate, self.up, self.down, self.act = (
+            nn.Linear(8, 12, bias=False),
+            nn.Linear(8, 12, bias=False),
+            nn.Linear(12, 8, bias=False),
+            act,
+        )
 
     def forward(self, x):
         return self.down(self.act(self.gate(x)) * self.up(x))
@@ -43,12 +48,28 @@ def sliced(x, weight):
 @pytest.mark.parametrize("spelling", [fused, split, sliced])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_projection_for_both(spelling, dtype):
-    check(spelling, random(2, 3, 8, dtype=dtype), random(12, 8, dtype=dtype), passes=PASSES, expect={"gated_activation": 1}, tol=1e-5 if dtype == torch.float32 else 1.2e-2)
+    check(
+        spelling,
+        random(2, 3, 8, dtype=dtype),
+        random(12, 8, dtype=dtype),
+        passes=PASSES,
+        expect={"gated_activation": 1},
+        tol=1e-5 if dtype == torch.float32 else 1.2e-2,
+    )
 
 
-SPELLINGS = [lambda g, u: F.silu(g) * u, lambda g, u: u * F.silu(g), lambda g, u: g * torch.sigmoid(g) * u, lambda g, u: u * (g * g.sigmoid()),
-             lambda g, u: F.gelu(g) * u, lambda g, u: F.gelu(g, approximate="none") * u, lambda g, u: F.gelu(g, approximate="tanh") * u,
-             lambda g, u: torch.sigmoid(g) * g * u, lambda g, u: F.silu(g, inplace=False) * u, lambda g, u: F.silu(g) * F.silu(u)]
+SPELLINGS = [
+    lambda g, u: F.silu(g) * u,
+    lambda g, u: u * F.silu(g),
+    lambda g, u: g * torch.sigmoid(g) * u,
+    lambda g, u: u * (g * g.sigmoid()),
+    lambda g, u: F.gelu(g) * u,
+    lambda g, u: F.gelu(g, approximate="none") * u,
+    lambda g, u: F.gelu(g, approximate="tanh") * u,
+    lambda g, u: torch.sigmoid(g) * g * u,
+    lambda g, u: F.silu(g, inplace=False) * u,
+    lambda g, u: F.silu(g) * F.silu(u),
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -65,10 +86,22 @@ def test_both_from_one_tensor():
     check(lambda g: F.silu(g) * g, random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1})
 
 
-MUTATIONS = [lambda g, u: F.silu(g) + u, lambda g, u: F.silu(g) / u, lambda g, u: F.relu(g) * u, lambda g, u: torch.sigmoid(g) * u, lambda g, u: F.silu(g) * 2.0 + u,
-             lambda g, u: (lambda a: a * u + a)(F.silu(g)), lambda g, u: (F.silu(g) * u, F.silu(u))[0] if False else (lambda a: (a * u, a))(F.silu(g)),
-             lambda g, u: g * torch.sigmoid(1.702 * g) * u, lambda g, u: g * torch.sigmoid(u) * u * 1.0, lambda g, u: F.silu(-g) / u, lambda g, u: F.mish(g) * u,
-             lambda g, u: F.silu(g) * u[..., :1], lambda g, u: F.silu(g[:1]) * u, lambda g, u: F.silu(g) * u[0]]
+MUTATIONS = [
+    lambda g, u: F.silu(g) + u,
+    lambda g, u: F.silu(g) / u,
+    lambda g, u: F.relu(g) * u,
+    lambda g, u: torch.sigmoid(g) * u,
+    lambda g, u: F.silu(g) * 2.0 + u,
+    lambda g, u: (lambda a: a * u + a)(F.silu(g)),
+    lambda g, u: (F.silu(g) * u, F.silu(u))[0] if False else (lambda a: (a * u, a))(F.silu(g)),
+    lambda g, u: g * torch.sigmoid(1.702 * g) * u,
+    lambda g, u: g * torch.sigmoid(u) * u * 1.0,
+    lambda g, u: F.silu(-g) / u,
+    lambda g, u: F.mish(g) * u,
+    lambda g, u: F.silu(g) * u[..., :1],
+    lambda g, u: F.silu(g[:1]) * u,
+    lambda g, u: F.silu(g) * u[0],
+]
 
 
 @pytest.mark.parametrize("mutation", range(len(MUTATIONS)))
@@ -78,7 +111,14 @@ def test_does_not_match(mutation):
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_two_dtypes(dtypes):
-    check(lambda g, u: F.silu(g) * u, random(2, 3, 8, dtype=dtypes[0]), random(2, 3, 8, dtype=dtypes[1]), passes=PASSES, expect={}, tol=1e-2)
+    check(
+        lambda g, u: F.silu(g) * u,
+        random(2, 3, 8, dtype=dtypes[0]),
+        random(2, 3, 8, dtype=dtypes[1]),
+        passes=PASSES,
+        expect={},
+        tol=1e-2,
+    )
 
 
 def test_never_across_a_mutation():
@@ -114,8 +154,21 @@ def test_input_by_name():
 
 
 def test_gate_of_a_gate():
-    check(lambda a, b, c: F.silu(F.silu(a) * b) * c, random(4, 8), random(4, 8), random(4, 8), passes=PASSES, expect={"gated_activation": 2})
+    check(
+        lambda a, b, c: F.silu(F.silu(a) * b) * c,
+        random(4, 8),
+        random(4, 8),
+        random(4, 8),
+        passes=PASSES,
+        expect={"gated_activation": 2},
+    )
 
 
 def test_result_is_mutated_afterwards():
-    check(lambda g, u: (F.silu(g) * u).mul_(2.0), random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1})
+    check(
+        lambda g, u: (F.silu(g) * u).mul_(2.0),
+        random(2, 3, 8),
+        random(2, 3, 8),
+        passes=PASSES,
+        expect={"gated_activation": 1},
+    )

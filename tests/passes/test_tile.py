@@ -48,7 +48,11 @@ def test_variants_never_meet():
 
 
 def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(lora_mlp, "providers", [*lora_mlp.providers, Provider("other", lambda *args: lora_mlp.reference(*args), lambda *args: None, "fp8")])
+    monkeypatch.setattr(
+        lora_mlp,
+        "providers",
+        [*lora_mlp.providers, Provider("other", lambda *args: lora_mlp.reference(*args), lambda *args: None, "fp8")],
+    )
     backend = Backend("test", PIPELINE, "eager", plan=Plan(tiles=2), precision="fp8")
     torch.compile(mlp, backend=backend)(random(2, 9, 8), *weights()).sum().backward()
     assert "lora_mlp of test is not in fp8: it is computed in pieces" in backend.contexts[-1].notes

@@ -64,5 +64,7 @@ def test_milliseconds():
 
 def test_head_loss_and_optimizer():
     head, trained = torch.empty(1000, 8), torch.empty(100, requires_grad=True)
-    assert beside_layers([head], [trained], tokens=10) == Work(products=4 * 10 * 8000, traffic=2 * 4 * 10 * 1000 + 7 * 400)
+    assert beside_layers([head], [trained], tokens=10) == Work(
+        products=4 * 10 * 8000, traffic=2 * 4 * 10 * 1000 + 7 * 400
+    )
     assert beside_layers([head.requires_grad_()], [], tokens=10).products == 6 * 10 * 8000

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 @pytest.mark.slow
 def test_layers_of_two_structures_share_the_budget():
     model = zoo.make("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers[LAYERS // 2:]:
+    for layer in model.model.layers[LAYERS // 2 :]:
         layer.mlp.extra = torch.nn.Identity()
     model = tunecompile.optimize(zoo.adapt(model).train(), memory=int(0.4 * needed()), executor="eager")
     step(model)

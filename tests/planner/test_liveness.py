@@ -37,7 +37,9 @@ def test_a_value_lives_until_its_last_reader_through_what_is_fused():
         second = (a @ a) @ b
         return second + late
 
-    assert peak(fn).peak == 3 * SQUARE  # first, and a product with its operand; the result takes the place of what was freed
+    assert (
+        peak(fn).peak == 3 * SQUARE
+    )  # first, and a product with its operand; the result takes the place of what was freed
 
 
 def test_views_are_no_memory_of_their_own_and_keep_the_whole_alive():
@@ -67,7 +69,9 @@ def test_a_product_of_another_shape_is_copied_into_a_concatenation():
         wide = torch.cat([(a @ b).view(1, N, N), torch.full((1, N, N), 0.0)], 2)
         return wide[0] @ wide[0].t()
 
-    assert peak(fn).peak == 3 * SQUARE  # the product, and two for what is concatenated; the last product takes the place of the first
+    assert (
+        peak(fn).peak == 3 * SQUARE
+    )  # the product, and two for what is concatenated; the last product takes the place of the first
 
 
 def test_a_product_that_others_read_is_copied_into_a_concatenation():

@@ -18,7 +18,9 @@ LAYERS = 16  # enough for what each holds to count more than what one needs
 
 
 def deep(memory, **config):
-    return tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config)).train(), memory=memory, executor="eager")
+    return tunecompile.optimize(
+        zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config)).train(), memory=memory, executor="eager"
+    )
 
 
 def follows(model):

@@ -11,7 +11,14 @@ from tunecompile.planner.device_memory import HostGauge, budget_bytes
 from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, onward, peak
 
 bytes_ = st.integers(0, 100)
-option = st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)))
+option = st.builds(
+    PlanOption,
+    st.just(KEEP),
+    held=bytes_,
+    forward=bytes_,
+    backward=bytes_,
+    ms=st.floats(0, 10).map(lambda x: round(x, 2)),
+)
 stack = st.builds(LayerRun, st.integers(1, 4), st.lists(option, min_size=1, max_size=4).map(tuple))
 
 
@@ -43,13 +50,24 @@ def test_more_room_is_never_slower(stack, one, other):
 
 def nested(layers, held, ms):
     """Layers as they are: the less a plan holds, the more it computes; nothing beside."""
-    return LayerRun(layers, tuple(PlanOption(Plan(frozenset(range(i))), h, 0, 0, t) for i, (h, t) in enumerate(zip(sorted(held, reverse=True), sorted(ms)))))
+    return LayerRun(
+        layers,
+        tuple(
+            PlanOption(Plan(frozenset(range(i))), h, 0, 0, t)
+            for i, (h, t) in enumerate(zip(sorted(held, reverse=True), sorted(ms)))
+        ),
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=2, max_size=3), st.lists(st.floats(0.1, 9), min_size=1, max_size=2), st.integers(0, 250))
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(1, 50), min_size=2, max_size=3),
+    st.lists(st.floats(0.1, 9), min_size=1, max_size=2),
+    st.integers(0, 250),
+)
 def test_at_most_one_layer_from_the_optimum(layers, held, ms, room):
-    stack = nested(layers, held[:len(ms) + 1], [0.0, *ms])
+    stack = nested(layers, held[: len(ms) + 1], [0.0, *ms])
     best, choice = brute_force([stack], room, 0), choose([stack], room)
     assert choice.fits == (best is not None)
     if best is not None:
@@ -93,13 +111,32 @@ def step(options, tail):
     return max(seen)
 
 
-@given(st.lists(st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.just(0.0), gradients=bytes_), min_size=1, max_size=6), bytes_)
+@given(
+    st.lists(
+        st.builds(
+            PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.just(0.0), gradients=bytes_
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    bytes_,
+)
 def test_gradients_come_as_what_layers_hold_goes(options, tail):
     assert peak([options], tail) == step(options, tail)
 
 
-@pytest.mark.parametrize("spec, expected", [("20GiB", 20 * 2**30), ("1.5 GB", 1_500_000_000), ("512mib", 512 * 2**20), (10**9, 10**9), (0.5, HostGauge().total() // 2),
-                                            (None, None), ("auto", "auto")])
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("20GiB", 20 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("512mib", 512 * 2**20),
+        (10**9, 10**9),
+        (0.5, HostGauge().total() // 2),
+        (None, None),
+        ("auto", "auto"),
+    ],
+)
 def test_budgets(spec, expected):
     assert budget_bytes(spec, HostGauge()) == expected
 
@@ -111,10 +148,16 @@ def test_what_is_no_budget(spec):
 
 
 def test_the_last_layer_stays_where_others_wait_on_the_host():
-    options = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(Plan(frozenset({0})), 40, 0, 10, 5.0), PlanOption(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40))
+    options = (
+        PlanOption(KEEP, 100, 0, 0, 0.0),
+        PlanOption(Plan(frozenset({0})), 40, 0, 10, 5.0),
+        PlanOption(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40),
+    )
     (made,) = choose([LayerRun(4, options)], room=130).options  # three layers' copies and the room to compute again
     assert [option.offloaded for option in made] == [40, 40, 40, 0]
-    (made,) = choose([LayerRun(4, options)], room=130, tail=100).options  # what the head needs comes on top of what stays
+    (made,) = choose(
+        [LayerRun(4, options)], room=130, tail=100
+    ).options  # what the head needs comes on top of what stays
     assert [option.offloaded for option in made] == [40] * 4
 
 
@@ -125,59 +168,113 @@ def test_copies_go_fewer_layers_ahead_where_there_is_no_room_for_two():
 
 
 def test_copies_go_one_layer_ahead_where_that_is_faster():
-    options = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100), PlanOption(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50))
+    options = (
+        PlanOption(KEEP, 100, 0, 0, 0.0),
+        PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100),
+        PlanOption(Plan(frozenset({0})), 0, 0, 10, 9.0, offloaded=50),
+    )
     made = choose([LayerRun(6, options)], 260)
     assert made.ahead == 1 and made.fits and made.ms < 1
 
 
 def test_copies_that_nothing_hides_are_paid_for():
     """With room for one layer's tensors at a time, computing again is faster than waiting for them; with room for two, it is not."""
-    options = (PlanOption(KEEP, 100, 0, 10, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0), PlanOption(Plan(None), 10, 0, 60, 4.0))
+    options = (
+        PlanOption(KEEP, 100, 0, 10, 0.0),
+        PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0),
+        PlanOption(Plan(None), 10, 0, 60, 4.0),
+    )
     tight, loose = choose([LayerRun(8, options)], 140), choose([LayerRun(8, options)], 400)
     assert {o.plan for o in tight.options[0]} == {Plan(None)} and tight.ms == 32.0
     assert loose.ahead == 2 and {o.offloaded for o in loose.options[0]} == {0, 100}
     options = (*options[:2], PlanOption(Plan(None), 10, 0, 60, 40.0))
     waiting = choose([LayerRun(8, options)], 140)
-    assert waiting.ahead == 0 and waiting.fits and sum(o.offloaded for o in waiting.options[0]) >= 700 and waiting.ms >= 7 * 20
+    assert (
+        waiting.ahead == 0
+        and waiting.fits
+        and sum(o.offloaded for o in waiting.options[0]) >= 700
+        and waiting.ms >= 7 * 20
+    )
 
 
 def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
     """Rather than being computed again, with the small ones on the device."""
     again = Plan(frozenset({0}))
-    options = (PlanOption(KEEP, 72, 30, 90, 0.0), PlanOption(KEEP, 44, 30, 90, 0.1, offloaded=28), PlanOption(KEEP, 0, 30, 90, 3.0, offloaded=72),
-               PlanOption(again, 28, 50, 100, 2.6), PlanOption(again, 0, 50, 100, 2.7, offloaded=28))
+    options = (
+        PlanOption(KEEP, 72, 30, 90, 0.0),
+        PlanOption(KEEP, 44, 30, 90, 0.1, offloaded=28),
+        PlanOption(KEEP, 0, 30, 90, 3.0, offloaded=72),
+        PlanOption(again, 28, 50, 100, 2.6),
+        PlanOption(again, 0, 50, 100, 2.7, offloaded=28),
+    )
     without = tuple(o for o in options if not (o.held and o.offloaded))
     mixed, plain = (choose([LayerRun(32, given)], 1300, tail=50) for given in (options, without))
-    assert mixed.fits and plain.fits and mixed.ms < 0.5 * plain.ms and any(o.held and o.offloaded for o in mixed.options[0])
+    assert (
+        mixed.fits
+        and plain.fits
+        and mixed.ms < 0.5 * plain.ms
+        and any(o.held and o.offloaded for o in mixed.options[0])
+    )
     assert options[1].leaves(22) and not options[1].leaves(33) and options[2].leaves(72) and not options[0].leaves(1)
 
 
 def test_a_host_that_cannot_hold_all_is_shared():
     """A few layers that leave all they save on the host would fill it, and the others have nowhere to go: everything is computed again by most."""
     most, again = Plan(None), Plan(None, attention=True)
-    options = (PlanOption(KEEP, 300, 20, 60, 0.0), PlanOption(KEEP, 0, 20, 60, 0.2, offloaded=300), PlanOption(most, 60, 30, 90, 10.0),
-               PlanOption(most, 0, 30, 90, 10.1, offloaded=60), PlanOption(again, 30, 30, 90, 90.0), PlanOption(again, 0, 30, 90, 90.1, offloaded=30))
+    options = (
+        PlanOption(KEEP, 300, 20, 60, 0.0),
+        PlanOption(KEEP, 0, 20, 60, 0.2, offloaded=300),
+        PlanOption(most, 60, 30, 90, 10.0),
+        PlanOption(most, 0, 30, 90, 10.1, offloaded=60),
+        PlanOption(again, 30, 30, 90, 90.0),
+        PlanOption(again, 0, 30, 90, 90.1, offloaded=30),
+    )
     made = choose([LayerRun(30, options)], 300, host=1000)
     assert made.fits and sum(o.offloaded for o in made.options[0]) <= 1000
-    assert made.ms < 30 * 90.1 - 2 * 80 and PlanOption(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]  # what was left of the host is used
+    assert (
+        made.ms < 30 * 90.1 - 2 * 80 and PlanOption(most, 0, 30, 90, 10.1, offloaded=60) in made.options[0]
+    )  # what was left of the host is used
     assert choose([LayerRun(30, options)], 300, host=10**6).ms < 30 * 10.2
 
 
 def test_a_host_smaller_than_an_equal_share_takes_as_many_layers_as_it_can():
     """70B at 120k tokens: each layer's input alone is more than its share of the host."""
     keep, again = PlanOption(KEEP, 200, 0, 90, 0.0), PlanOption(Plan(None), 20, 0, 90, 10.0)
-    options = (keep, again, PlanOption(KEEP, 0, 0, 90, 1.0, offloaded=200), PlanOption(Plan(None), 0, 0, 90, 10.1, offloaded=20))
+    options = (
+        keep,
+        again,
+        PlanOption(KEEP, 0, 0, 90, 1.0, offloaded=200),
+        PlanOption(Plan(None), 0, 0, 90, 10.1, offloaded=20),
+    )
     made = choose([LayerRun(10, options)], 195, host=100)
-    assert made.fits and sum(o.offloaded for o in made.options[0]) == 100 and set(made.options[0]) <= {again, options[3]}
-    assert choose([LayerRun(10, options)], 1000, host=100).ms < made.ms  # what stays on the device beside them is not as small as can be
+    assert (
+        made.fits and sum(o.offloaded for o in made.options[0]) == 100 and set(made.options[0]) <= {again, options[3]}
+    )
+    assert (
+        choose([LayerRun(10, options)], 1000, host=100).ms < made.ms
+    )  # what stays on the device beside them is not as small as can be
 
 
-
-waiting = st.builds(PlanOption, st.just(KEEP), held=bytes_, forward=bytes_, backward=bytes_, ms=st.floats(0, 10).map(lambda x: round(x, 2)), offloaded=bytes_)
+waiting = st.builds(
+    PlanOption,
+    st.just(KEEP),
+    held=bytes_,
+    forward=bytes_,
+    backward=bytes_,
+    ms=st.floats(0, 10).map(lambda x: round(x, 2)),
+    offloaded=bytes_,
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(option, st.lists(waiting, min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 500), bytes_, st.integers(0, 300))
+@given(
+    option,
+    st.lists(waiting, min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.integers(0, 500),
+    bytes_,
+    st.integers(0, 300),
+)
 def test_the_host_holds_what_is_sent_to_it(plain, others, layers, room, tail, host):
     stack = LayerRun(layers, (plain, *others))
     choice = choose([stack], room, tail, host)

@@ -64,7 +64,9 @@ def test_what_cannot_be_shown_is_said(monkeypatch, tmp_path):
     model = tunecompile.optimize(zoo.Stack(Layer), executor="eager")
     assert "Nothing is compiled yet" in tunecompile.explain(model, tmp_path / "page.html").read_text()
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "jinja2" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "jinja2" else find(name, *rest)
+    )
     with pytest.raises(MissingExtra, match=r"explain needs jinja2.*tunecompile\[cli\]"):
         tunecompile.explain(model, tmp_path / "other.html")
 
@@ -80,8 +82,13 @@ def test_each_op_knows_what_it_replaced(llama):
     norm = ["add", "mean", "mul", "mul", "pow", "rsqrt"]
     rope = ["add", "cat", "mul", "mul", "neg", "slice", "slice"]
     adapted = ["add", "linear", "linear", "linear", "mul"]
-    assert ops == {"rms_norm": [norm], "add_rms_norm": [sorted(["add", *norm])], "rope": [rope, rope], "gated_activation": [["mul", "silu"]],
-                   "lora_linear": [sorted(3 * adapted), adapted, sorted(2 * adapted), adapted]}
+    assert ops == {
+        "rms_norm": [norm],
+        "add_rms_norm": [sorted(["add", *norm])],
+        "rope": [rope, rope],
+        "gated_activation": [["mul", "silu"]],
+        "lora_linear": [sorted(3 * adapted), adapted, sorted(2 * adapted), adapted],
+    }
     (norm,) = (placed.box for placed in after.boxes if placed.box.label == "rms_norm")
     assert (norm.shape, norm.dtype, norm.weights) == ("2×16×64", "float32", ("input_layernorm.weight 64",))
     assert re.fullmatch(r"modeling_llama\.py:\d+", norm.line) and "self.weight" in norm.code
@@ -96,19 +103,29 @@ def test_both_graphs_stand_in_one_order(llama):
     for drawing, graph in ((before, context.before), (after, context.after)):
         at = {placed.box.name: placed for placed in drawing.boxes}
         assert len(at) == len(graph.boxes) and len(drawing.edges) == sum(len(box.inputs) for box in graph.boxes)
-        assert all(at[name].y + HEIGHT < placed.y for placed in drawing.boxes for name in placed.box.inputs), "values flow down"
+        assert all(at[name].y + HEIGHT < placed.y for placed in drawing.boxes for name in placed.box.inputs), (
+            "values flow down"
+        )
         for left, right in ((a, b) for a in drawing.boxes for b in drawing.boxes if a.y == b.y and a.x < b.x):
             assert right.x - left.x >= (left.width + right.width) / 2 + GAP - 1e-6, "boxes lie apart"
-        assert all(drawing.left <= p.x - p.width / 2 and p.x + p.width / 2 <= drawing.left + drawing.width for p in drawing.boxes)
+        assert all(
+            drawing.left <= p.x - p.width / 2 and p.x + p.width / 2 <= drawing.left + drawing.width
+            for p in drawing.boxes
+        )
 
 
 def test_no_line_runs_through_a_box(llama):
     context = context_of(llama)
     for drawing in side_by_side(context.before, context.after):
         for edge in drawing.edges:
-            for x, top, bottom in ((float(x), float(y), float(end)) for x, y, end in re.findall(r" ([-\d.]+) ([-\d.]+)V([-\d.]+)", edge.path)):
+            for x, top, bottom in (
+                (float(x), float(y), float(end))
+                for x, y, end in re.findall(r" ([-\d.]+) ([-\d.]+)V([-\d.]+)", edge.path)
+            ):
                 assert bottom == top + HEIGHT
-                assert all(abs(p.x - x) >= p.width / 2 + THREAD / 2 for p in drawing.boxes if p.y == (top + bottom) / 2), edge
+                assert all(
+                    abs(p.x - x) >= p.width / 2 + THREAD / 2 for p in drawing.boxes if p.y == (top + bottom) / 2
+                ), edge
 
 
 def test_nothing_heavy_is_kept(llama):
@@ -122,9 +139,21 @@ def test_a_near_miss_is_red_in_both_graphs_and_says_why(tmp_path):
     html = tunecompile.explain(model, tmp_path / "page.html").read_text()
     missed = re.findall(r'class="box call missed" data-name="(\w+)"', html)
     assert len(missed) == 4 and missed[:2] == missed[2:]
-    assert html.count("not rewritten: `rsqrt` at test_explain.py:") == html.count("`add` uses an inner value too at test_explain.py:") - 1 == 2
-    for said in ("expected mul(x, rsqrt(...)), found div(", "Compiled again because", "size mismatch", "looks like an op, and is none",
-                 "1 × add_rms_norm", "no graph breaks", "triton: not on a GPU", "+1 tunecompile.rms_norm"):
+    assert (
+        html.count("not rewritten: `rsqrt` at test_explain.py:")
+        == html.count("`add` uses an inner value too at test_explain.py:") - 1
+        == 2
+    )
+    for said in (
+        "expected mul(x, rsqrt(...)), found div(",
+        "Compiled again because",
+        "size mismatch",
+        "looks like an op, and is none",
+        "1 × add_rms_norm",
+        "no graph breaks",
+        "triton: not on a GPU",
+        "+1 tunecompile.rms_norm",
+    ):
         assert said in html, said
     assert html.count("<svg") == 2, "both graphs of the region differ in shapes only"
 
@@ -145,12 +174,20 @@ def test_calls_of_several_kinds_are_no_pieces():
     """A batch of one row is compiled apart, from the same code, under the same plan."""
     model = trained(zoo.Stack(Layer), 3, 5, 1)
     (region,) = tunecompile.report(model).regions
-    assert region.compiles == 3 and region.providers["add_rms_norm: reference"] == 1 and len(region.saved_bytes) == 3, region
+    assert region.compiles == 3 and region.providers["add_rms_norm: reference"] == 1 and len(region.saved_bytes) == 3, (
+        region
+    )
 
 
 def test_times_of_attention_stand_beside_each_other(monkeypatch, tmp_path):
     times = (("cudnn", 1.25), ("flash", 2.5))
-    monkeypatch.setattr(attention_backend, "choose", lambda gm, device: attention_backend.KernelChoice(("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times))
+    monkeypatch.setattr(
+        attention_backend,
+        "choose",
+        lambda gm, device: attention_backend.KernelChoice(
+            ("cudnn", "flash", "efficient", "math"), "cudnn 1.25 ms, flash 2.50 ms", times
+        ),
+    )
     (region,) = fields(trained(zoo.Stack(Layer))._tunecompile)["regions"]
     told = region["graphs"][0]["attention"]
     assert told["rows"] == [{"kernel": "cudnn", "ms": 1.25, "times": 1.0}, {"kernel": "flash", "ms": 2.5, "times": 2.0}]
@@ -160,7 +197,11 @@ def test_times_of_attention_stand_beside_each_other(monkeypatch, tmp_path):
 def test_code_from_a_cache_is_said_to_be(tmp_path):
     model = trained(zoo.Stack(Layer))
     context = context_of(model)
-    for left_out, says in ((), ""), (("lower",), "passes of lower do not run"), (("plan", "lower"), "passes of plan and lower do not run"):
+    for left_out, says in (
+        ((), ""),
+        (("lower",), "passes of lower do not run"),
+        (("plan", "lower"), "passes of plan and lower do not run"),
+    ):
         context.ran = {"recognize", "plan", "lower"} - set(left_out) if left_out else context.ran
         html = tunecompile.explain(model, tmp_path / "page.html").read_text()
         assert ("came from torch" in html) is bool(says) and says in html and html.count("<svg") == 2
@@ -189,9 +230,19 @@ def test_in_a_browser(llama, tmp_path):
     page = tunecompile.explain(llama, tmp_path / "page.html")
     seen = chromium.look(page, POINT)
     assert seen.addresses == [] and seen.logged == []
-    assert len(seen.pictures) == 2 and all(p["width"] > 300 and p["height"] > 1000 and p["drawn"] > 50 for p in seen.pictures)
+    assert len(seen.pictures) == 2 and all(
+        p["width"] > 300 and p["height"] > 1000 and p["drawn"] > 50 for p in seen.pictures
+    )
     said = seen.answer
     assert said["before"] < said["after"], "side by side"
-    assert said["lit"] == ["add", "cat", "mul", "mul", "neg", "slice", "slice"] and not said["hidden"] and said["titles"] == 0
-    assert "modeling_llama.py:" in said["textContent"] and "in place of 7 operations" in said["textContent"] and "float32" in said["textContent"]
+    assert (
+        said["lit"] == ["add", "cat", "mul", "mul", "neg", "slice", "slice"]
+        and not said["hidden"]
+        and said["titles"] == 0
+    )
+    assert (
+        "modeling_llama.py:" in said["textContent"]
+        and "in place of 7 operations" in said["textContent"]
+        and "float32" in said["textContent"]
+    )
     assert 2 <= chromium.pages_printed(page) <= 6

@@ -42,7 +42,7 @@ def metered(monkeypatch):
 def test_what_cannot_be_shown_is_said(tmp_path):
     with pytest.raises(NotOptimized):
         page(torch.nn.Linear(2, 2), tmp_path)
-    for model, says in ((build(None), "memory=\"20GiB\""), (build("1GiB"), "run a training step")):
+    for model, says in ((build(None), 'memory="20GiB"'), (build("1GiB"), "run a training step")):
         with pytest.raises(NoPlan, match=says):
             page(model, tmp_path)
     model = build("auto")
@@ -64,7 +64,9 @@ def test_a_plan_that_could_not_be_made_says_why(monkeypatch, tmp_path):
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
     with pytest.raises(MissingExtra, match=r"needs matplotlib.*tunecompile\[cli\]"):
         page(build("1GiB"), tmp_path)
 
@@ -76,9 +78,16 @@ def test_the_picture_is_the_planners_own_sum(share, tmp_path):
     budget = budget_of(model)
     parts = memory_timeline.phases(budget)
     places = range(LAYERS)
-    assert [(p.kind, p.place) for p in parts] == [*(("forward", i) for i in places), ("tail", None), *(("backward", i) for i in reversed(places))]
+    assert [(p.kind, p.place) for p in parts] == [
+        *(("forward", i) for i in places),
+        ("tail", None),
+        *(("backward", i) for i in reversed(places)),
+    ]
     assert max(p.most for p in parts) + budget.admitted.resident == budget.admitted.peak
-    assert all(after.before == before.after for before, after in zip(parts, parts[1:])) and parts[0].before == parts[-1].after == 0
+    assert (
+        all(after.before == before.after for before, after in zip(parts, parts[1:]))
+        and parts[0].before == parts[-1].after == 0
+    )
     assert sum(row["number"] for row in memory_timeline.rows(budget)) == LAYERS
     assert any("lora_linear" in row["again"] for row in memory_timeline.rows(budget)) is (share < 1)
 
@@ -114,7 +123,9 @@ def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered
         same(step(model), reference)
     budget = budget_of(model)
     seen = [(sample.kind, sample.place) for sample in budget.trace.samples]
-    assert seen == [(part.kind, part.place) for part in memory_timeline.phases(budget)] and budget.trace.step == STEPS + 1
+    assert (
+        seen == [(part.kind, part.place) for part in memory_timeline.phases(budget)] and budget.trace.step == STEPS + 1
+    )
     asked = budget.gauge.now
     step(model)
     assert budget.trace.step == STEPS + 1 and budget.gauge.now == asked + (1 << 20)  # the plan itself looks once a step
@@ -140,7 +151,9 @@ def test_copies_stand_in_the_page(to_the_host, tmp_path):  # noqa: F811
 
 @pytest.mark.gpu
 def test_measured_bytes_follow_the_plan(tmp_path):
-    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, hidden_size=512, intermediate_size=1024)).train().cuda()
+    model = (
+        zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, hidden_size=512, intermediate_size=1024)).train().cuda()
+    )
     model = tunecompile.optimize(model, memory="20GiB", executor="eager")
     for _ in range(STEPS + 2):
         model(**zoo.batch(rows=8, length=128, device="cuda")).loss.backward()

@@ -39,8 +39,15 @@ def equal_steps(model: nn.Module, reference: nn.Module, inputs: dict | None = No
 
 def anatomy(model: nn.Module) -> dict:
     """Every attribute of every submodule, by identity; dictionaries (parameters, hooks) entry by entry."""
+
     def look(value):
-        return {key: id(item) for key, item in value.items()} if isinstance(value, dict) else id(value) if not isinstance(value, (bool, int)) else value
+        return (
+            {key: id(item) for key, item in value.items()}
+            if isinstance(value, dict)
+            else id(value)
+            if not isinstance(value, (bool, int))
+            else value
+        )
 
     return {(name, key): look(value) for name, module in model.named_modules() for key, value in vars(module).items()}
 
@@ -66,7 +73,9 @@ def test_the_model_stays_what_it_was():
     assert optimized(model) is model
     zoo.step(model, zoo.batch())
     assert type(model) is kind and list(model.state_dict()) == keys
-    assert [id(p) for p in model.parameters()] == parameters and [(n, type(m)) for n, m in model.named_modules()] == modules
+    assert [id(p) for p in model.parameters()] == parameters and [
+        (n, type(m)) for n, m in model.named_modules()
+    ] == modules
 
 
 def test_optimizing_twice_is_optimizing_once():
@@ -117,8 +126,15 @@ def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
         checkpoint(m, use_reentrant=use_reentrant)
     enabled = anatomy(model)
     equal_steps(model, reference)
-    ours = {"_compiled_call_impl", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-            "_forward_hooks_always_called", "_tunecompile"}
+    ours = {
+        "_compiled_call_impl",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_tunecompile",
+    }
     slots = {key for key in enabled if key[1] in ours}
     tunecompile.restore(model)
     after = anatomy(model)
@@ -168,11 +184,15 @@ def test_checkpointing_that_does_more_stays_around_the_layers():
     assert copied == expected and len(copied) >= 2
     equal_steps(model, reference)
     report = tunecompile.report(model)
-    assert report.compiles == 1 and any(note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes)
+    assert report.compiles == 1 and any(
+        note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes
+    )
     for m in (model, reference):
         checkpoint(m, use_reentrant=False)
     equal_steps(model, reference)
-    assert tunecompile.report(model).compiles == 2 and not any("does more" in note for note in tunecompile.report(model).notes)
+    assert tunecompile.report(model).compiles == 2 and not any(
+        "does more" in note for note in tunecompile.report(model).notes
+    )
 
 
 # -- copies and files ---------------------------------------------------------------------------------------------------
@@ -258,7 +278,9 @@ def test_an_evaluation_does_not_pack_4_bit_weights():
     with torch.no_grad():
         model.eval()(**zoo.batch())
     _, after = zoo.step(model, zoo.batch())
-    assert len(linears) == 14 and not any(hasattr(module.weight.quant_state, "packing_format_for_cpu") for module in linears)
+    assert len(linears) == 14 and not any(
+        hasattr(module.weight.quant_state, "packing_format_for_cpu") for module in linears
+    )
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     tunecompile.restore(model)
     assert all(module.support_avx512bf16_for_cpu for module in linears)
@@ -298,7 +320,9 @@ def test_two_models_of_one_class_under_different_plans():
 def run(code: str, folder) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -339,11 +363,31 @@ def test_nothing_of_another_package_is_assigned_to():
         return {key: id(value) for key, value in vars(module).items()}
 
     def snapshot() -> dict:
-        seen = {m.__name__: attributes(m) for m in (torch.nn.functional, nn, nn.Module, nn.Linear, torch.Tensor, torch.utils.checkpoint,
-                                                    transformers.models.llama.modeling_llama, peft.tuners.lora.layer)}
-        seen |= {cls.__qualname__: attributes(cls) for cls in (transformers.LlamaForCausalLM, transformers.models.llama.modeling_llama.LlamaRMSNorm,
-                                                               peft.tuners.lora.layer.Linear)}
-        seen |= {c.__name__: copy.deepcopy(c.get_config_copy()) for c in (torch._dynamo.config, torch._inductor.config, torch._functorch.config)}
+        seen = {
+            m.__name__: attributes(m)
+            for m in (
+                torch.nn.functional,
+                nn,
+                nn.Module,
+                nn.Linear,
+                torch.Tensor,
+                torch.utils.checkpoint,
+                transformers.models.llama.modeling_llama,
+                peft.tuners.lora.layer,
+            )
+        }
+        seen |= {
+            cls.__qualname__: attributes(cls)
+            for cls in (
+                transformers.LlamaForCausalLM,
+                transformers.models.llama.modeling_llama.LlamaRMSNorm,
+                peft.tuners.lora.layer.Linear,
+            )
+        }
+        seen |= {
+            c.__name__: copy.deepcopy(c.get_config_copy())
+            for c in (torch._dynamo.config, torch._inductor.config, torch._functorch.config)
+        }
         return seen
 
     model = zoo.adapt(small())
@@ -394,7 +438,9 @@ def test_reaching_dynamos_limit_is_reported():
         m(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    assert any("limit" in note and "eagerly" in note for note in tunecompile.report(model).notes), tunecompile.report(model)
+    assert any("limit" in note and "eagerly" in note for note in tunecompile.report(model).notes), tunecompile.report(
+        model
+    )
 
 
 def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
@@ -405,7 +451,10 @@ def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
     assert any("1 layers came after" in note for note in tunecompile.report(model).notes)
     tunecompile.optimize(tunecompile.restore(model), executor="eager")
     zoo.step(model, zoo.batch())
-    assert not any("came after" in note for note in tunecompile.report(model).notes) and tunecompile.report(model).regions[0].layers == 3
+    assert (
+        not any("came after" in note for note in tunecompile.report(model).notes)
+        and tunecompile.report(model).regions[0].layers == 3
+    )
 
 
 def test_layers_called_around_their_owner_are_reported():

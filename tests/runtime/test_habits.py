@@ -174,7 +174,10 @@ class Picky(Habit):
 
 def test_an_op_that_takes_real_tensors_only():
     report = check(Stack(Picky), X)
-    assert any("ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note for note in report.notes), report
+    assert any(
+        "ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note
+        for note in report.notes
+    ), report
 
 
 def test_a_callers_mistake_is_told_as_without_us_and_forgotten():
@@ -374,7 +377,9 @@ def test_replicas_of_data_parallel():
         replica_of(m)(**inputs).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None})
     assert len(gradients[1]) and max(zoo.errors(*gradients).values()) < 1e-6
-    assert not tunecompile.report(model).compiles and any("DataParallel" in note for note in tunecompile.report(model).notes)
+    assert not tunecompile.report(model).compiles and any(
+        "DataParallel" in note for note in tunecompile.report(model).notes
+    )
     assert all(layer._compiled_call_impl is not None for layer in model.base_model.model.model.layers)
     zoo.step(model, inputs)
     assert tunecompile.report(model).compiles

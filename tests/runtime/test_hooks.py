@@ -21,8 +21,14 @@ def test_hooks_on_layers_fire():
     seen: dict = {}
     for m in (model, reference):
         for layer in m.model.layers:
-            layer.register_forward_hook(lambda module, args, out, m=m: seen.setdefault(id(m), []).append((out[0] if isinstance(out, tuple) else out).detach().norm()))
-            layer.mlp.register_full_backward_hook(lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm()))
+            layer.register_forward_hook(
+                lambda module, args, out, m=m: seen.setdefault(id(m), []).append(
+                    (out[0] if isinstance(out, tuple) else out).detach().norm()
+                )
+            )
+            layer.mlp.register_full_backward_hook(
+                lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm())
+            )
     equal(model, reference, lambda m: m(**zoo.batch()).loss)
     assert len(seen[id(model)]) == len(seen[id(reference)]) == 4
     assert torch.allclose(torch.stack(seen[id(model)]), torch.stack(seen[id(reference)]), rtol=1e-4)
@@ -30,13 +36,16 @@ def test_hooks_on_layers_fire():
 
 def scaling(kind: str, scale: float):
     """A hook that changes what MLPs are given, give, or send back."""
+
     def mine(module) -> bool:
         return "MLP" in type(module).__name__
 
-    return {"forward_pre": lambda module, args: (args[0] * scale,) if mine(module) else None,
-            "forward": lambda module, args, out: out * scale if mine(module) else None,
-            "full_backward_pre": lambda module, grads: (grads[0] * scale,) if mine(module) else None,
-            "full_backward": lambda module, grads, _: (grads[0] * scale,) if mine(module) else None}[kind]
+    return {
+        "forward_pre": lambda module, args: (args[0] * scale,) if mine(module) else None,
+        "forward": lambda module, args, out: out * scale if mine(module) else None,
+        "full_backward_pre": lambda module, grads: (grads[0] * scale,) if mine(module) else None,
+        "full_backward": lambda module, grads, _: (grads[0] * scale,) if mine(module) else None,
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
@@ -47,8 +56,15 @@ def test_hooks_that_come_after_compilation_change_numbers(kind, where):
     equal(model, reference, lambda m: m(**zoo.batch()).loss)
     compiled = tunecompile.report(model).compiles
     for scale in (1.5, 3.0):
-        handles = [getattr(nn.modules.module, f"register_module_{kind}_hook")(scaling(kind, scale))] if where == "all modules" else \
-            [getattr(layer.mlp, f"register_{kind}_hook")(scaling(kind, scale)) for m in (model, reference) for layer in m.model.layers]
+        handles = (
+            [getattr(nn.modules.module, f"register_module_{kind}_hook")(scaling(kind, scale))]
+            if where == "all modules"
+            else [
+                getattr(layer.mlp, f"register_{kind}_hook")(scaling(kind, scale))
+                for m in (model, reference)
+                for layer in m.model.layers
+            ]
+        )
         with contextlib.ExitStack() as placed:
             for handle in handles:
                 placed.enter_context(handle)

@@ -35,7 +35,9 @@ def equal(model: nn.Module, reference: nn.Module, run, limit: float = 1e-4) -> N
         loss = run(m)
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7, nan_ok=True)  # GRPO's is small: a difference of terms near one
+    assert losses[0] == pytest.approx(
+        losses[1], rel=1e-5, abs=1e-7, nan_ok=True
+    )  # GRPO's is small: a difference of terms near one
     mine, exact = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
     assert set(mine) == set(exact)
     floor = 1e-4 * max((g.norm().item() for g in exact.values()), default=0)  # the q and k of a single token get noise
@@ -55,7 +57,9 @@ def test_logits_can_be_logged():
     ours, theirs = model(**zoo.batch()), reference(**zoo.batch())
     (ours.loss.backward(), theirs.loss.backward())
     assert torch.allclose(ours.logits.detach(), theirs.logits, atol=1e-5)
-    assert (ours.logits.argmax(-1) == zoo.batch()["labels"]).float().mean().item() == (theirs.logits.argmax(-1) == zoo.batch()["labels"]).float().mean().item()
+    assert (ours.logits.argmax(-1) == zoo.batch()["labels"]).float().mean().item() == (
+        theirs.logits.argmax(-1) == zoo.batch()["labels"]
+    ).float().mean().item()
     assert torch.allclose(torch.tensor(ours.logits.tolist()), theirs.logits, atol=1e-5)
     assert torch.allclose(ours.logits.cpu().detach()[0, 0], theirs.logits[0, 0], atol=1e-5)
     with torch.no_grad():
@@ -76,7 +80,9 @@ def write_into_slices(logits, labels):
 def write_after_views_and_copies(logits, labels):
     view, copies = logits.view(-1, logits.shape[-1]), (logits.clone(), logits * 2)
     logits[..., 200:] = -5.0
-    return F.cross_entropy(view, labels.flatten()) + sum(F.cross_entropy(c.flatten(0, 1), labels.flatten()) for c in copies)
+    return F.cross_entropy(view, labels.flatten()) + sum(
+        F.cross_entropy(c.flatten(0, 1), labels.flatten()) for c in copies
+    )
 
 
 @pytest.mark.parametrize("write", [write_into_a_view, write_into_slices, write_after_views_and_copies])
@@ -98,7 +104,7 @@ def test_metrics_are_read_before_the_loss(reading, part):
         logits = part(m(inputs["input_ids"]).logits)
         with reading():
             seen.append(logits.argmax(-1).sum().item())
-        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, :logits.shape[1]].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, : logits.shape[1]].flatten())
 
     equal(model, reference, run)
     assert seen[0] == seen[1]
@@ -140,14 +146,22 @@ def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
         model(ids)  # and generates between its steps
     assert any("the head is never called" in note for note in tunecompile.report(model).notes)
     model(ids).logits.softmax(-1)
-    assert "softmax reads them" in next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy").refused[0]
+    assert (
+        "softmax reads them"
+        in next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy").refused[0]
+    )
 
 
 @pytest.mark.parametrize("write", ["labels", pytest.param("own", marks=pytest.mark.slow)])
 def test_a_graph_that_is_retained(write):
     """Not in the first step, so that the backward is compiled for one that is not."""
+
     def run(m):
-        loss = m(**zoo.batch()).loss if write == "labels" else F.cross_entropy(m(zoo.batch()["input_ids"]).logits.flatten(0, 1), zoo.batch()["labels"].flatten())
+        loss = (
+            m(**zoo.batch()).loss
+            if write == "labels"
+            else F.cross_entropy(m(zoo.batch()["input_ids"]).logits.flatten(0, 1), zoo.batch()["labels"].flatten())
+        )
         if steps:
             loss.backward(retain_graph=True)
             loss.backward(retain_graph=True)
@@ -172,7 +186,9 @@ def test_forward_without_gradients_between_steps():
     for seed in range(2):
         equal(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
         with torch.no_grad():
-            assert model(**zoo.batch(seed=seed)).loss.item() == pytest.approx(reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5)
+            assert model(**zoo.batch(seed=seed)).loss.item() == pytest.approx(
+                reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5
+            )
     assert tunecompile.report(model).compiles == 1
 
 
@@ -341,15 +357,23 @@ class Outside(nn.Module):
     def __init__(self, use_reentrant: bool, dropout: float = 0.0):
         super().__init__()
         base = small(attention_dropout=dropout)
-        self.embed, self.layers, self.norm, self.head = base.model.embed_tokens, base.model.layers, base.model.norm, base.lm_head
+        self.embed, self.layers, self.norm, self.head = (
+            base.model.embed_tokens,
+            base.model.layers,
+            base.model.norm,
+            base.lm_head,
+        )
         self.rotary, self.use_reentrant = base.model.rotary_emb, use_reentrant
 
     def forward(self, input_ids, labels=None):
         x = self.embed(input_ids)
         tables = self.rotary(x, torch.arange(x.shape[1])[None])
         for layer in self.layers:
-            x = checkpoint(layer, x, None, None, None, position_embeddings=tables, use_reentrant=False) if not self.use_reentrant else \
-                checkpoint(lambda h, layer=layer: layer(h, position_embeddings=tables), x, use_reentrant=True)
+            x = (
+                checkpoint(layer, x, None, None, None, position_embeddings=tables, use_reentrant=False)
+                if not self.use_reentrant
+                else checkpoint(lambda h, layer=layer: layer(h, position_embeddings=tables), x, use_reentrant=True)
+            )
             x = x[0] if isinstance(x, tuple) else x
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
@@ -374,5 +398,12 @@ def test_checkpointing_from_outside(use_reentrant):
 def test_checkpointing_the_whole_model_from_outside():
     for use_reentrant in (False, True):
         model, reference = pair()
-        equal(model, reference, lambda m: checkpoint(lambda x: m(inputs_embeds=x).logits.square().mean(),
-                                                     torch.randn(2, 8, 64, requires_grad=True), use_reentrant=use_reentrant))
+        equal(
+            model,
+            reference,
+            lambda m: checkpoint(
+                lambda x: m(inputs_embeds=x).logits.square().mean(),
+                torch.randn(2, 8, 64, requires_grad=True),
+                use_reentrant=use_reentrant,
+            ),
+        )

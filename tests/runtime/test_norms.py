@@ -35,9 +35,14 @@ def test_gradients_are_those_of_eager(family, adapted, monkeypatch):
     for seed, length in enumerate((24, 17, 9)):
         loss, gradients = zoo.step(model, zoo.batch(length=length, seed=seed))
         expected, reference = zoo.step(plain, zoo.batch(length=length, seed=seed))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and max(zoo.errors(gradients, reference).values()) < 1e-5
+        assert (
+            loss.item() == pytest.approx(expected.item(), rel=1e-6)
+            and max(zoo.errors(gradients, reference).values()) < 1e-5
+        )
     (made,) = compiled(model)
-    assert made.compiles == 2 and any("rms_norm" in name for name in made.providers)  # as it is first, then for all lengths
+    assert made.compiles == 2 and any(
+        "rms_norm" in name for name in made.providers
+    )  # as it is first, then for all lengths
 
 
 def test_small_batches_and_evaluation_are_left_alone(monkeypatch):

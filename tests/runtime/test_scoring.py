@@ -16,7 +16,9 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def pair(adapted: bool = True, dtype: torch.dtype = torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
+def pair(
+    adapted: bool = True, dtype: torch.dtype = torch.float32, **options
+) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(optimized, as it was), with the same weights."""
     model = zoo.make("llama", num_hidden_layers=2)
     model = (zoo.adapt(model) if adapted else model).to(dtype).train()
@@ -54,7 +56,9 @@ def test_scores_are_compiled_and_right():
 def test_scores_before_the_first_step_and_of_other_shapes():
     model, reference = pair(adapted=False)
     for rows, length in ((2, 16), (3, 16), (3, 20), (4, 24), (1, 24)):
-        assert torch.allclose(score(model, rows=rows, length=length), score(reference, rows=rows, length=length), atol=1e-5)
+        assert torch.allclose(
+            score(model, rows=rows, length=length), score(reference, rows=rows, length=length), atol=1e-5
+        )
     assert compiled(model)["without_gradient"] <= 3
 
 
@@ -123,12 +127,17 @@ def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
 
 def fused(model: torch.nn.Module) -> torch.nn.Module:
     """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
+
     def forward(self, input_ids, attention_mask=None, labels=None):
-        hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[:, :-1]
+        hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[
+            :, :-1
+        ]
         taken = labels[:, 1:] != -100
         return (hidden[taken] @ model.lm_head.weight.t()).log_softmax(-1).gather(-1, labels[:, 1:][taken][:, None])
 
-    model.forward = types.FunctionType(forward.__code__, {"__name__": "trl.trainer.utils"}, closure=forward.__closure__, argdefs=forward.__defaults__).__get__(model)
+    model.forward = types.FunctionType(
+        forward.__code__, {"__name__": "trl.trainer.utils"}, closure=forward.__closure__, argdefs=forward.__defaults__
+    ).__get__(model)
     return model
 
 
@@ -144,7 +153,11 @@ def test_padding_is_left_out_of_scores_as_of_training():
             assert torch.allclose(reference(**padded(seed=step)), policy, atol=1e-5)
         policy.sum().backward()
     assert compiled(model) == {"training": 1, "without_gradient": 1}
-    assert any(key[0] == "without_gradient" and variant.attends for region in model._tunecompile.regions for key, variant in region.variants.items())
+    assert any(
+        key[0] == "without_gradient" and variant.attends
+        for region in model._tunecompile.regions
+        for key, variant in region.variants.items()
+    )
     assert "padding is left out of the layers (2 batches)" in tunecompile.report(model).notes
 
 

@@ -40,12 +40,21 @@ def slope_of_duals(model, parameters, ids):
         return {"slope": forward_ad.unpack_dual(loss(model, duals, ids)).tangent}
 
 
-@pytest.mark.parametrize("transform", [gradients, gradients_of_each_row, *(pytest.param(transform, marks=pytest.mark.slow) for transform in (slope, slope_of_duals))])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        gradients,
+        gradients_of_each_row,
+        *(pytest.param(transform, marks=pytest.mark.slow) for transform in (slope, slope_of_duals)),
+    ],
+)
 def test_calls_under_a_transform(transform):
     reference = zoo.make("llama", num_hidden_layers=2).train()
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     ids = zoo.batch()["input_ids"]
-    ours, theirs = (transform(m, {name: p.detach() for name, p in m.named_parameters()}, ids) for m in (model, reference))
+    ours, theirs = (
+        transform(m, {name: p.detach() for name, p in m.named_parameters()}, ids) for m in (model, reference)
+    )
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected)
     report = tunecompile.report(model)
@@ -57,7 +66,12 @@ def test_calls_under_a_transform(transform):
 def test_a_model_without_layers_under_a_transform():
     reference = Plain().train()
     model, x = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), torch.randn(3, WIDTH)
-    ours, theirs = (grad(lambda given: functional_call(m, given, x)["out"].square().sum())({n: p.detach() for n, p in m.named_parameters()}) for m in (model, reference))
+    ours, theirs = (
+        grad(lambda given: functional_call(m, given, x)["out"].square().sum())(
+            {n: p.detach() for n, p in m.named_parameters()}
+        )
+        for m in (model, reference)
+    )
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected)
     assert any("torch.func" in note for note in tunecompile.report(model).notes)

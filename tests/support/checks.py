@@ -16,7 +16,9 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 LAYOUTS = st.sampled_from(["contiguous", "strided", "transposed", "expanded", "offset"])
 
 
-def tensor(shape: tuple[int, ...], layout: str = "contiguous", dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+def tensor(
+    shape: tuple[int, ...], layout: str = "contiguous", dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
     """Random values behind the given strides."""
     if layout == "strided":
         made = torch.randn(*shape[:-1], shape[-1] * 2)[..., ::2]
@@ -35,8 +37,17 @@ def tensor(shape: tuple[int, ...], layout: str = "contiguous", dtype: torch.dtyp
 
 def wide(args):
     """The same arguments in fp64."""
-    return tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else torch.float64 if v in (torch.float32, torch.bfloat16, torch.float16)
-                    else v, list(args), is_leaf=lambda v: isinstance(v, torch.dtype))
+    return tree_map(
+        lambda v: (
+            v.double()
+            if isinstance(v, Tensor) and v.is_floating_point()
+            else torch.float64
+            if v in (torch.float32, torch.bfloat16, torch.float16)
+            else v
+        ),
+        list(args),
+        is_leaf=lambda v: isinstance(v, torch.dtype),
+    )
 
 
 def outputs(result) -> list[Tensor]:
@@ -59,10 +70,12 @@ def assert_fake_is_real(op: Op, *args) -> None:
     for r, f in zip(real, fake):
         assert (r.shape, r.dtype, r.device) == (f.shape, f.dtype, f.device), op.name
         if r.numel() > 1:
-            assert [s for s, n in zip(r.stride(), r.shape) if n > 1] == [s for s, n in zip(f.stride(), f.shape) if n > 1], op.name
+            assert [s for s, n in zip(r.stride(), r.shape) if n > 1] == [
+                s for s, n in zip(f.stride(), f.shape) if n > 1
+            ], op.name
     storages = [t.untyped_storage()._cdata for t in [*real, *outputs(args)] if t.numel()]
     mine = [t.untyped_storage()._cdata for t in real if t.numel()]
-    assert len(set(mine)) == len(mine) and not set(mine) & set(storages[len(mine):]), f"{op.name} returns a view"
+    assert len(set(mine)) == len(mine) and not set(mine) & set(storages[len(mine) :]), f"{op.name} returns a view"
 
 
 def assert_provider_is_exact(op: Op, name: str, *args, factor: float = 2.0) -> None:

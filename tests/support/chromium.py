@@ -1,11 +1,11 @@
 """Pages as a browser shows them: headless Chromium, by its command line alone.
 
-    @chromium.needed
-    def test_it(tmp_path):
-        page = write_a_page(tmp_path / "page.html")
-        seen = chromium.look(page)          # opened from disk; what it asked for, logged and shows
-        assert seen.addresses == seen.logged == [] and len(seen.pictures) == 2
-        assert chromium.pages_printed(page) >= 1
+@chromium.needed
+def test_it(tmp_path):
+    page = write_a_page(tmp_path / "page.html")
+    seen = chromium.look(page)          # opened from disk; what it asked for, logged and shows
+    assert seen.addresses == seen.logged == [] and len(seen.pictures) == 2
+    assert chromium.pages_printed(page) >= 1
 """
 
 import json
@@ -21,8 +21,20 @@ from typing import Any
 import pytest
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1300,1000")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--enable-logging=stderr",
+    "--window-size=1300,1000",
+)
 needed = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium in PATH (Debian: apt-get install chromium)")
 
 #: of every svg and img that is not folded away: the pixels it takes, and of those of an svg how many boxes and texts it holds
@@ -73,7 +85,13 @@ def picture(page: Path, out: Path, width: int = 1300, height: int = 1000) -> Pat
 
 
 def _run(folder: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([PROGRAM, *FLAGS, f"--user-data-dir={folder}/profile", *arguments], capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(
+        [PROGRAM, *FLAGS, f"--user-data-dir={folder}/profile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
 
 
 class _Reader(HTMLParser):
@@ -99,7 +117,12 @@ class _Reader(HTMLParser):
 
     def addresses(self) -> list[str]:
         """What a browser would fetch; data within the page is nothing to fetch, nor is a place in it."""
-        found = [attributes[name] for _, attributes in self.tags for name in ("src", "href", "srcset", "poster", "data", "xlink:href") if name in attributes]
+        found = [
+            attributes[name]
+            for _, attributes in self.tags
+            for name in ("src", "href", "srcset", "poster", "data", "xlink:href")
+            if name in attributes
+        ]
         for style in [*self.styles, *(attributes.get("style", "") for _, attributes in self.tags)]:
             found += re.findall(r"""(?:url\(\s*|@import\s+)["']?([^"'\s)]+)""", style)
         return [address for address in found if not address.startswith(("data:", "#"))]

@@ -60,13 +60,16 @@ class Subject:
 def plant(monkeypatch, subject: Subject, old: str = "", new: str = "") -> Op:
     """The subject's op made anew from changed source, under another name, where passes and models find it. Without a change: the same op again."""
     source = (FOLDER / f"{subject.file}.py").read_text()
-    assert not old or source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {subject.file}.py: the table of faults is older than the op"
+    assert not old or source.count(old) == 1, (
+        f"{old!r} stands {source.count(old)} times in {subject.file}.py: the table of faults is older than the op"
+    )
     suffix, register, before = f"_planted{next(_numbers)}", op_module.op, set(OPS)
 
     def renamed(*args: Any, **kwargs: Any) -> Callable:
         def under_another_name(function: Callable) -> Any:
             function.__name__ += suffix
             return register(*args, **kwargs)(function)
+
         return under_another_name
 
     module = types.ModuleType(f"planted{suffix}")
@@ -85,6 +88,7 @@ def plant(monkeypatch, subject: Subject, old: str = "", new: str = "") -> Op:
 
 # ---------------------------------------------------------------- the three nets
 
+
 def op_holds(op: Op, subject: Subject) -> bool:
     """Whether its gradients are those of its own values, and both are the plain function's, in fp64."""
     args = subject.args(torch.float64)
@@ -96,8 +100,13 @@ def op_holds(op: Op, subject: Subject) -> bool:
             given[i] = leaf
         return subject.call(op, *given)
 
-    consistent = not trained or torch.autograd.gradcheck(of, [args[i].detach().clone().requires_grad_() for i in trained], raise_exception=False)
-    got, expected = results(lambda *given: subject.call(op, *given), args), results(subject.meaning or subject.spelled, args)
+    consistent = not trained or torch.autograd.gradcheck(
+        of, [args[i].detach().clone().requires_grad_() for i in trained], raise_exception=False
+    )
+    got, expected = (
+        results(lambda *given: subject.call(op, *given), args),
+        results(subject.meaning or subject.spelled, args),
+    )
     try:
         assert_same(got[0] + got[1], expected[0] + expected[1], 1e-9)
     except AssertionError:
@@ -108,7 +117,13 @@ def op_holds(op: Op, subject: Subject) -> bool:
 def pass_holds(subject: Subject) -> bool:
     """Whether the rewritten graph gives what the plain function does. It has to be rewritten."""
     try:
-        seen = check(subject.spelled, *subject.args(subject.dtype), passes=family(*subject.passes), whole=False, tol=1e-5 if subject.dtype == torch.float32 else 2e-2)
+        seen = check(
+            subject.spelled,
+            *subject.args(subject.dtype),
+            passes=family(*subject.passes),
+            whole=False,
+            tol=1e-5 if subject.dtype == torch.float32 else 2e-2,
+        )
     except AssertionError as error:
         assert "relative error" in str(error), error
         return False
@@ -129,6 +144,7 @@ def model_holds(subject: Subject, monkeypatch) -> bool:
 
 
 # ---------------------------------------------------------------- the subjects
+
 
 def random(*shape: int, dtype: torch.dtype, grad: bool = True, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape) * scale).to(dtype).requires_grad_(grad)
@@ -185,34 +201,89 @@ def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):
 def a_head(**options) -> dict[str, Any]:
     """A subject's functions for one way to compute the loss."""
     given = {"scale": 1.0, "softcap": 0.0, "smoothing": 0.0} | options
-    return {"file": "linear_cross_entropy", "op": "linear_cross_entropy", "spelled": lambda x, w, labels: head(x, w, labels, **options),
-            "call": lambda op, x, w, labels: op(x, w, None, None, None, labels, given["scale"], given["softcap"], -100, given["smoothing"], True, True)[0] * 0.37,
-            "args": lambda dtype: [random(7, 5, dtype=dtype), random(9, 5, dtype=dtype), torch.tensor([3, -100, 0, 8, -100, 1, 2])],
-            "places": ((f"{RECOGNIZE}.linear_cross_entropy", "linear_cross_entropy"), ("tunecompile.runtime.loss_head.losses", "linear_cross_entropy")),
-            "passes": ("linear_cross_entropy",)}
+    return {
+        "file": "linear_cross_entropy",
+        "op": "linear_cross_entropy",
+        "spelled": lambda x, w, labels: head(x, w, labels, **options),
+        "call": lambda op, x, w, labels: (
+            op(x, w, None, None, None, labels, given["scale"], given["softcap"], -100, given["smoothing"], True, True)[
+                0
+            ]
+            * 0.37
+        ),
+        "args": lambda dtype: [
+            random(7, 5, dtype=dtype),
+            random(9, 5, dtype=dtype),
+            torch.tensor([3, -100, 0, 8, -100, 1, 2]),
+        ],
+        "places": (
+            (f"{RECOGNIZE}.linear_cross_entropy", "linear_cross_entropy"),
+            ("tunecompile.runtime.loss_head.losses", "linear_cross_entropy"),
+        ),
+        "passes": ("linear_cross_entropy",),
+    }
 
 
 def a_lora(**options) -> dict[str, Any]:
-    return {"file": "lora", "op": "lora_linear", "spelled": adapted, "call": by_lora, "places": ((f"{RECOGNIZE}.lora", "lora_linear"),), "passes": ("lora",),
-            "args": lambda dtype: [random(2, 3, 8, dtype=dtype), random(6, 8, dtype=dtype, grad=False), random(2, 8, dtype=dtype), random(6, 2, dtype=dtype),
-                                   *([random(6, dtype=dtype)] if options else [])]}
+    return {
+        "file": "lora",
+        "op": "lora_linear",
+        "spelled": adapted,
+        "call": by_lora,
+        "places": ((f"{RECOGNIZE}.lora", "lora_linear"),),
+        "passes": ("lora",),
+        "args": lambda dtype: [
+            random(2, 3, 8, dtype=dtype),
+            random(6, 8, dtype=dtype, grad=False),
+            random(2, 8, dtype=dtype),
+            random(6, 2, dtype=dtype),
+            *([random(6, dtype=dtype)] if options else []),
+        ],
+    }
 
 
 def a_norm(spelled, offset, first, model, dtype=torch.float32) -> Subject:
-    return Subject("rms_norm", "rms_norm", spelled, lambda op, x, w: op(x, w, 0.1, offset, first), lambda dtype: [random(3, 6, dtype=dtype), random(6, dtype=dtype)],
-                   ((f"{RECOGNIZE}.rms_norm", "op"),), ("rms_norm",), model, dtype=dtype)
+    return Subject(
+        "rms_norm",
+        "rms_norm",
+        spelled,
+        lambda op, x, w: op(x, w, 0.1, offset, first),
+        lambda dtype: [random(3, 6, dtype=dtype), random(6, dtype=dtype)],
+        ((f"{RECOGNIZE}.rms_norm", "op"),),
+        ("rms_norm",),
+        model,
+        dtype=dtype,
+    )
 
 
 def a_rotation(spelled, interleaved, model) -> Subject:
-    return Subject("rope", "rope", spelled, lambda op, x, cos, sin: op(x, cos, sin, interleaved),
-                   lambda dtype: [random(2, 3, 5, 4, dtype=dtype), *(random(2, 1, 5, 4, dtype=dtype, grad=False) for _ in range(2))],
-                   ((f"{RECOGNIZE}.rope", "op"),), ("rope",), model)
+    return Subject(
+        "rope",
+        "rope",
+        spelled,
+        lambda op, x, cos, sin: op(x, cos, sin, interleaved),
+        lambda dtype: [
+            random(2, 3, 5, 4, dtype=dtype),
+            *(random(2, 1, 5, 4, dtype=dtype, grad=False) for _ in range(2)),
+        ],
+        ((f"{RECOGNIZE}.rope", "op"),),
+        ("rope",),
+        model,
+    )
 
 
 def a_gate(activation, model) -> Subject:
     function = F.silu if activation == "silu" else lambda gate: F.gelu(gate, approximate="tanh")
-    return Subject("swiglu", "gated_activation", lambda gate, up: function(gate) * up, lambda op, gate, up: op(gate, up, activation),
-                   lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype)], ((f"{RECOGNIZE}.swiglu", "op"),), ("swiglu",), model)
+    return Subject(
+        "swiglu",
+        "gated_activation",
+        lambda gate, up: function(gate) * up,
+        lambda op, gate, up: op(gate, up, activation),
+        lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype)],
+        ((f"{RECOGNIZE}.swiglu", "op"),),
+        ("swiglu",),
+        model,
+    )
 
 
 def attention(q, k, v, window):
@@ -222,23 +293,34 @@ def attention(q, k, v, window):
         distance = places[:, None] - places
         mask = (distance >= 0) & (distance < (window or 99))
         shared = (x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
-        parts.append(F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1))
+        parts.append(
+            F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1)
+        )
     return torch.cat(parts)
 
 
 def an_attention(window, model) -> Subject:
-    return Subject("attention", "varlen_attention", lambda q, k, v: attention(q, k, v, window),
-                   lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
-                   lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
-                   (("tunecompile.integrations.varlen_attention", "_varlen"),), model=model)
+    return Subject(
+        "attention",
+        "varlen_attention",
+        lambda q, k, v: attention(q, k, v, window),
+        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
+        lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
+        (("tunecompile.integrations.varlen_attention", "_varlen"),),
+        model=model,
+    )
 
 
 def quantised(rows: int = 6, columns: int = 128) -> torch.nn.Module:
     """A layer of bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(5)
-    made = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.float32, compress_statistics=True, quant_type="nf4")
-    made.weight = bnb.nn.Params4bit(torch.randn(rows, columns), requires_grad=False, compress_statistics=True, quant_type="nf4")
+    made = bnb.nn.Linear4bit(
+        columns, rows, bias=False, compute_dtype=torch.float32, compress_statistics=True, quant_type="nf4"
+    )
+    made.weight = bnb.nn.Params4bit(
+        torch.randn(rows, columns), requires_grad=False, compress_statistics=True, quant_type="nf4"
+    )
     return made.to("cpu").train()
 
 
@@ -250,23 +332,52 @@ def by_bitsandbytes(x, layer):
 
 def dequantised(op, x, layer):
     weight, state = layer.weight.data, layer.weight.quant_state
-    return F.linear(x, op(weight, state.absmax, state.state2.code, state.state2.absmax, state.offset, *state.shape, 64, "nf4", torch.float32).to(x.dtype))
+    return F.linear(
+        x,
+        op(
+            weight,
+            state.absmax,
+            state.state2.code,
+            state.state2.absmax,
+            state.offset,
+            *state.shape,
+            64,
+            "nf4",
+            torch.float32,
+        ).to(x.dtype),
+    )
 
 
 SUBJECTS = {
     "norm": a_norm(norm, 0.0, True, lambda: model(full=True)),
     "Gemma's norm": a_norm(gemma_norm, 1.0, False, lambda: model("gemma2", full=True), torch.bfloat16),
-    "residual norm": Subject("rms_norm", "add_rms_norm", residual_norm, lambda op, x, r, w: op(x, r, w, 0.1, 0.0, True),
-                             lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype), random(6, dtype=dtype)],
-                             ((f"{RECOGNIZE}.add_rms_norm", "add_rms_norm"),), ("rms_norm", "add_rms_norm"), lambda: model(full=True)),
+    "residual norm": Subject(
+        "rms_norm",
+        "add_rms_norm",
+        residual_norm,
+        lambda op, x, r, w: op(x, r, w, 0.1, 0.0, True),
+        lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype), random(6, dtype=dtype)],
+        ((f"{RECOGNIZE}.add_rms_norm", "add_rms_norm"),),
+        ("rms_norm", "add_rms_norm"),
+        lambda: model(full=True),
+    ),
     "SwiGLU": a_gate("silu", model),
     "GeGLU": a_gate("gelu_tanh", lambda: model("gemma2")),
     "RoPE": a_rotation(rotated, False, model),
     "RoPE of pairs": a_rotation(rotated_in_pairs, True, lambda: model("helium")),
     "LoRA": Subject(**a_lora(), model=model),
     "LoRA and bias": Subject(**a_lora(bias=True), model=lambda: model("qwen2")),
-    "NF4": Subject("nf4", "dequantize_4bit", lambda x, layer: layer(x), dequantised, lambda dtype: [random(4, 128, dtype=dtype), quantised()],
-                   ((f"{RECOGNIZE}.nf4", "dequantize_4bit"),), ("nf4",), lambda: model(quantise=True), by_bitsandbytes),
+    "NF4": Subject(
+        "nf4",
+        "dequantize_4bit",
+        lambda x, layer: layer(x),
+        dequantised,
+        lambda dtype: [random(4, 128, dtype=dtype), quantised()],
+        ((f"{RECOGNIZE}.nf4", "dequantize_4bit"),),
+        ("nf4",),
+        lambda: model(quantise=True),
+        by_bitsandbytes,
+    ),
     "loss": Subject(**a_head(), model=model),
     "capped loss": Subject(**a_head(softcap=2.0), model=lambda: model("gemma2", final_logit_softcapping=1.0)),
     "scaled loss": Subject(**a_head(scale=3.0)),

@@ -8,32 +8,110 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
-             max_position_embeddings=128)
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    max_position_embeddings=128,
+)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 #: family -> how transformers calls it, and what its config needs beside `SMALL`
 NAMES: dict[str, tuple[str, dict]] = {
-    "llama": ("Llama", {}), "mistral": ("Mistral", {}), "qwen2": ("Qwen2", {}), "qwen3": ("Qwen3", {"head_dim": 16}), "gemma2": ("Gemma2", {"head_dim": 16}),
-    "gemma3": ("Gemma3", {"head_dim": 16}), "gemma": ("Gemma", {"head_dim": 16}), "phi3": ("Phi3", {"pad_token_id": 0}),
-    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.25}),
-    "olmo2": ("Olmo2", {}), "olmo3": ("Olmo3", {}), "cohere": ("Cohere", {"pad_token_id": 0}), "cohere2": ("Cohere2", {"pad_token_id": 0}),
-    "smollm3": ("SmolLM3", {"pad_token_id": 0}), "starcoder2": ("Starcoder2", {}), "helium": ("Helium", {"head_dim": 16}),
-    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}), "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}), "stablelm": ("StableLm", {"pad_token_id": 0}),
-    "nemotron": ("Nemotron", {"head_dim": 16}), "exaone4": ("Exaone4", {"pad_token_id": 0}), "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
-    "ministral": ("Ministral", {"head_dim": 16}), "apertus": ("Apertus", {}), "arcee": ("Arcee", {}), "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}), "lfm2": ("Lfm2", {}),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 16}), "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}), "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}), "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
-        "pad_token_id": 0, "eos_token_id": 1}), "deepseek_v3": ("DeepseekV3", {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1, "n_shared_experts": 1}), "glm4_moe": ("Glm4Moe", {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id": 0}), "phi": ("Phi", {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "gpt_neox": ("GPTNeoX", {}), "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}), "falcon": ("Falcon", {"new_decoder_architecture": True,
-        "num_kv_heads": 2, "alibi": False}), "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
-    "llama4": ("Llama4", {"intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [], "pad_token_id": 0}),  # PEFT cannot adapt its router
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16}),
+    "gemma3": ("Gemma3", {"head_dim": 16}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.25},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {}),
+    "cohere": ("Cohere", {"pad_token_id": 0}),
+    "cohere2": ("Cohere2", {"pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"pad_token_id": 0}),
+    "nemotron": ("Nemotron", {"head_dim": 16}),
+    "exaone4": ("Exaone4", {"pad_token_id": 0}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "ministral": ("Ministral", {"head_dim": 16}),
+    "apertus": ("Apertus", {}),
+    "arcee": ("Arcee", {}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
+    "lfm2": ("Lfm2", {}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "pad_token_id": 0,
+        },
+    ),
+    "phi": ("Phi", {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "llama4": (
+        "Llama4",
+        {"intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [], "pad_token_id": 0},
+    ),  # PEFT cannot adapt its router
 }
 NAMES["deepseek_v2"] = ("DeepseekV2", NAMES["deepseek_v3"][1])
 
@@ -55,22 +133,42 @@ def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 
     name, settings = NAMES[family]
-    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4") else "Config"))(**{**SMALL, **settings, **changes})
+    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4") else "Config"))(
+        **{**SMALL, **settings, **changes}
+    )
     torch.manual_seed(0)
     return getattr(tf, name + "ForCausalLM", getattr(tf, name + "LMHeadModel", None))(config)
 
 
-def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.float32, double: bool = True, storage: torch.dtype = torch.uint8,
-             kind: str = "nf4") -> nn.Module:
+def quantize(
+    model: nn.Module,
+    compute_dtype: torch.dtype = torch.float32,
+    double: bool = True,
+    storage: torch.dtype = torch.uint8,
+    kind: str = "nf4",
+) -> nn.Module:
     """Every linear but the head becomes NF4 (or another `kind`), in place; its bytes are kept as `storage`."""
     import bitsandbytes as bnb
 
     def visit(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name != "lm_head":
-                linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=compute_dtype,
-                                           quant_type=kind, compress_statistics=double, quant_storage=storage)
-                linear.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, quant_type=kind, compress_statistics=double, quant_storage=storage)
+                linear = bnb.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    compute_dtype=compute_dtype,
+                    quant_type=kind,
+                    compress_statistics=double,
+                    quant_storage=storage,
+                )
+                linear.weight = bnb.nn.Params4bit(
+                    child.weight.data,
+                    requires_grad=False,
+                    quant_type=kind,
+                    compress_statistics=double,
+                    quant_storage=storage,
+                )
                 if child.bias is not None:
                     linear.bias = nn.Parameter(child.bias.data, requires_grad=False)
                 setattr(module, name, linear.to(child.weight.device))
@@ -108,7 +206,12 @@ def by_labels(model: nn.Module, inputs: dict) -> torch.Tensor:
     return model(**inputs).loss
 
 
-def step(model: nn.Module, inputs: dict, autocast: torch.dtype | None = None, loss: Callable[[nn.Module, dict], torch.Tensor] = by_labels) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(
+    model: nn.Module,
+    inputs: dict,
+    autocast: torch.dtype | None = None,
+    loss: Callable[[nn.Module, dict], torch.Tensor] = by_labels,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, gradients by name) of one forward and backward."""
     device = next(iter(inputs.values())).device.type
     model.train()
@@ -124,7 +227,10 @@ def step(model: nn.Module, inputs: dict, autocast: torch.dtype | None = None, lo
 def errors(gradients: dict, reference: dict) -> dict[str, float]:
     """Relative error of each gradient."""
     assert set(gradients) == set(reference)
-    return {name: ((gradients[name].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)).item() for name, g in reference.items()}
+    return {
+        name: ((gradients[name].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)).item()
+        for name, g in reference.items()
+    }
 
 
 def in_fp32(model: nn.Module) -> nn.Module:
@@ -139,7 +245,9 @@ def in_fp32(model: nn.Module) -> nn.Module:
     for module in list(clone.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, bnb.nn.Linear4bit):
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device=child.weight.device)
+                linear = nn.Linear(
+                    child.in_features, child.out_features, bias=child.bias is not None, device=child.weight.device
+                )
                 weight = bnb.functional.dequantize_4bit(child.weight.data, child.weight.quant_state).float()
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 if child.bias is not None:

@@ -42,9 +42,21 @@ def exact_fp8(monkeypatch):
 
     def convert(values, source, target, rounding):
         if (source, target) == (tl.float32, tl.float8e4nv):  # saturating, as the GPU's instruction
-            return torch.from_numpy(values.view(numpy.float32).copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            return (
+                torch.from_numpy(values.view(numpy.float32).copy())
+                .clamp(-448, 448)
+                .to(torch.float8_e4m3fn)
+                .view(torch.uint8)
+                .numpy()
+            )
         if (source, target) == (tl.float8e4nv, tl.float32):
-            return torch.from_numpy(values.view(numpy.uint8).copy()).view(torch.float8_e4m3fn).float().numpy().view(numpy.uint32)
+            return (
+                torch.from_numpy(values.view(numpy.uint8).copy())
+                .view(torch.float8_e4m3fn)
+                .float()
+                .numpy()
+                .view(numpy.uint32)
+            )
         return theirs(values, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)

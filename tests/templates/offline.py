@@ -13,24 +13,50 @@ import torch
 
 def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
+
     def e(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype)
 
     def packed(n, k):
         blocks = n * k // 64
-        return [e(n * k // 2, 1, dtype=torch.uint8), e(blocks, dtype=torch.uint8), e(256, dtype=torch.float32),
-                e(blocks // 256, dtype=torch.float32), e(dtype=torch.float32)]
+        return [
+            e(n * k // 2, 1, dtype=torch.uint8),
+            e(blocks, dtype=torch.uint8),
+            e(256, dtype=torch.float32),
+            e(blocks // 256, dtype=torch.float32),
+            e(dtype=torch.float32),
+        ]
 
     def nested(function, *extra, **options):
         def call(p, a, code, scale, offset, *rest):
-            return function(p, a, (1024, 4096), torch.bfloat16, *rest,
-                            absmax_code=code, absmax_scale=scale, absmax_offset=offset, **options)
+            return function(
+                p,
+                a,
+                (1024, 4096),
+                torch.bfloat16,
+                *rest,
+                absmax_code=code,
+                absmax_scale=scale,
+                absmax_offset=offset,
+                **options,
+            )
+
         return call, packed(1024, 4096) + list(extra)
 
     def to_fp8(transposed):
         def call(out, scales, p, a, code, scale, offset):
-            return fp8.write_nf4(p, a, (1024, 4096), scales, out, transposed=transposed,
-                                 absmax_code=code, absmax_scale=scale, absmax_offset=offset)
+            return fp8.write_nf4(
+                p,
+                a,
+                (1024, 4096),
+                scales,
+                out,
+                transposed=transposed,
+                absmax_code=code,
+                absmax_scale=scale,
+                absmax_offset=offset,
+            )
+
         rows, width = (4096, 1072) if transposed else (1024, 4144)
         return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
 
@@ -45,37 +71,77 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
     gate, up = wide[:, :14336], wide[:, 14336:]
     return {
         "nf4": nested(nf4.dequantize),
-        "nf4_siblings": (lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
-            [nf4.Weight(p, a, code, scale, offset, 1024)] * 3, 4096, torch.empty(3072, 4160, dtype=torch.bfloat16),
-            [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)]), packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)]),
-        "fp8_quantize": (lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48), [e(64, 4096), e(64, 16, dtype=torch.float32)]),
+        "nf4_siblings": (
+            lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
+                [nf4.Weight(p, a, code, scale, offset, 1024)] * 3,
+                4096,
+                torch.empty(3072, 4160, dtype=torch.bfloat16),
+                [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)],
+            ),
+            packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)],
+        ),
+        "fp8_quantize": (
+            lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48),
+            [e(64, 4096), e(64, 16, dtype=torch.float32)],
+        ),
         "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8, 28672)]),
-        "fp8_adapter": (lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64), [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)]),
-        "fp8_dense": (lambda w, s, out: fp8.write_dense(w, s, out), [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)]),
-        "fp8_dense_transposed": (lambda w, s, out: fp8.write_dense(w.t(), s, out), [e(1024, 4096), e(1, 4096, dtype=torch.float32),
-                                                                                    e(4096, 1040, dtype=torch.float8_e4m3fn)]),
+        "fp8_adapter": (
+            lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64),
+            [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)],
+        ),
+        "fp8_dense": (
+            lambda w, s, out: fp8.write_dense(w, s, out),
+            [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)],
+        ),
+        "fp8_dense_transposed": (
+            lambda w, s, out: fp8.write_dense(w.t(), s, out),
+            [e(1024, 4096), e(1, 4096, dtype=torch.float32), e(4096, 1040, dtype=torch.float8_e4m3fn)],
+        ),
         "fp8_nf4": to_fp8(transposed=False),
         "fp8_nf4_transposed": to_fp8(transposed=True),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
-        "cross_entropy_all": (lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
-                              [e(8, 49152), labels]),
-        "cross_entropy_rows": (lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f), [e(8, 128256), labels, e(8, dtype=torch.float32)]),
+        "cross_entropy_all": (
+            lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+            [e(8, 49152), labels],
+        ),
+        "cross_entropy_rows": (
+            lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f),
+            [e(8, 128256), labels, e(8, dtype=torch.float32)],
+        ),
         "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
         "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
-        "rms_norm_backward": (lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True), [x, x, w, x]),
-        "rms_norm_heads": (lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False), [q, q, e(128)]),
+        "rms_norm_backward": (
+            lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True),
+            [x, x, w, x],
+        ),
+        "rms_norm_heads": (
+            lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
+            [q, q, e(128)],
+        ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
-        "lora_columns": (lambda xa, out: lora.append_columns(xa, out, 4096), [e(64, 16, dtype=torch.float32), e(64, 4112)]),
+        "lora_columns": (
+            lambda xa, out: lora.append_columns(xa, out, 4096),
+            [e(64, 16, dtype=torch.float32), e(64, 4112)],
+        ),
         "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [e(64, 4096), e(64, 32), e(64, 4160)]),
         "lora_mlp_piece": (piece, [gate, wide, e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
-        "lora_mlp": (lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736), [gate, wide, e(64, 16), e(64, 32)]),
+        "lora_mlp": (
+            lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),
+            [gate, wide, e(64, 16), e(64, 32)],
+        ),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
 
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int64: "*i64",
-         torch.float8_e4m3fn: "*fp8e4nv"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
 
 
 def compile_for(architectures, modules):
@@ -94,7 +160,7 @@ def compile_for(architectures, modules):
                 continue
             launches.clear()
             function(*args)
-            (kernel, args, options), = launches
+            ((kernel, args, options),) = launches
             warps, stages = options.pop("num_warps"), options.pop("num_stages", 3)
             signature, constants, attributes = {}, dict(options), {}
             for i, (argument, value) in enumerate(zip(kernel.arg_names, args)):
@@ -106,10 +172,22 @@ def compile_for(architectures, modules):
                         attributes[(i,)] = [["tt.divisibility", 16]]
             signature = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-            compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps, "num_stages": stages})
+            compiled = triton.compile(
+                source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps, "num_stages": stages}
+            )
             ptx = compiled.asm["ptx"]
-            print(json.dumps({"name": name, "cc": cc, "shared": compiled.metadata.shared, "wide_stores": "st.global.v4.b32" in ptx,
-                              "wide_loads": "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "name": name,
+                        "cc": cc,
+                        "shared": compiled.metadata.shared,
+                        "wide_stores": "st.global.v4.b32" in ptx,
+                        "wide_loads": "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx,
+                    }
+                ),
+                flush=True,
+            )
 
 
 def trace(modules):
@@ -133,7 +211,10 @@ def trace(modules):
         nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
         written = [sorted(n.kwargs.get("tensors_to_clone", ())) for n in nodes]
         copies = [str(n.target) for n in graph.nodes if any(s in str(n.target) for s in ("clone", "copy", "scatter"))]
-        print(json.dumps({"name": name, "targets": [str(n.target) for n in nodes], "written": written, "copies": copies}), flush=True)
+        print(
+            json.dumps({"name": name, "targets": [str(n.target) for n in nodes], "written": written, "copies": copies}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

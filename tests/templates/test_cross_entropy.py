@@ -40,7 +40,12 @@ def check(logits, labels, error, bound, tile=SMALL, **options):
 
 
 OPTIONS = (
-    {}, {"softcap": 30.0}, {"softcap": 5.0, "scale": 0.5}, {"scale": 0.0625}, {"label_smoothing": 0.1}, {"z_loss": 1e-2},
+    {},
+    {"softcap": 30.0},
+    {"softcap": 5.0, "scale": 0.5},
+    {"scale": 0.0625},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
     {"label_smoothing": 0.1, "softcap": 10.0, "scale": 2.0, "z_loss": 1e-3, "ignore_index": 7},
 )
 

@@ -17,8 +17,13 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 def start(*arguments):
     """offline.py in a process of its own: the interpreter of the other tests replaces triton.jit for good."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, Path(__file__).with_name("offline.py"), *map(str, arguments)],
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("offline.py"), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process):
@@ -33,17 +38,34 @@ def test_compiles_within_the_card(cc):
     assert len(kernels) >= 12
     for name, line in kernels.items():
         assert line["shared"] <= SHARED_LIMIT[cc], name
-        assert line["wide_loads"] and (line["wide_stores"] or name == "fp8_adapter"), f"{name}: no 16-byte accesses on sm_{cc}"  # it writes few columns
+        assert line["wide_loads"] and (line["wide_stores"] or name == "fp8_adapter"), (
+            f"{name}: no 16-byte accesses on sm_{cc}"
+        )  # it writes few columns
 
 
 def test_traced_launches_become_nodes_that_write_what_they_should():
-    written = {"nf4": ["out"], "cross_entropy": ["logits", "losses", "lses"], "rms_norm": ["total", "y"], "rms_norm_wide": ["y"],
-               "rms_norm_backward": ["dweight", "dx"], "rms_norm_heads": ["dx"],
-               "fp8_quantize": ["out", "scales"], "fp8_quantize_wide": ["out", "scales"], "fp8_adapter": ["out", "scales"],
-               "fp8_dense": ["out"],
-               "fp8_dense_transposed": ["out"], "fp8_nf4": ["out"], "fp8_nf4_transposed": ["out"], "swiglu": ["out"], "swiglu_backward": ["both", "out"],
-               "lora_rows": ["out"], "lora_columns": ["out"], "lora_mlp": ["both", "parts"],
-               "lora_beside": ["out"], "lora_mlp_piece": ["both", "parts"]}
+    written = {
+        "nf4": ["out"],
+        "cross_entropy": ["logits", "losses", "lses"],
+        "rms_norm": ["total", "y"],
+        "rms_norm_wide": ["y"],
+        "rms_norm_backward": ["dweight", "dx"],
+        "rms_norm_heads": ["dx"],
+        "fp8_quantize": ["out", "scales"],
+        "fp8_quantize_wide": ["out", "scales"],
+        "fp8_adapter": ["out", "scales"],
+        "fp8_dense": ["out"],
+        "fp8_dense_transposed": ["out"],
+        "fp8_nf4": ["out"],
+        "fp8_nf4_transposed": ["out"],
+        "swiglu": ["out"],
+        "swiglu_backward": ["both", "out"],
+        "lora_rows": ["out"],
+        "lora_columns": ["out"],
+        "lora_mlp": ["both", "parts"],
+        "lora_beside": ["out"],
+        "lora_mlp_piece": ["both", "parts"],
+    }
     lines = finish(start("trace"))
     assert len(lines) >= 12
     for line in lines:
@@ -51,5 +73,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
-        overwrites = name.startswith(("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4"))
+        overwrites = name.startswith(
+            ("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4")
+        )
         assert line["copies"] == (["aten.copy_.default"] if overwrites else []), line

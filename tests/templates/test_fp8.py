@@ -22,19 +22,25 @@ def assert_rounded(quantized, scale, exact):
     assert ((value - exact).abs() <= limit).all(), ((value - exact).abs() / limit).max()
 
 
-@pytest.mark.parametrize("rows,columns,ranks,width", [(1, 16, 0, 16), (5, 576, 4, 592), (3, 1000, 16, 1056), (2, 96, 33, 256)])
+@pytest.mark.parametrize(
+    "rows,columns,ranks,width", [(1, 16, 0, 16), (5, 576, 4, 592), (3, 1000, 16, 1056), (2, 96, 33, 256)]
+)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_rows(device, dtype, rows, columns, ranks, width):
     x = make(rows, 2 * columns, device=device, dtype=dtype)[:, :columns]  # row-strided
     extra = make(rows, ranks, device=device, seed=1, scale=3.0) if ranks else None
     got, scale = fp8.quantize_rows(x, extra, width)
     assert got.shape == (rows, width) and scale.shape == (rows, 1) and got.is_contiguous()
-    largest = x.float().abs().amax(1, keepdim=True) if extra is None else torch.cat([x.float(), extra], 1).abs().amax(1, keepdim=True)
+    largest = (
+        x.float().abs().amax(1, keepdim=True)
+        if extra is None
+        else torch.cat([x.float(), extra], 1).abs().amax(1, keepdim=True)
+    )
     torch.testing.assert_close(scale, largest / 448, rtol=1e-6, atol=0)
     assert_rounded(got[:, :columns], scale, x)
-    assert (got[:, columns + 3 * ranks:].float() == 0).all()
+    assert (got[:, columns + 3 * ranks :].float() == 0).all()
     if ranks:
-        high, low, again = got[:, columns:columns + 3 * ranks].split(ranks, 1)
+        high, low, again = got[:, columns : columns + 3 * ranks].split(ranks, 1)
         assert torch.equal(high.float(), again.float())
         assert_rounded(high, scale, extra)
         error = ((high.double() + low.double()) * scale.double() - extra.double()).abs()
@@ -95,8 +101,8 @@ def test_nf4_in_both_directions(device, n, k, blocksize, quant_type, nested):
     assert torch.equal(out[:, k:].float(), before)
     out, scale = fp8.begin_weight(exact.abs().max(), None, k, n + 7, n + 9)
     fp8.write_nf4(w.packed, w.absmax, w.shape, scale, out, column=7, transposed=True, **w.options)
-    assert_rounded(out[:, 7:n + 7], scale[0][:, None], exact.t())
-    assert (out[:, n + 7:].float() == 0).all()
+    assert_rounded(out[:, 7 : n + 7], scale[0][:, None], exact.t())
+    assert (out[:, n + 7 :].float() == 0).all()
 
 
 def test_what_does_not_fit_is_refused(device):

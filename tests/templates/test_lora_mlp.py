@@ -16,12 +16,14 @@ def inputs(rows, columns, ranks, device, dtype):
 
 def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0, tile=None):
     grad, gate_up, down, xa = inputs(rows, columns, ranks, device, dtype)
-    both, d_bg, d_bu, d_a = lora_mlp.backward(grad, gate_up, down, xa, ranks[1:], activation, width=2 * columns + extra, tile=tile)
+    both, d_bg, d_bu, d_a = lora_mlp.backward(
+        grad, gate_up, down, xa, ranks[1:], activation, width=2 * columns + extra, tile=tile
+    )
     gate, up = gate_up.split(columns, 1)
     exact = torch.cat(reference(gate, up, activation, grad), 1)
     assert both.shape == (rows, 2 * columns + extra) and both.dtype == dtype
-    assert error(both[:, :2 * columns], exact) < bound(dtype)
-    dg, du = (part.double() for part in both[:, :2 * columns].split(columns, 1))  # what is summed is what is stored
+    assert error(both[:, : 2 * columns], exact) < bound(dtype)
+    dg, du = (part.double() for part in both[:, : 2 * columns].split(columns, 1))  # what is summed is what is stored
     xg, xu = xa.double().split(ranks[1:], 1)
     assert error(d_bg, xg.t() @ dg) < 1e-5 and error(d_bu, xu.t() @ du) < 1e-5
     a = REFERENCE[activation](gate.double()) * up.double()
@@ -29,10 +31,23 @@ def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0
 
 
 @pytest.mark.parametrize("activation", REFERENCE)
-@pytest.mark.parametrize("dtype", (torch.float16,) + ((torch.bfloat16,) if torch.cuda.is_available() else ()))  # the interpreter has no bf16 dot
+@pytest.mark.parametrize(
+    "dtype", (torch.float16,) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
+)  # the interpreter has no bf16 dot
 @pytest.mark.parametrize("rows, columns, ranks", [(1, 8, (1, 2, 3)), (70, 96, (16, 16, 16)), (33, 40, (4, 24, 8))])
 def test_against_fp64(device, error, bound, rows, columns, ranks, dtype, activation):
-    check(rows, columns, ranks, device, dtype, activation, error, bound, extra=sum(ranks[1:]), tile=Tile(32, rows=48, num_warps=4, step=16))
+    check(
+        rows,
+        columns,
+        ranks,
+        device,
+        dtype,
+        activation,
+        error,
+        bound,
+        extra=sum(ranks[1:]),
+        tile=Tile(32, rows=48, num_warps=4, step=16),
+    )
 
 
 def test_strides_that_do_not_fit(device):
@@ -44,7 +59,9 @@ def test_strides_that_do_not_fit(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, columns, ranks", [(8192, 14336, (16, 16, 16)), (1000, 8192, (64, 32, 8)), (2048, 1536, (16, 16, 16))])
+@pytest.mark.parametrize(
+    "rows, columns, ranks", [(8192, 14336, (16, 16, 16)), (1000, 8192, (64, 32, 8)), (2048, 1536, (16, 16, 16))]
+)
 def test_real_size(gpu_only, device, error, bound, rows, columns, ranks):
     check(rows, columns, ranks, device, torch.bfloat16, "silu", error, bound, extra=ranks[1] + ranks[2])
 
@@ -86,10 +103,16 @@ def provided(name, arguments, dying=()):
 
     forward, backward = (next(p for p in o.providers if p.name == name).run for o in (op, op.backward_op))
     reference, exact = op.reference(*arguments), op.reference(*wide(arguments))
-    saved = [torch.randn(reference[0].shape, device=reference[0].device).to(reference[0].dtype), *arguments, *reference[1:]]
+    saved = [
+        torch.randn(reference[0].shape, device=reference[0].device).to(reference[0].dtype),
+        *arguments,
+        *reference[1:],
+    ]
     told = {"dying": dying} if dying else {}
-    return [*zip(forward(*arguments, used=[True] * 4), reference, exact),
-            *zip(backward(*saved, **told), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved)))]
+    return [
+        *zip(forward(*arguments, used=[True] * 4), reference, exact),
+        *zip(backward(*saved, **told), op.backward_op.reference(*saved), op.backward_op.reference(*wide(saved))),
+    ]
 
 
 @pytest.mark.parametrize("dying", [(), ("out1",)])
@@ -127,8 +150,14 @@ def through_pieces(op, arguments, tiles):
     run, backward = (next(p for p in o.providers if p.name == "joined").run for o in (op.tiled, op.tiled.backward_op))
     (theirs, *saved), (best, *exact) = op.reference(*arguments), op.reference(*wide(arguments))
     grad = torch.randn(theirs.shape, device=theirs.device).to(theirs.dtype)
-    return [(run(*arguments, tiles), theirs, best), *zip(backward(grad, *arguments, tiles), op.backward_op.reference(grad, *arguments, *saved),
-                                                         op.backward_op.reference(*wide([grad, *arguments]), *exact))]
+    return [
+        (run(*arguments, tiles), theirs, best),
+        *zip(
+            backward(grad, *arguments, tiles),
+            op.backward_op.reference(grad, *arguments, *saved),
+            op.backward_op.reference(*wide([grad, *arguments]), *exact),
+        ),
+    ]
 
 
 @pytest.mark.parametrize("tiles", [1, 4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (2, 16))])

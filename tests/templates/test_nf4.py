@@ -7,9 +7,24 @@ pytest.importorskip("triton")
 from tunecompile.templates import nf4  # noqa: E402
 from tunecompile.templates.nf4 import Adapter  # noqa: E402
 
-NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+NF4 = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
 FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)]
 CODES = {"nf4": NF4, "fp4": FP4}
 
@@ -25,9 +40,11 @@ class Weight:
         self.packed = torch.randint(0, 256, ((elements + 1) // 2, 1), generator=g, dtype=torch.uint8).to(device)
         if nested:
             self.absmax = torch.randint(0, 256, (blocks,), generator=g, dtype=torch.uint8).to(device)
-            self.nested = dict(absmax_code=torch.linspace(-1, 1, 256).pow(3).to(device),
-                               absmax_scale=torch.rand(-(-blocks // 256), generator=g).add(0.1).to(device),
-                               absmax_offset=torch.tensor(0.7, device=device))
+            self.nested = dict(
+                absmax_code=torch.linspace(-1, 1, 256).pow(3).to(device),
+                absmax_scale=torch.rand(-(-blocks // 256), generator=g).add(0.1).to(device),
+                absmax_offset=torch.tensor(0.7, device=device),
+            )
         else:
             self.absmax, self.nested = torch.rand(blocks, generator=g).add(0.1).to(device), {}
 
@@ -63,7 +80,9 @@ def test_bit_equal(device, cast, dtype, nested):
 
 
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
-@pytest.mark.parametrize("n,k,blocksize", [(1, 64, 64), (3, 8, 64), (5, 100, 64), (3, 7, 32), (1, 1, 64), (2, 4096, 128), (37, 24, 4096)])
+@pytest.mark.parametrize(
+    "n,k,blocksize", [(1, 64, 64), (3, 8, 64), (5, 100, 64), (3, 7, 32), (1, 1, 64), (2, 4096, 128), (37, 24, 4096)]
+)
 def test_shapes(device, cast, n, k, blocksize, quant_type):
     w = Weight(n, k, device, blocksize=blocksize, quant_type=quant_type)
     assert torch.equal(nf4.dequantize(*w.arguments(torch.bfloat16), **w.options), w.reference(torch.bfloat16, cast))
@@ -79,7 +98,9 @@ def test_absmax_product_is_rounded_before_the_offset_is_added(device, cast):
     """A fused multiply-add gives another last bit for some of these."""
     w = Weight(256, 64, device, seed=3)
     code, outer, offset = w.nested.values()
-    fused = (code.double()[w.absmax.long()] * outer.double().repeat_interleave(256)[: len(w.absmax)] + offset.double()).float()
+    fused = (
+        code.double()[w.absmax.long()] * outer.double().repeat_interleave(256)[: len(w.absmax)] + offset.double()
+    ).float()
     packed = torch.full_like(w.packed, 0xFF)  # code 1.0: the result is the block's scale
     y = nf4.dequantize(packed, w.absmax, w.shape, torch.float32, **w.options)
     w.packed = packed
@@ -90,7 +111,9 @@ def test_absmax_product_is_rounded_before_the_offset_is_added(device, cast):
 def test_unaligned_storage_and_flat_packed(device, cast):
     w = Weight(6, 16, device)
     shifted = torch.cat([w.packed.new_zeros(1), w.packed.flatten()])[1:]
-    assert torch.equal(nf4.dequantize(shifted, w.absmax, w.shape, torch.bfloat16, **w.options), w.reference(torch.bfloat16, cast))
+    assert torch.equal(
+        nf4.dequantize(shifted, w.absmax, w.shape, torch.bfloat16, **w.options), w.reference(torch.bfloat16, cast)
+    )
 
 
 @pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
@@ -113,8 +136,8 @@ def test_extended(device, cast, b_dtype, ranks, rows):
         n, r = w.shape[0], 2 + len(adapters)
         b = torch.randn(n, 2 * r, generator=torch.Generator().manual_seed(r)).to(device, b_dtype)[:, :r]  # row-strided
         adapters.append(Adapter(b, 0.3, first))
-        expected[row:row + n, :64] = w.reference(torch.bfloat16, cast)
-        expected[row:row + n, 64 + first:64 + first + r] = cast(b.float() * 0.3, torch.bfloat16)
+        expected[row : row + n, :64] = w.reference(torch.bfloat16, cast)
+        expected[row : row + n, 64 + first : 64 + first + r] = cast(b.float() * 0.3, torch.bfloat16)
         row, first = row + n, first + r
     nf4.dequantize_siblings([w.member() for w in weights], 64, out, adapters)
     assert torch.equal(out, expected)
@@ -127,7 +150,9 @@ def test_refuses_what_it_cannot_hold(device):
     with pytest.raises(ValueError, match="absmax"):
         nf4.dequantize(w.packed, w.absmax, w.shape, torch.bfloat16)
     with pytest.raises(ValueError, match="does not fit"):
-        nf4.dequantize_siblings([w.member()], 16, torch.zeros(4, 20, device=device), [Adapter(torch.zeros(4, 8, device=device), 1.0, 0)])
+        nf4.dequantize_siblings(
+            [w.member()], 16, torch.zeros(4, 20, device=device), [Adapter(torch.zeros(4, 8, device=device), 1.0, 0)]
+        )
 
 
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))

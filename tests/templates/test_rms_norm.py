@@ -7,8 +7,11 @@ pytest.importorskip("triton")
 from tunecompile.templates import rms_norm  # noqa: E402
 from tunecompile.templates._tiles import Tile  # noqa: E402
 
-FAMILIES = {"llama": dict(offset=0.0, round_before_scale=True), "gemma": dict(offset=1.0, round_before_scale=False),
-            "olmo2": dict(offset=0.0, round_before_scale=False)}
+FAMILIES = {
+    "llama": dict(offset=0.0, round_before_scale=True),
+    "gemma": dict(offset=1.0, round_before_scale=False),
+    "olmo2": dict(offset=0.0, round_before_scale=False),
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -31,7 +34,11 @@ def make(shape, device, dtype, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", (False, True), ids=("plain", "residual"))
 def test_against_fp64(device, error, bound, dtype, family, residual):
-    x, weight, grad = make((2, 3, 576), device, dtype) * 3, make((576,), device, dtype, 1), make((2, 3, 576), device, dtype, 2)
+    x, weight, grad = (
+        make((2, 3, 576), device, dtype) * 3,
+        make((576,), device, dtype, 1),
+        make((2, 3, 576), device, dtype, 2),
+    )
     other = make((2, 3, 576), device, dtype, 3) if residual else None
     options = FAMILIES[family]
     y, total = reference(x, weight, 1e-3, options["offset"], residual=other)
@@ -41,14 +48,20 @@ def test_against_fp64(device, error, bound, dtype, family, residual):
     assert error(got, y) < limit and got.dtype == dtype
     assert error(got_total, total) < bound(dtype)
     dx, dw = reference(got_total, weight, 1e-3, options["offset"], grad, residual_grad=other)
-    got_dx, got_dw = rms_norm.backward(grad, got_total, weight, 1e-3, residual_grad=other, need_weight_grad=True, **options)
+    got_dx, got_dw = rms_norm.backward(
+        grad, got_total, weight, 1e-3, residual_grad=other, need_weight_grad=True, **options
+    )
     assert error(got_dx, dx) < bound(dtype) and error(got_dw, dw) < bound(dtype) and got_dw.dtype == torch.float32
     assert torch.equal(rms_norm.backward(grad, got_total, weight, 1e-3, residual_grad=other, **options), got_dx)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (5, 7), (1, 130), (2, 1025), (37, 64), (2, 2, 3, 96)])
 def test_odd_shapes(device, error, shape):
-    x, weight, grad = make(shape, device, torch.float32), make(shape[-1:], device, torch.float32, 1), make(shape, device, torch.float32, 2)
+    x, weight, grad = (
+        make(shape, device, torch.float32),
+        make(shape[-1:], device, torch.float32, 1),
+        make(shape, device, torch.float32, 2),
+    )
     y, _ = reference(x, weight, 1e-5, 1.0)
     dx, dw = reference(x, weight, 1e-5, 1.0, grad)
     assert error(rms_norm.forward(x, weight, 1e-5, **FAMILIES["gemma"]), y) < 2e-6
@@ -62,7 +75,7 @@ def test_strided_heads_of_a_fused_projection(device, error, transposed):
     """q's norm reads its columns of the q|k|v buffer, in either order of the head and time dimensions."""
     b, t, heads, d = 2, 5, 3, 32
     qkv, weight = make((b, t, 5 * d), device, torch.float32), make((d,), device, torch.float32, 1)
-    x = qkv[..., d:4 * d].unflatten(-1, (heads, d))
+    x = qkv[..., d : 4 * d].unflatten(-1, (heads, d))
     grad = make((b, heads, t, d), device, torch.float32, 2).transpose(1, 2)
     if transposed:
         x, grad = x.transpose(1, 2), grad.transpose(1, 2)
@@ -83,15 +96,23 @@ def test_rounds_before_the_scale(device, cast):
     assert not torch.equal(first, last)
     for options, expected, other in ((FAMILIES["llama"], first, last), (FAMILIES["olmo2"], last, first)):
         got = rms_norm.forward(x, weight, 1e-6, **options)
-        assert (got == expected).float().mean() > 0.99 > (got == other).float().mean()  # rsqrt may differ in the last bit
+        assert (
+            (got == expected).float().mean() > 0.99 > (got == other).float().mean()
+        )  # rsqrt may differ in the last bit
 
 
 def test_fp32_weight_on_bf16_and_no_weight(device, error, bound):
-    x, weight, grad = make((3, 40), device, torch.bfloat16), make((40,), device, torch.float32, 1), make((3, 40), device, torch.float32, 2)
+    x, weight, grad = (
+        make((3, 40), device, torch.bfloat16),
+        make((40,), device, torch.float32, 1),
+        make((3, 40), device, torch.float32, 2),
+    )
     y, _ = reference(x, weight, 1e-6, 0.0)
     got = rms_norm.forward(x, weight, 1e-6)
     assert got.dtype == torch.float32 and error(got, y) < bound(torch.bfloat16)
-    assert error(rms_norm.backward(grad, x, weight, 1e-6), reference(x, weight, 1e-6, 0.0, grad)[0]) < bound(torch.bfloat16)
+    assert error(rms_norm.backward(grad, x, weight, 1e-6), reference(x, weight, 1e-6, 0.0, grad)[0]) < bound(
+        torch.bfloat16
+    )
     ones = torch.ones(40, device=device)
     assert error(rms_norm.forward(x, None, 1e-6), reference(x, ones, 1e-6, 0.0)[0]) < bound(torch.bfloat16)
     assert error(rms_norm.backward(grad, x, None, 1e-6), reference(x, ones, 1e-6, 0.0, grad)[0]) < bound(torch.bfloat16)
@@ -99,7 +120,11 @@ def test_fp32_weight_on_bf16_and_no_weight(device, error, bound):
 
 def test_more_rows_than_programs(device, error):
     """The weight gradient's programs each loop over rows."""
-    x, weight, grad = make((70, 33), device, torch.float32), make((33,), device, torch.float32, 1), make((70, 33), device, torch.float32, 2)
+    x, weight, grad = (
+        make((70, 33), device, torch.float32),
+        make((33,), device, torch.float32, 1),
+        make((70, 33), device, torch.float32, 2),
+    )
     dx, dw = reference(x, weight, 1e-6, 0.0, grad)
     got_dx, got_dw = rms_norm.backward(grad, x, weight, 1e-6, need_weight_grad=True, tile=Tile(0, rows=2, num_warps=32))
     assert error(got_dx, dx) < 2e-6 and error(got_dw, dw) < 2e-6

@@ -50,37 +50,71 @@ def test_the_skeleton_holds_and_its_own_test_passes(tmp_path):
 @pytest.mark.slow
 def test_the_skeletons_test_and_benchmark_run(tmp_path):
     write("capped_two", tmp_path / "new")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path / "new", capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path / "new",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-3000:]
-    done = subprocess.run([sys.executable, "benchmark.py"], cwd=tmp_path / "new", capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "benchmark.py"], cwd=tmp_path / "new", capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0 and done.stdout.count(" ms") == 3, done.stdout + done.stderr[-2000:]
 
 
 def test_a_wrong_gradient_is_found_by_every_net(tmp_path):
     found = failed(*skeleton(tmp_path, "wrong_sign", ("(1 - torch.tanh", "(1 + torch.tanh")))
-    assert {"pass: right in float32", "op: wrong_sign: gradients are those of its values", "model: a training step is verified"} <= found
+    assert {
+        "pass: right in float32",
+        "op: wrong_sign: gradients are those of its values",
+        "model: a training step is verified",
+    } <= found
     assert any(asked.startswith("near miss") for asked in found) and not any("found in" in asked for asked in found)
 
 
 @pytest.mark.slow
 def test_a_pattern_that_holds_too_much_is_found_by_near_misses(tmp_path):
     """The two constants need not be equal for it to match."""
-    found = failed(*skeleton(tmp_path, "too_wide", ("to=lambda x, cap: too_wide", "to=lambda x, cap, other: too_wide"), ("def capped(x, cap):", "def capped(x, cap, other):"),
-                             ("    return torch.tanh(x / cap) * cap\n\n\nPASSES", "    return torch.tanh(x / cap) * other\n\n\nPASSES")))
+    found = failed(
+        *skeleton(
+            tmp_path,
+            "too_wide",
+            ("to=lambda x, cap: too_wide", "to=lambda x, cap, other: too_wide"),
+            ("def capped(x, cap):", "def capped(x, cap, other):"),
+            ("    return torch.tanh(x / cap) * cap\n\n\nPASSES", "    return torch.tanh(x / cap) * other\n\n\nPASSES"),
+        )
+    )
     assert found and all(asked.startswith("near miss") for asked in found), found
 
 
 def test_a_pattern_that_finds_nothing_is_told(tmp_path):
-    passes, examples = skeleton(tmp_path, "too_narrow", ("    return torch.tanh(x / cap) * cap\n\n\nPASSES", "    return torch.tanh(x / cap) + cap\n\n\nPASSES"))
+    passes, examples = skeleton(
+        tmp_path,
+        "too_narrow",
+        ("    return torch.tanh(x / cap) * cap\n\n\nPASSES", "    return torch.tanh(x / cap) + cap\n\n\nPASSES"),
+    )
     findings = [finding for finding in check(passes, examples) if not finding.passed]
     assert {finding.net for finding in findings} == {"pass", "spelling", "op", "model"}
-    assert any(finding.asked == "found in float32" and "__init__.py" in finding.detail for finding in findings), [str(f) for f in findings]
+    assert any(finding.asked == "found in float32" and "__init__.py" in finding.detail for finding in findings), [
+        str(f) for f in findings
+    ]
 
 
 @pytest.mark.slow
 def test_a_result_that_is_rounded(tmp_path):
     """Its gradients are right, and in bf16 so is it."""
-    found = failed(*skeleton(tmp_path, "rounds", ("    return torch.tanh(x / cap) * cap\n\n\n@rounds", "    return (torch.tanh(x / cap) * cap).bfloat16().to(x.dtype)\n\n\n@rounds")))
+    found = failed(
+        *skeleton(
+            tmp_path,
+            "rounds",
+            (
+                "    return torch.tanh(x / cap) * cap\n\n\n@rounds",
+                "    return (torch.tanh(x / cap) * cap).bfloat16().to(x.dtype)\n\n\n@rounds",
+            ),
+        )
+    )
     assert "pass: right in float32" in found and "pass: right in bfloat16" not in found
 
 
@@ -88,17 +122,37 @@ def test_a_result_that_is_rounded(tmp_path):
 def test_a_package_that_is_installed_elsewhere():
     """Its module is known by its folder; a plan pass of it takes no part in what is asked of graphs."""
     package = Path(__file__).parents[1] / "packages" / "squared_relu"
-    done = subprocess.run([sys.executable, "-m", "tunecompile.cli", "check-pass", str(package)], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(package.parent.parent.parent)})
-    assert done.returncode == 0 and "all passed" in done.stdout and "not run here: not on a GPU" in done.stdout, done.stdout + done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-m", "tunecompile.cli", "check-pass", str(package)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(package.parent.parent.parent)},
+    )
+    assert done.returncode == 0 and "all passed" in done.stdout and "not run here: not on a GPU" in done.stdout, (
+        done.stdout + done.stderr[-2000:]
+    )
 
 
 def test_an_example_that_does_not_run():
-    findings = list(check([], [Example(lambda x: x.no_such_method(), lambda dtype: [torch.randn(3, dtype=dtype)], "broken")]))
-    assert len(findings) == 5 and not any(finding.passed for finding in findings) and "no_such_method" in findings[0].detail
+    findings = list(
+        check([], [Example(lambda x: x.no_such_method(), lambda dtype: [torch.randn(3, dtype=dtype)], "broken")])
+    )
+    assert (
+        len(findings) == 5
+        and not any(finding.passed for finding in findings)
+        and "no_such_method" in findings[0].detail
+    )
 
 
-@pytest.mark.parametrize("target, reason", [("no_such_module_anywhere", "cannot be imported"), ("json", "has no PASSES"), ("tunecompile.passes.recognize.swiglu", "has no EXAMPLES")])
+@pytest.mark.parametrize(
+    "target, reason",
+    [
+        ("no_such_module_anywhere", "cannot be imported"),
+        ("json", "has no PASSES"),
+        ("tunecompile.passes.recognize.swiglu", "has no EXAMPLES"),
+    ],
+)
 def test_what_cannot_be_checked(target, reason):
     with pytest.raises(NoSuchPass, match=reason):
         load(target)

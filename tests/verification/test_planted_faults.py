@@ -12,30 +12,97 @@ FAULTS = [
     Fault("norm", "wrong sign of the projection", "dx = r * (scaled - normed", "dx = r * (scaled + normed"),
     Fault("norm", "lost 1/rms", "dx = r * (scaled", "dx = (scaled"),
     Fault("norm", "dropped projection", "(scaled - normed * (scaled * normed).mean(-1, keepdim=True))", "scaled"),
-    Fault("norm", "sum in place of mean", "(scaled * normed).mean(-1, keepdim=True)", "(scaled * normed).sum(-1, keepdim=True)"),
-    Fault("norm", "gradient without the weight", "scaled = grad.to(wide.dtype) * (offset + weight.to(wide.dtype))", "scaled = grad.to(wide.dtype)"),
-    Fault("norm", "weight's gradient of the rows before the norm", "(grad.to(wide.dtype) * factor)", "(grad.to(wide.dtype) * wide)"),
-    Fault("norm", "lost epsilon", "normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)", "normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True))"),
-    Fault("norm", "lost weight", "return (offset + weight if offset else weight) * normed.to(x.dtype)", "return normed.to(x.dtype)"),
-    Fault("Gemma's norm", "lost offset", "return (normed * (offset + weight.to(wide.dtype)))", "return (normed * weight.to(wide.dtype))"),
-    Fault("Gemma's norm", "offset twice in the gradient", "* (offset + weight.to(wide.dtype))\n    dx", "* (2 * offset + weight.to(wide.dtype))\n    dx"),
+    Fault(
+        "norm",
+        "sum in place of mean",
+        "(scaled * normed).mean(-1, keepdim=True)",
+        "(scaled * normed).sum(-1, keepdim=True)",
+    ),
+    Fault(
+        "norm",
+        "gradient without the weight",
+        "scaled = grad.to(wide.dtype) * (offset + weight.to(wide.dtype))",
+        "scaled = grad.to(wide.dtype)",
+    ),
+    Fault(
+        "norm",
+        "weight's gradient of the rows before the norm",
+        "(grad.to(wide.dtype) * factor)",
+        "(grad.to(wide.dtype) * wide)",
+    ),
+    Fault(
+        "norm",
+        "lost epsilon",
+        "normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)",
+        "normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True))",
+    ),
+    Fault(
+        "norm",
+        "lost weight",
+        "return (offset + weight if offset else weight) * normed.to(x.dtype)",
+        "return normed.to(x.dtype)",
+    ),
+    Fault(
+        "Gemma's norm",
+        "lost offset",
+        "return (normed * (offset + weight.to(wide.dtype)))",
+        "return (normed * weight.to(wide.dtype))",
+    ),
+    Fault(
+        "Gemma's norm",
+        "offset twice in the gradient",
+        "* (offset + weight.to(wide.dtype))\n    dx",
+        "* (2 * offset + weight.to(wide.dtype))\n    dx",
+    ),
     Fault("residual norm", "dropped residual gradient", "(dx + grad_total)", "dx"),
     Fault("residual norm", "residual gradient twice", "(dx + grad_total)", "(dx + 2 * grad_total)"),
     Fault("residual norm", "wrong sign of the residual", "    total = x + residual\n", "    total = x - residual\n"),
-    Fault("SwiGLU", "swapped gradients", "[(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]", "[(wide * value).to(gate.dtype), (wide * up * slope).to(up.dtype)]"),
-    Fault("SwiGLU", "wrong sign in the slope", "sigmoid * (1 + x * (1 - sigmoid))", "sigmoid * (1 - x * (1 - sigmoid))"),
+    Fault(
+        "SwiGLU",
+        "swapped gradients",
+        "[(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]",
+        "[(wide * value).to(gate.dtype), (wide * up * slope).to(up.dtype)]",
+    ),
+    Fault(
+        "SwiGLU", "wrong sign in the slope", "sigmoid * (1 + x * (1 - sigmoid))", "sigmoid * (1 - x * (1 - sigmoid))"
+    ),
     Fault("SwiGLU", "gradient without the other factor", "(wide * up * slope)", "(wide * slope)"),
-    Fault("SwiGLU", "swapped operands", "wide = gate.to(compute_dtype(gate.dtype))", "gate, up = up, gate\n    wide = gate.to(compute_dtype(gate.dtype))"),
+    Fault(
+        "SwiGLU",
+        "swapped operands",
+        "wide = gate.to(compute_dtype(gate.dtype))",
+        "gate, up = up, gate\n    wide = gate.to(compute_dtype(gate.dtype))",
+    ),
     Fault("SwiGLU", "another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
     Fault("GeGLU", "wrong factor in the slope", "(1 + 3 * cubic * x * x)", "(1 + 2 * cubic * x * x)"),
     Fault("GeGLU", "exact in place of the approximation", 'approximate="tanh" if', 'approximate="none" if'),
-    Fault("RoPE", "gradient turned the wrong way", "- turn(g * sin.to(wide), interleaved)", "+ turn(g * sin.to(wide), interleaved)"),
+    Fault(
+        "RoPE",
+        "gradient turned the wrong way",
+        "- turn(g * sin.to(wide), interleaved)",
+        "+ turn(g * sin.to(wide), interleaved)",
+    ),
     Fault("RoPE", "gradient not turned", " - turn(g * sin.to(wide), interleaved)", ""),
     Fault("RoPE", "swapped tables", "(x * cos + turn(x, interleaved) * sin)", "(x * sin + turn(x, interleaved) * cos)"),
-    Fault("RoPE", "turned the other way, gradient too", "(-x[..., half:], x[..., :half])", "(x[..., half:], -x[..., :half])"),
+    Fault(
+        "RoPE",
+        "turned the other way, gradient too",
+        "(-x[..., half:], x[..., :half])",
+        "(x[..., half:], -x[..., :half])",
+    ),
     Fault("RoPE", "halves permuted", "(-x[..., half:], x[..., :half])", "(-x[..., :half], x[..., half:])"),
-    Fault("RoPE of pairs", "gradient turned the wrong way", "- turn(g * sin.to(wide), interleaved)", "+ turn(g * sin.to(wide), interleaved)"),
-    Fault("RoPE of pairs", "gradient of the other layout", "- turn(g * sin.to(wide), interleaved)", "- turn(g * sin.to(wide), not interleaved)"),
+    Fault(
+        "RoPE of pairs",
+        "gradient turned the wrong way",
+        "- turn(g * sin.to(wide), interleaved)",
+        "+ turn(g * sin.to(wide), interleaved)",
+    ),
+    Fault(
+        "RoPE of pairs",
+        "gradient of the other layout",
+        "- turn(g * sin.to(wide), interleaved)",
+        "- turn(g * sin.to(wide), not interleaved)",
+    ),
     Fault("RoPE of pairs", "turned the other way, gradient too", "torch.arange(-1, 2, 2,", "torch.arange(1, -2, -2,"),
     Fault("RoPE of pairs", "members permuted", ".flip(-1) * signs", " * signs"),
     Fault("RoPE of pairs", "the other layout", "rotate_pairs(x) if interleaved", "rotate_half(x) if interleaved"),
@@ -47,19 +114,44 @@ FAULTS = [
     Fault("LoRA", "permuted ranks", "d_b.append(((g.t() @ xas[i])", "d_b.append(((g.t() @ xas[i].flip(1))"),
     Fault("LoRA and bias", "dropped bias", "delta = delta + biases[i].to(x.dtype)", "pass"),
     Fault("NF4", "swapped nibbles", "(flat >> 4, flat & 15)", "(flat & 15, flat >> 4)"),
-    Fault("NF4", "lost offset of the scales", "code[absmax.long()] * scale[outer] + offset", "code[absmax.long()] * scale[outer]"),
+    Fault(
+        "NF4",
+        "lost offset of the scales",
+        "code[absmax.long()] * scale[outer] + offset",
+        "code[absmax.long()] * scale[outer]",
+    ),
     Fault("NF4", "a wrong level", "0.7229568362236023", "0.7329568362236023"),
-    Fault("NF4", "permuted dimensions", ".to(dtype).reshape(rows, columns)", ".to(dtype).reshape(columns, rows).t().contiguous()"),
+    Fault(
+        "NF4",
+        "permuted dimensions",
+        ".to(dtype).reshape(rows, columns)",
+        ".to(dtype).reshape(columns, rows).t().contiguous()",
+    ),
     Fault("loss", "dropped rows", "rows = (labels != ignore_index)", "rows = (labels > labels.median())"),
-    Fault("loss", "dropped mask", "(), dtype=wide, device=hidden.device)\n", "(), dtype=wide, device=hidden.device)\n    labels = labels.clamp(min=0)\n"),
+    Fault(
+        "loss",
+        "dropped mask",
+        "(), dtype=wide, device=hidden.device)\n",
+        "(), dtype=wide, device=hidden.device)\n    labels = labels.clamp(min=0)\n",
+    ),
     Fault("loss", "wrong sign of the label's gradient", "label_smoothing - 1)", "label_smoothing + 1)"),
-    Fault("loss", "gradient does not follow the loss's", "[_times(out, grad, ", "[_times(out, grad.sign(), "),
+    Fault("loss", "gradient does not follow the loss's", "        _times(out, grad, weight.dtype", "        _times(out, grad.sign(), weight.dtype"),
     Fault("capped loss", "lost slope of the cap", "d = d * (1 - t * t)", "pass"),
     Fault("scaled loss", "lost scale in the gradient", "d = d * scale", "pass"),
     Fault("smoothed loss", "dropped smoothing in the gradient", "d.sub_(label_smoothing / vocabulary)", "pass"),
     Fault("attention", "dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
-    Fault("attention", "lost scale in the gradient", "dprobabilities).sum(-1, keepdim=True)) * scale", "dprobabilities).sum(-1, keepdim=True))"),
-    Fault("attention", "dropped share of the softmax", "(dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True))", "dprobabilities"),
+    Fault(
+        "attention",
+        "lost scale in the gradient",
+        "dprobabilities).sum(-1, keepdim=True)) * scale",
+        "dprobabilities).sum(-1, keepdim=True))",
+    ),
+    Fault(
+        "attention",
+        "dropped share of the softmax",
+        "(dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True))",
+        "dprobabilities",
+    ),
     Fault("attention", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
@@ -97,14 +189,33 @@ def test_the_pass_shows_it(fault, monkeypatch):
     assert not pass_holds(subject)
 
 
-@pytest.mark.parametrize("of", [pytest.param(of, marks=[] if of == "NF4" else pytest.mark.slow) for of, subject in SUBJECTS.items() if subject.model])
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(of, marks=[] if of == "NF4" else pytest.mark.slow)
+        for of, subject in SUBJECTS.items()
+        if subject.model
+    ],
+)
 def test_a_right_step_is_verified(of, monkeypatch):
     plant(monkeypatch, SUBJECTS[of])
     assert model_holds(SUBJECTS[of], monkeypatch)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=f"{fault.of}: {fault.what}", marks=[] if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of in ("NF4", "RMS norm", "RoPE") else pytest.mark.slow)
-                                   for fault in FAULTS if SUBJECTS[fault.of].model])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault,
+            id=f"{fault.of}: {fault.what}",
+            marks=[]
+            if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of in ("NF4", "RMS norm", "RoPE")
+            else pytest.mark.slow,
+        )
+        for fault in FAULTS
+        if SUBJECTS[fault.of].model
+    ],
+)
 def test_verification_of_a_model_shows_it(fault, monkeypatch):
     plant(monkeypatch, SUBJECTS[fault.of], fault.old, fault.new)
     assert not model_holds(SUBJECTS[fault.of], monkeypatch)

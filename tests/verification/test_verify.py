@@ -29,7 +29,9 @@ def build(family="llama", mode="lora", **adapter):
     model = zoo.make(family)
     if mode == "full":
         return model.train()
-    return zoo.adapt(zoo.quantize(model.to(torch.bfloat16), torch.bfloat16) if mode == "qlora" else model, **adapter).train()
+    return zoo.adapt(
+        zoo.quantize(model.to(torch.bfloat16), torch.bfloat16) if mode == "qlora" else model, **adapter
+    ).train()
 
 
 def verified(model, autocast=None, **batch):
@@ -42,15 +44,21 @@ def test_right_gradients_pass(family, mode):
     result = verified(build(family, mode))
     assert result.passed, str(result)
     assert result.reference == "float64" and all(row["error"] < 1e-5 for row in result.gradients)
-    assert len(result.gradients) == sum(p.requires_grad for p in build(family, mode).parameters()) and not result.untrained
-    assert json.loads(json.dumps(result.to_dict()))["passed"] and "passed: every trainable parameter got a gradient" in str(result)
+    assert (
+        len(result.gradients) == sum(p.requires_grad for p in build(family, mode).parameters()) and not result.untrained
+    )
+    assert json.loads(json.dumps(result.to_dict()))[
+        "passed"
+    ] and "passed: every trainable parameter got a gradient" in str(result)
 
 
 def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
     pytest.importorskip("bitsandbytes")
     result = verified(build(mode="qlora"), torch.bfloat16, rows=4, length=64)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
-    assert all(verdict.passed for verdict in result.verdicts[2:]), str(result)  # medians of so small a model are those of chance
+    assert all(verdict.passed for verdict in result.verdicts[2:]), str(
+        result
+    )  # medians of so small a model are those of chance
 
 
 def test_adapters_over_experts_are_wide_when_computed_again():
@@ -76,6 +84,7 @@ def test_4_bit_weights_in_double_precision():
 
 def plant(monkeypatch, change):
     """A fault in what is lowered: `change(graph, product)` of the last matrix product of each backward."""
+
     def run(graph, context):
         products = [node for node in graph.nodes if node.target is aten.mm.default]
         if products and any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
@@ -102,7 +111,11 @@ def test_a_planted_fault_is_caught(monkeypatch):
     plant(monkeypatch, swapped)
     result = verified(build())
     failed = [verdict for verdict in result.verdicts if not verdict.passed]
-    assert not result.passed and any("no gradient error above" in verdict.name for verdict in failed) and "FAILED" in str(result)
+    assert (
+        not result.passed
+        and any("no gradient error above" in verdict.name for verdict in failed)
+        and "FAILED" in str(result)
+    )
 
 
 def test_the_model_is_left_as_it_was(monkeypatch):
@@ -113,11 +126,16 @@ def test_the_model_is_left_as_it_was(monkeypatch):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
-    state, gradients = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    state, gradients = (
+        copy.deepcopy(model.state_dict()),
+        [p.grad.clone() for p in model.parameters() if p.requires_grad],
+    )
     random = torch.get_rng_state()
     result = tunecompile.verify(model, zoo.batch())  # optimized for the step only
     assert any("dropout was off" in note for note in result.notes)
-    assert torch.equal(random, torch.get_rng_state()) and all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and all(
+        torch.equal(v, state[k]) for k, v in model.state_dict().items()
+    )
     assert all(torch.equal(p.grad, g) for p, g in zip((p for p in model.parameters() if p.requires_grad), gradients))
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.1} and model.training
     assert not any(module._compiled_call_impl for module in model.modules())
@@ -126,9 +144,15 @@ def test_the_model_is_left_as_it_was(monkeypatch):
 def test_a_fresh_adapter_says_something_of_every_gradient():
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
+    model = get_peft_model(
+        zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    ).train()
     result = verified(model)
-    assert result.passed and all(row["has_gradient"] for row in result.gradients) and any("small and random" in note for note in result.notes)
+    assert (
+        result.passed
+        and all(row["has_gradient"] for row in result.gradients)
+        and any("small and random" in note for note in result.notes)
+    )
     assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
 
 
@@ -136,7 +160,10 @@ def test_what_never_trains_is_named():
     model = build()
     model.base_model.model.extra = nn.Linear(4, 4)
     result = verified(model)
-    assert result.untrained == ["base_model.model.extra.weight", "base_model.model.extra.bias"] and "without a gradient, in eager too" in str(result)
+    assert result.untrained == [
+        "base_model.model.extra.weight",
+        "base_model.model.extra.bias",
+    ] and "without a gradient, in eager too" in str(result)
 
 
 def test_a_loss_of_the_users_own():
@@ -153,10 +180,19 @@ def test_a_loss_of_the_users_own():
         tunecompile.verify(model, batch)
 
 
-@pytest.mark.parametrize("why, spoil", [
-    ("evaluation mode", lambda model: model.eval()),
-    ("nothing in the model is trained", lambda model: model.requires_grad_(False)),
-    ("act as soon as they have a gradient", lambda model: next(p for p in model.parameters() if p.requires_grad).register_post_accumulate_grad_hook(print))])
+@pytest.mark.parametrize(
+    "why, spoil",
+    [
+        ("evaluation mode", lambda model: model.eval()),
+        ("nothing in the model is trained", lambda model: model.requires_grad_(False)),
+        (
+            "act as soon as they have a gradient",
+            lambda model: next(p for p in model.parameters() if p.requires_grad).register_post_accumulate_grad_hook(
+                print
+            ),
+        ),
+    ],
+)
 def test_what_cannot_be_verified(why, spoil):
     model = build()
     spoil(model)
@@ -167,8 +203,16 @@ def test_what_cannot_be_verified(why, spoil):
 @pytest.mark.gpu
 def test_generated_code_on_a_gpu():
     pytest.importorskip("bitsandbytes")
-    model = zoo.make("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=8192,
-                     max_position_embeddings=1024)
+    model = zoo.make(
+        "llama",
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        max_position_embeddings=1024,
+    )
     model = zoo.adapt(zoo.quantize(model.to("cuda", torch.bfloat16), torch.bfloat16), r=16).train()
     with torch.autocast("cuda", torch.bfloat16):
         result = tunecompile.verify(tunecompile.optimize(model), zoo.batch(8192, 4, 512, "cuda"))
@@ -188,7 +232,9 @@ def planted(factor):
     def wrong(x):
         return torch.nn.functional.silu(x)
 
-    short = [p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")]  # few trials
+    short = [
+        p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")
+    ]  # few trials
     return [recognize("planted", [harmless, wrong], lambda graph: []), *short]
 
 
@@ -196,8 +242,15 @@ def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
     monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
-    assert not result.passed and result.faults[0]["rewrite"] == "planted: wrong" and len(result.faults) == 1 and "switched off" in str(result)
-    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.faults[0]["places"]), result.faults
+    assert (
+        not result.passed
+        and result.faults[0]["rewrite"] == "planted: wrong"
+        and len(result.faults) == 1
+        and "switched off" in str(result)
+    )
+    assert any("modeling_llama.py" in place or "activations.py" in place for place in result.faults[0]["places"]), (
+        result.faults
+    )
     assert any("the rewrite at fault is planted: wrong" in note for note in tunecompile.report(model).notes)
     again = tunecompile.verify(model, zoo.batch())
     assert again.passed and not again.faults
@@ -221,7 +274,11 @@ def test_the_first_training_step_is_verified(monkeypatch, caplog):
     monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
     tunecompile.optimize(model, executor="eager", verify=True)
     loss, gradients = zoo.step(model, zoo.batch())
-    assert max(zoo.errors(gradients, expected[1]).values()) < 1e-5 < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
+    assert (
+        max(zoo.errors(gradients, expected[1]).values())
+        < 1e-5
+        < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
+    )
     (note,) = [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
     assert "the rewrite at fault is planted: wrong" in note and "FAILED" in caplog.text
     zoo.step(model, zoo.batch())
@@ -264,9 +321,13 @@ def test_a_batch_without_any_gradient():
 
 def test_zeros_that_the_reference_has_too_are_gradients():
     zeros, ones = torch.zeros(4, 4), torch.ones(4, 4)
-    rows = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32)
+    rows = compare_gradients(
+        {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, torch.float32
+    )
     assert all(row["has_gradient"] and row["error"] == 0 for row in rows)
-    _, busy = compare_gradients({"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros}, torch.float32)
+    _, busy = compare_gradients(
+        {"idle": zeros, "busy": ones}, {"idle": zeros, "busy": ones}, {"idle": zeros}, torch.float32
+    )
     assert not busy["has_gradient"]
 
 
@@ -275,12 +336,27 @@ def test_bad_luck_switches_nothing_off(monkeypatch):
     monkeypatch.setattr("tunecompile.verification.tolerance.LIMIT", 1e-9)
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
-    assert not result.passed and not result.faults and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+    assert (
+        not result.passed
+        and not result.faults
+        and not [note for note in tunecompile.report(model).notes if "switched off" in note]
+    )
 
 
-@pytest.mark.parametrize("adapter", [support.activated, *(pytest.param(adapter, marks=pytest.mark.slow) for adapter in (
-    support.other("FourierFTConfig", n_frequency=16), support.with_peft("PrefixTuningConfig", num_virtual_tokens=4)))],
-                         ids=["reads the batch in a hook", "makes tensors of no named dtype", "fills a cache"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        support.activated,
+        *(
+            pytest.param(adapter, marks=pytest.mark.slow)
+            for adapter in (
+                support.other("FourierFTConfig", n_frequency=16),
+                support.with_peft("PrefixTuningConfig", num_virtual_tokens=4),
+            )
+        ),
+    ],
+    ids=["reads the batch in a hook", "makes tensors of no named dtype", "fills a cache"],
+)
 def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
     """What one reads of the batch, or adds to a cache, is there in the forward alone."""
     result = verified(adapter().train(), seed=0)
@@ -301,7 +377,9 @@ def test_a_batch_that_somebody_else_made():
     model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
     inputs = projector(torch.randn(2, 16, 8))
     model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
-    assert projector.weight.grad is not None and [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
+    assert projector.weight.grad is not None and [
+        note for note in tunecompile.report(model).notes if note.startswith("verified:")
+    ]
 
 
 class Whole(nn.Module):
@@ -329,7 +407,9 @@ def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
     before = model._tunecompile.passes
     monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
     zoo.step(model, zoo.batch())
-    assert model._tunecompile.passes == before and [note for note in tunecompile.report(model).notes if note.startswith("not verified: ZeroDivisionError")]
+    assert model._tunecompile.passes == before and [
+        note for note in tunecompile.report(model).notes if note.startswith("not verified: ZeroDivisionError")
+    ]
 
 
 def test_a_budget_learns_nothing_from_it():

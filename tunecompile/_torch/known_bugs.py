@@ -32,40 +32,64 @@ class Fault:
         return version is not None and version >= self.since and (self.fixed is None or version < self.fixed)
 
     def __str__(self) -> str:
-        return f"{self.package} {installed(self.package)}: {self.what}{self.issue and f' ({self.issue})'}. {self.instead}"
+        return (
+            f"{self.package} {installed(self.package)}: {self.what}{self.issue and f' ({self.issue})'}. {self.instead}"
+        )
 
 
 @functools.cache
 def installed(package: str) -> TorchVersion | None:
     """Comparable with tuples of numbers; None where the package is not there."""
     try:
-        loaded = getattr(sys.modules.get(package), "__version__", None)  # a torch that was built by hand may have no metadata
+        loaded = getattr(
+            sys.modules.get(package), "__version__", None
+        )  # a torch that was built by hand may have no metadata
         return TorchVersion(loaded or importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
 MIX_ORDER_REDUCTION = Fault(
-    "torch", "Inductor's mix-order reduction leaves gradients unwritten that are slices of one tensor", "It is switched off for the compiled layers",
-    since=(2, 10), fixed=(2, 15), issue="pytorch#193061")
+    "torch",
+    "Inductor's mix-order reduction leaves gradients unwritten that are slices of one tensor",
+    "It is switched off for the compiled layers",
+    since=(2, 10),
+    fixed=(2, 15),
+    issue="pytorch#193061",
+)
 
 ROW_SCALES_ON_ADA = Fault(
-    "torch", "FP8 products scaled by row run outside the current stream on Ada", "There frozen products stay as they are",
-    fixed=(2, 12), issue="pytorch#177651")
+    "torch",
+    "FP8 products scaled by row run outside the current stream on Ada",
+    "There frozen products stay as they are",
+    fixed=(2, 12),
+    issue="pytorch#177651",
+)
 
 GROUPED_MM_IN_FP32 = Fault(
-    "torch", "grouped_mm is refused in fp32 while a graph is traced, and computed outside", "Experts that call it run eagerly",
-    since=(2, 10), fixed=(2, 15))
+    "torch",
+    "grouped_mm is refused in fp32 while a graph is traced, and computed outside",
+    "Experts that call it run eagerly",
+    since=(2, 10),
+    fixed=(2, 15),
+)
 
 BLOCKS_ACROSS_ROWS = Fault(
-    "bitsandbytes", "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",
-    "Rows that no block divides are dequantised by the op's own reference")
+    "bitsandbytes",
+    "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",
+    "Rows that no block divides are dequantised by the op's own reference",
+)
 
 DEQUANTIZED_IN_FP64 = Fault(
-    "bitsandbytes", "4-bit codes dequantised to fp64 on a CPU are left out: the result is memory as it was", "References in fp64 ask for fp32, and convert")
+    "bitsandbytes",
+    "4-bit codes dequantised to fp64 on a CPU are left out: the result is memory as it was",
+    "References in fp64 ask for fp32, and convert",
+)
 
 PACKED_FOR_EVALUATION = Fault(
-    "bitsandbytes", "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights for good, rounds their scales, and gradients stop at them in later steps",
-    "Linears of an optimized model do not pack")
+    "bitsandbytes",
+    "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights for good, rounds their scales, and gradients stop at them in later steps",
+    "Linears of an optimized model do not pack",
+)
 
 FAULTS = {name: value for name, value in globals().items() if isinstance(value, Fault)}

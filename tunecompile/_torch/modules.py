@@ -13,14 +13,26 @@ linear = torch._C._nn.linear  #: what `torch.nn.functional.linear` is, until Dee
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  #: where a module keeps them
 
+
 def global_hooks() -> tuple[dict[int, Callable], ...]:
     """Those that calls of all modules call, by kind in the order of `HOOKS`. Nothing where there are none."""
     of = torch.nn.modules.module
-    return (of._global_forward_pre_hooks, of._global_forward_hooks, of._global_backward_pre_hooks, of._global_backward_hooks) if of._has_any_global_hook() else ()
+    return (
+        (
+            of._global_forward_pre_hooks,
+            of._global_forward_hooks,
+            of._global_backward_pre_hooks,
+            of._global_backward_hooks,
+        )
+        if of._has_any_global_hook()
+        else ()
+    )
+
 
 def hooked(module: torch.nn.Module) -> bool:
     """Whether calling it, or its backward, calls hooks."""
     return any(getattr(part, name) for part in module.modules() for name in HOOKS) or bool(global_hooks())
+
 
 def is_of(hook: Callable, packages: tuple[str, ...]) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(packages)
@@ -50,5 +62,3 @@ def fill_own(module: torch.nn.Module, slot: Callable | None) -> None:
 def call_original(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call the module's own code with its hooks, whatever stands in its slot."""
     return module._call_impl(*args, **kwargs)
-
-

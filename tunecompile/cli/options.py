@@ -15,7 +15,9 @@ def one_of(option: str, value: str, *known: str) -> str:
 def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
     chosen = [name for name, given in (("qlora", qlora), ("lora", lora), ("full", full)) if given]
     if len(chosen) > 1:
-        raise BadOption(option="--" + " --".join(chosen), value=True, reason="only one of --qlora, --lora and --full can hold")
+        raise BadOption(
+            option="--" + " --".join(chosen), value=True, reason="only one of --qlora, --lora and --full can hold"
+        )
     return chosen[0] if chosen else "qlora"
 
 
@@ -35,11 +37,21 @@ def pick_dtype(dtype: str, device: str) -> str:
 
 def pick_rows(batch: int | None, together: int | None, gpus: int, per_node: int) -> int:
     if batch is not None and together is not None:
-        raise BadOption(option="--batch", value=batch, reason="--global-batch says how many rows all GPUs have together; give one of the two")
+        raise BadOption(
+            option="--batch",
+            value=batch,
+            reason="--global-batch says how many rows all GPUs have together; give one of the two",
+        )
     if gpus > per_node and gpus % per_node:
-        raise BadOption(option="--gpus", value=gpus, reason=f"machines have {per_node} each (--gpus-per-node): give a multiple")
+        raise BadOption(
+            option="--gpus", value=gpus, reason=f"machines have {per_node} each (--gpus-per-node): give a multiple"
+        )
     if together is not None and together % gpus:
-        raise BadOption(option="--global-batch", value=together, reason=f"{gpus} GPUs cannot have equal shares of it: give a multiple")
+        raise BadOption(
+            option="--global-batch",
+            value=together,
+            reason=f"{gpus} GPUs cannot have equal shares of it: give a multiple",
+        )
     return together or batch or 1
 
 
@@ -51,7 +63,9 @@ def parse_budget(text: str | None) -> str | float | None:
 def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise BadOption(option="--prometheus", value=text, reason="give PORT or HOST:PORT, such as 9400 or 0.0.0.0:9400")
+        raise BadOption(
+            option="--prometheus", value=text, reason="give PORT or HOST:PORT, such as 9400 or 0.0.0.0:9400"
+        )
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

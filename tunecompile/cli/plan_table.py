@@ -11,15 +11,34 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import in_words
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights trained"}
-COLUMNS = ("engine", "rows a GPU", "weights", "gradients", "optimizer", "activations", "peak", "allowed", "step, ms", "sending, ms", "waits", "tokens/s", "rows that fit")
+COLUMNS = (
+    "engine",
+    "rows a GPU",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "peak",
+    "allowed",
+    "step, ms",
+    "sending, ms",
+    "waits",
+    "tokens/s",
+    "rows that fit",
+)
 
 
 def show(report: PlanReport, console: Console) -> None:
     """Print it."""
     asked = report.question
-    where = f"{asked.gpus} x {asked.gpu.title}" + (f", {asked.per_node} a machine" if asked.gpus > asked.per_node else "")
+    where = f"{asked.gpus} x {asked.gpu.title}" + (
+        f", {asked.per_node} a machine" if asked.gpus > asked.per_node else ""
+    )
     of = f"{asked.rows} x {asked.length:,} tokens {'of all GPUs together' if asked.together else 'a GPU' if asked.gpus > 1 else ''}".strip()
-    console.print(f"[bold]{escape(asked.model)}[/], {MODES[asked.mode]}, {of}, on {where}: memory of the fullest GPU in GiB", highlight=False)
+    console.print(
+        f"[bold]{escape(asked.model)}[/], {MODES[asked.mode]}, {of}, on {where}: memory of the fullest GPU in GiB",
+        highlight=False,
+    )
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "engine" else "right", overflow="fold")
@@ -36,9 +55,34 @@ def show(report: PlanReport, console: Console) -> None:
 
 
 def _cells(engine: EnginePlan) -> list[str]:
-    amounts = [f"{nbytes / 2**30:.2f}" for nbytes in (engine.weights, engine.gradients, engine.optimizer, engine.activations, engine.peak, engine.allowed)]
-    time = [f"{engine.step_ms:,.0f}", f"{engine.communication_ms:,.1f}", f"{100 * engine.share:.1f} %", f"{engine.tokens_per_s:,.0f}"] if engine.fits else [""] * 4
-    return [f"{engine.engine} x {engine.gpus}" if engine.gpus > 1 else engine.engine, f"{engine.rows:,}", *amounts, *time, f"{engine.most_rows:,}"]
+    amounts = [
+        f"{nbytes / 2**30:.2f}"
+        for nbytes in (
+            engine.weights,
+            engine.gradients,
+            engine.optimizer,
+            engine.activations,
+            engine.peak,
+            engine.allowed,
+        )
+    ]
+    time = (
+        [
+            f"{engine.step_ms:,.0f}",
+            f"{engine.communication_ms:,.1f}",
+            f"{100 * engine.share:.1f} %",
+            f"{engine.tokens_per_s:,.0f}",
+        ]
+        if engine.fits
+        else [""] * 4
+    )
+    return [
+        f"{engine.engine} x {engine.gpus}" if engine.gpus > 1 else engine.engine,
+        f"{engine.rows:,}",
+        *amounts,
+        *time,
+        f"{engine.most_rows:,}",
+    ]
 
 
 def _lines(engine: EnginePlan) -> list[str]:
@@ -46,4 +90,7 @@ def _lines(engine: EnginePlan) -> list[str]:
     if not engine.fits:
         return [f"{engine.engine} does not fit: {shown(engine.missing)} too much. What helps: {engine.help}"]
     spec = "" if engine.memory is None else f", memory={engine.memory!r}"
-    return [f"{engine.engine}: optimize(model{spec}): " + "; ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in engine.plans)]
+    return [
+        f"{engine.engine}: optimize(model{spec}): "
+        + "; ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in engine.plans)
+    ]

@@ -72,7 +72,11 @@ class AttentionCall:
 
     def sample(self) -> AttentionCall:
         """The same on fewer heads, where all of them take too much memory: heads know nothing of each other, and few of long rows fill a GPU."""
-        shares = [n for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0 and self.heads % n == 0 and self.mask is None]
+        shares = [
+            n
+            for n in range(1, self.kv_heads + 1)
+            if self.kv_heads % n == 0 and self.heads % n == 0 and self.mask is None
+        ]
         calls = [replace(self, heads=self.heads // n, kv_heads=self.kv_heads // n) for n in shares]
         return next((call for call in calls if HEADROOM * call.bytes <= SAMPLE), calls[-1] if calls else self)
 
@@ -89,11 +93,15 @@ class KernelChoice:
 
     order: tuple[str, ...]
     why: str
-    times: tuple[tuple[str, float], ...] = ()  #: milliseconds, forward and backward, of those that were timed; the fastest first
+    times: tuple[
+        tuple[str, float], ...
+    ] = ()  #: milliseconds, forward and backward, of those that were timed; the fastest first
     rate: float | None = None  #: floating point operations a millisecond of the fastest, as if nothing were masked
 
 
-def choose(gm: GraphModule, device: str, time: Callable[[AttentionCall, str, torch.device], float] | None = None) -> KernelChoice | None:
+def choose(
+    gm: GraphModule, device: str, time: Callable[[AttentionCall, str, torch.device], float] | None = None
+) -> KernelChoice | None:
     """For the graph's largest call of attention; None on a device with one kernel only."""
     enabled = _enabled()
     if device != "cuda" or not enabled:
@@ -110,7 +118,13 @@ def choose(gm: GraphModule, device: str, time: Callable[[AttentionCall, str, tor
 
 
 @functools.cache
-def decide(call: AttentionCall, device: torch.device, enabled: tuple[str, ...], flash: str | None, time: Callable[[AttentionCall, str, torch.device], float]) -> KernelChoice:
+def decide(
+    call: AttentionCall,
+    device: torch.device,
+    enabled: tuple[str, ...],
+    flash: str | None,
+    time: Callable[[AttentionCall, str, torch.device], float],
+) -> KernelChoice:
     """Measured at most once a call and process, also where nothing can be stored. `flash`: whose implementation stands for it."""
     candidates, whole, call = [name for name in enabled if name != "math"], call, call.sample()
     key = {**tuning_cache.machine(device), "flash": flash, "backends": candidates, **_jsonable(asdict(call))}
@@ -118,14 +132,21 @@ def decide(call: AttentionCall, device: torch.device, enabled: tuple[str, ...], 
     times, origin = tuning_cache.read("attention", key, sound), "measured before"
     if times is None:
         try:
-            times, origin = tuning_cache.keep("attention", key, _measure(call, candidates, device, time), sound), "measured"
+            times, origin = (
+                tuning_cache.keep("attention", key, _measure(call, candidates, device, time), sound),
+                "measured",
+            )
         except Exception as error:  # speed is all that is lost
             reason = str(error).strip().partition("\n")[0][:200]
             error.__traceback__ = None  # whose frames hold tensors
             gc.collect()
-            return KernelChoice(enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})")
+            return KernelChoice(
+                enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})"
+            )
     ranked = rank(times, enabled)
-    said = ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
+    said = (
+        ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
+    )
     origin += f" on {call.heads} of them" * (call != whole)
     timed = tuple((name, times[name]) for name in ranked if name in times)
     return KernelChoice(ranked, f"{said} ({whole}, {origin})", timed, call.flops / timed[0][1] if timed else None)
@@ -170,15 +191,22 @@ def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> floa
     Raises:
         RuntimeError: the backend does not support the call.
     """
-    with torch.cuda.device(device), torch.random.fork_rng([device]), torch.enable_grad(), outside_compilation(), \
-            attention_order([backend]):
+    with (
+        torch.cuda.device(device),
+        torch.random.fork_rng([device]),
+        torch.enable_grad(),
+        outside_compilation(),
+        attention_order([backend]),
+    ):
         inputs, grad, mask = _tensors(call, device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def run() -> float:
             occupy_gpu()  # the launches that follow queue up behind it: kernels are timed, not the host
             begin.record()
-            out = F.scaled_dot_product_attention(*inputs, mask, 0.1 if call.dropout else 0.0, call.causal, enable_gqa=call.heads != call.kv_heads)
+            out = F.scaled_dot_product_attention(
+                *inputs, mask, 0.1 if call.dropout else 0.0, call.causal, enable_gqa=call.heads != call.kv_heads
+            )
             torch.autograd.grad(out, inputs, grad)
             end.record()
             end.synchronize()
@@ -191,24 +219,41 @@ def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> floa
 
 def _tensors(call: AttentionCall, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
     """Laid out as projections leave them: heads inside tokens."""
-    def random(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(call.batch, length, heads, dim, device=device, dtype=getattr(torch, call.dtype)).transpose(1, 2)
 
-    inputs = [random(call.length, call.heads, call.head_dim), random(call.kv_length, call.kv_heads, call.head_dim),
-              random(call.kv_length, call.kv_heads, call.value_dim)]
+    def random(length: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(call.batch, length, heads, dim, device=device, dtype=getattr(torch, call.dtype)).transpose(
+            1, 2
+        )
+
+    inputs = [
+        random(call.length, call.heads, call.head_dim),
+        random(call.kv_length, call.kv_heads, call.head_dim),
+        random(call.kv_length, call.kv_heads, call.value_dim),
+    ]
     mask = None
     if call.mask:
         shape, dtype = call.mask
         mask = torch.ones(shape, device=device, dtype=torch.bool).tril()
-        mask = mask if dtype == "bool" else torch.zeros(shape, device=device, dtype=getattr(torch, dtype)).masked_fill(~mask, -1e4)
+        mask = (
+            mask
+            if dtype == "bool"
+            else torch.zeros(shape, device=device, dtype=getattr(torch, dtype)).masked_fill(~mask, -1e4)
+        )
     return [x.requires_grad_() for x in inputs], random(call.length, call.heads, call.value_dim), mask
 
 
 def notes() -> list[str]:
     """What could be faster and is not ours to switch on, since it would change the whole process."""
-    if torch.version.cuda and importlib.util.find_spec("flash_attn_interface") and current_flash_attention_impl() is None \
-            and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        return ["FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') it is measured in place of flash"]
+    if (
+        torch.version.cuda
+        and importlib.util.find_spec("flash_attn_interface")
+        and current_flash_attention_impl() is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == (9, 0)
+    ):
+        return [
+            "FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') it is measured in place of flash"
+        ]
     return []
 
 
@@ -222,7 +267,9 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
 def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
     """What a node computes, and where. Autocast is not in the graph, so it is asked for."""
     given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args)), **node.kwargs}
-    values = {name: value.meta.get("example_value") if isinstance(value, Node) else value for name, value in given.items()}
+    values = {
+        name: value.meta.get("example_value") if isinstance(value, Node) else value for name, value in given.items()
+    }
     q, k, v, mask = (values.get(name) for name in ("query", "key", "value", "attn_mask"))
     if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k, v)):
         return None
@@ -237,15 +284,29 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
 
     (batch, heads, length, dim), (_, kv_heads, kv_length, _) = sizes(q), sizes(k)
     dropout = values.get("dropout_p")
-    return AttentionCall(batch, heads, kv_heads, length, kv_length, dim, sizes(v)[-1], cast(q.dtype), bool(values.get("is_causal", False)),
-                (tuple(sizes(mask)), cast(mask.dtype)) if isinstance(mask, torch.Tensor) else None,
-                bool(dropout) if isinstance(dropout, (int, float)) else dropout is not None), q.device
+    return AttentionCall(
+        batch,
+        heads,
+        kv_heads,
+        length,
+        kv_length,
+        dim,
+        sizes(v)[-1],
+        cast(q.dtype),
+        bool(values.get("is_causal", False)),
+        (tuple(sizes(mask)), cast(mask.dtype)) if isinstance(mask, torch.Tensor) else None,
+        bool(dropout) if isinstance(dropout, (int, float)) else dropout is not None,
+    ), q.device
 
 
 def _enabled() -> tuple[str, ...]:
     """The default order without what the user has switched off (`torch.nn.attention.sdpa_kernel` or torch.backends.cuda)."""
-    flags = {"cudnn": torch.backends.cuda.cudnn_sdp_enabled, "flash": torch.backends.cuda.flash_sdp_enabled,
-             "efficient": torch.backends.cuda.mem_efficient_sdp_enabled, "math": torch.backends.cuda.math_sdp_enabled}
+    flags = {
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "math": torch.backends.cuda.math_sdp_enabled,
+    }
     return tuple(name for name in DEFAULT if flags[name]())
 
 
@@ -255,7 +316,9 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _sound(candidates: list[str], times: Any) -> bool:
-    return isinstance(times, dict) and all(name in candidates and isinstance(ms, (int, float)) for name, ms in times.items())
+    return isinstance(times, dict) and all(
+        name in candidates and isinstance(ms, (int, float)) for name, ms in times.items()
+    )
 
 
 def _jsonable(fields: dict[str, Any]) -> dict[str, Any]:

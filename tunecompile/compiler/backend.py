@@ -70,8 +70,17 @@ class Backend:
     op by op instead of compiling them: the same passes without code generation.
     """
 
-    def __init__(self, region: str, passes: Sequence[Pass], executor: Executor = "inductor", plan: Plan | None = KEEP,
-                 replays: GraphRecorder | None = None, precision: str | None = None, decide: Decide | None = None, kept: WeightProvider | None = None):
+    def __init__(
+        self,
+        region: str,
+        passes: Sequence[Pass],
+        executor: Executor = "inductor",
+        plan: Plan | None = KEEP,
+        replays: GraphRecorder | None = None,
+        precision: str | None = None,
+        decide: Decide | None = None,
+        kept: WeightProvider | None = None,
+    ):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
@@ -96,7 +105,14 @@ class Backend:
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
         moves = self.kept is not None and bool(self.kept.moves)
-        context = Context(self.region, self.plan or KEEP, self.precision, dump=GraphDump.begin(self.region), frame=current_frame(), moves=moves)
+        context = Context(
+            self.region,
+            self.plan or KEEP,
+            self.precision,
+            dump=GraphDump.begin(self.region),
+            frame=current_frame(),
+            moves=moves,
+        )
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
         if self.plan is None and context.outputs:
@@ -127,7 +143,9 @@ class Backend:
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
         """As torch.compile would; with checkpointing, the plan still recomputes."""
-        plan = [p for p in self.passes if p.stage == "plan" and p.package is None] if self.plan not in (None, KEEP) else []
+        plan = (
+            [p for p in self.passes if p.stage == "plan" and p.package is None] if self.plan not in (None, KEEP) else []
+        )
         context = Context(self.region, self.plan or KEEP)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
@@ -143,13 +161,24 @@ class Backend:
         context.after = snapshot(work.graph, took)
         work.graph.lint()
         work.recompile()
-        lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.decide if self.plan is None else None)
+        lower, partition = (
+            Lowering(self.passes, context),
+            Partitioner(self.passes, context, self.decide if self.plan is None else None),
+        )
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             context.notes.append(str(known_bugs.MIX_ORDER_REDUCTION))
         with self._attention(gm, inputs, context), asked_once(self.answers):
-            return compiler(work, inputs, lower, partition, self._replay(context, _device_type(inputs)), self._keep(context),
-                            cached=self.plan is not None and not self.plan.weights and not context.moves and context.cached, turn=partial(in_turn, lower.uuid))
+            return compiler(
+                work,
+                inputs,
+                lower,
+                partition,
+                self._replay(context, _device_type(inputs)),
+                self._keep(context),
+                cached=self.plan is not None and not self.plan.weights and not context.moves and context.cached,
+                turn=partial(in_turn, lower.uuid),
+            )
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
         """Under which attention's kernel is chosen, while the graph is traced."""

@@ -60,7 +60,12 @@ def in_turn(uuid: Callable[[], str | None], gm: GraphModule, inputs: Sequence[An
     Whoever compiles waits for nobody, but for a GPU whose work may wait for another rank's. So nobody waits for ever: after `LONGEST` a process compiles
     by itself. The lock is the system's, and ends with its process. uuid: gives what the code depends on beside the graph, or None where it is not cached.
     """
-    if not several() or not keeps_code() or (known := uuid()) is None or (file := _open(_key(gm, inputs, known))) is None:
+    if (
+        not several()
+        or not keeps_code()
+        or (known := uuid()) is None
+        or (file := _open(_key(gm, inputs, known))) is None
+    ):
         yield
         return
     with file:
@@ -93,5 +98,8 @@ def _open(key: str) -> IO | None:
 
 def _key(gm: GraphModule, inputs: Sequence[Any], uuid: str) -> str:
     """Code is for one device by its number: ranks that see all GPUs of a machine have nothing to take from each other, and do not wait."""
-    read = [(t.dtype, t.device, *map(str, t.shape), *map(str, t.stride())) if isinstance(t, torch.Tensor) else str(t) for t in inputs]
+    read = [
+        (t.dtype, t.device, *map(str, t.shape), *map(str, t.stride())) if isinstance(t, torch.Tensor) else str(t)
+        for t in inputs
+    ]
     return hashlib.sha256(f"{uuid}:{read}:{gm.graph}".encode()).hexdigest()[:24]

@@ -53,7 +53,9 @@ class GraphDump:
             self.last = text
             what = f"after pass {name}: {in_words(difference)}" if name else "before the first pass"
             head = f"# region {self.region}, stage {stage}, {which} graph, process {os.getpid()}\n# {what}\n\n"
-            title = ".".join((_plain(self.region), stage, *([which] if stage == "lower" else []), _plain(name or "before")))
+            title = ".".join(
+                (_plain(self.region), stage, *([which] if stage == "lower" else []), _plain(name or "before"))
+            )
             if self.traces:
                 trace_artifact(f"tunecompile.{title}", head + text)
             if self.folder is not None:

@@ -22,7 +22,11 @@ from tunecompile.ir.op import NAMESPACE
 from tunecompile.ir.rewrite import user_line
 
 log = logging.getLogger("tunecompile")
-SHORT = {"scaled_dot_product_attention": "attention", "getitem": "slice", "autograd_function_apply": "autograd function"}
+SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "getitem": "slice",
+    "autograd_function_apply": "autograd function",
+}
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,19 @@ def _boxes(graph: Graph, given: dict[str, set[str]]) -> Iterator[Box]:
         if isinstance(whole, Node) and whole in drawn and not isinstance(value(whole), torch.Tensor):
             drawn[node] = drawn[whole]
             box = made[drawn[whole]]
-            made[box.name] = replace(box, gives=(*box.gives, *sorted(given.get(node.name, ()))), missed=box.missed or node.meta.get("missed", ""))
+            made[box.name] = replace(
+                box,
+                gives=(*box.gives, *sorted(given.get(node.name, ()))),
+                missed=box.missed or node.meta.get("missed", ""),
+            )
         elif (kind := _kind(node, drawn)) is not None:
             drawn[node] = node.name
-            made[node.name] = _box(node, kind, tuple(dict.fromkeys(drawn[n] for n in node.all_input_nodes if n in drawn)), tuple(sorted(given.get(node.name, ()))))
+            made[node.name] = _box(
+                node,
+                kind,
+                tuple(dict.fromkeys(drawn[n] for n in node.all_input_nodes if n in drawn)),
+                tuple(sorted(given.get(node.name, ()))),
+            )
     yield from made.values()
 
 
@@ -102,30 +115,59 @@ def _kind(node: Node, drawn: dict[Node, str]) -> str | None:
     tensor = _first(value(node))
     if node.op == "placeholder":
         return "input" if tensor is not None and not _is_weight(node) else None
-    if not node.op.startswith("call") or (tensor is None and not any(n in drawn for n in node.all_input_nodes)) or isinstance(value(node), (int, torch.SymInt)):
+    if (
+        not node.op.startswith("call")
+        or (tensor is None and not any(n in drawn for n in node.all_input_nodes))
+        or isinstance(value(node), (int, torch.SymInt))
+    ):
         return None
     return "op" if getattr(node.target, "namespace", "") == NAMESPACE else "call"
 
 
 def _box(node: Node, kind: str, inputs: tuple[str, ...], gives: tuple[str, ...]) -> Box:
     line, code = user_line(node)
-    weights = tuple(f"{_plain(str(n.target))} {_shape(_first(value(n)))}".strip() for n in node.all_input_nodes if _is_weight(n))
-    label = "result" if kind == "result" else _plain(str(node.target)) if kind == "input" else name_of(node.target).removeprefix(f"{NAMESPACE}.")
+    weights = tuple(
+        f"{_plain(str(n.target))} {_shape(_first(value(n)))}".strip() for n in node.all_input_nodes if _is_weight(n)
+    )
+    label = (
+        "result"
+        if kind == "result"
+        else _plain(str(node.target))
+        if kind == "input"
+        else name_of(node.target).removeprefix(f"{NAMESPACE}.")
+    )
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     module = str(modules[-1][0]).partition("]")[2].strip(".") if modules else ""
     tensor = _first(value(node.all_input_nodes[0] if kind == "result" and node.all_input_nodes else node))
-    return Box(node.name, SHORT.get(label, label), kind, _shape(tensor), _dtype(tensor), inputs, weights, module, line, code, gives, node.meta.get("missed", ""))
+    return Box(
+        node.name,
+        SHORT.get(label, label),
+        kind,
+        _shape(tensor),
+        _dtype(tensor),
+        inputs,
+        weights,
+        module,
+        line,
+        code,
+        gives,
+        node.meta.get("missed", ""),
+    )
 
 
 def _is_weight(node: Node) -> bool:
     """Of the layer itself: `_region(layer, *args, **kwargs)` is what Dynamo traces, and functions of modules after a graph break."""
-    return node.op == "placeholder" and (str(node.target).startswith("L_layer_") or isinstance(value(node), torch.nn.Parameter))
+    return node.op == "placeholder" and (
+        str(node.target).startswith("L_layer_") or isinstance(value(node), torch.nn.Parameter)
+    )
 
 
 def _plain(target: str) -> str:
     """Dynamo's name of an input as the model has it: self_attn.q_proj.weight."""
     name = re.sub(r"^L_(layer_|kwargs_|self_)?", "", target).strip("_")
-    return re.sub(r"(^|_)(modules|parameters|buffers)_", lambda found: found[1] and ".", re.sub(r"^args_(\d+)", r"input \1", name))
+    return re.sub(
+        r"(^|_)(modules|parameters|buffers)_", lambda found: found[1] and ".", re.sub(r"^args_(\d+)", r"input \1", name)
+    )
 
 
 def _first(value: Any) -> torch.Tensor | None:

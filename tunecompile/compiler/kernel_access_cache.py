@@ -41,7 +41,9 @@ def told_apart(kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str,
     symbols, and of the numbers that are no constants Triton looks at none but 1. None where that is not known."""
     if descriptors:
         return None
-    parameters = getattr(kernel, "params", None) or getattr(getattr(kernel, "fn", None), "params", ())  # or of what it tunes
+    parameters = getattr(kernel, "params", None) or getattr(
+        getattr(kernel, "fn", None), "params", ()
+    )  # or of what it tunes
     numbers = {parameter.name for parameter in parameters if not parameter.is_constexpr}
     alike = tuple((name, *_kind(value, name in numbers)) for name, value in sorted(kwargs.items()))
     try:
@@ -54,7 +56,12 @@ def told_apart(kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str,
 def _kind(value: Any, number: bool) -> tuple:
     if is_a_tensor(value):
         return "tensor", value.dtype
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, Expr)) or number and type(value) is int and 1 < value < 2**31:
+    if (
+        isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, Expr))
+        or number
+        and type(value) is int
+        and 1 < value < 2**31
+    ):
         return ("number",)
     return type(value), value
 

@@ -23,7 +23,15 @@ from tunecompile.planner.candidates import Cut
 from tunecompile.planner.recompute_attention import compute_again
 from tunecompile.planner.solver import Plan
 
-HASHED = ("_torch", "ir", "ops", "planner", "compiler", "passes", "templates")  #: packages whose source decides what code is generated
+HASHED = (
+    "_torch",
+    "ir",
+    "ops",
+    "planner",
+    "compiler",
+    "passes",
+    "templates",
+)  #: packages whose source decides what code is generated
 
 
 @functools.cache
@@ -48,14 +56,19 @@ class _Hook:
         """None keeps the graph out of all caches."""
         if not self.context.cached:
             return None
-        passes, context = ",".join(p.name if p.package is None else f"{p.name} of {p.package.key}" for p in live(self.passes)), self.context
+        passes, context = (
+            ",".join(p.name if p.package is None else f"{p.name} of {p.package.key}" for p in live(self.passes)),
+            self.context,
+        )
         return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}"
 
     def __reduce__(self) -> tuple:
         return str, (self.uuid(),)
 
 
-Decide = Callable[[Graph, Cut, "float | None"], Plan]  #: of the joint graph, what cuts it, and attention's floating point operations a millisecond
+Decide = Callable[
+    [Graph, Cut, "float | None"], Plan
+]  #: of the joint graph, what cuts it, and attention's floating point operations a millisecond
 
 
 class Partitioner(_Hook, CustomPartitionerFn):
@@ -68,7 +81,9 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         decide, self.decide = self.decide, None  # the compiled function may hold this for good, and it the model
         if decide is not None:
-            self.context.plan = decide(gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}), self.context.attention_rate)
+            self.context.plan = decide(
+                gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}), self.context.attention_rate
+            )
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
@@ -82,7 +97,9 @@ class Partitioner(_Hook, CustomPartitionerFn):
         """As the plan has it: what computes in pieces reads weights by themselves."""
         return tuple(movable(graph)) if self.context.moves else ()
 
-    def _try(self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
+    def _try(
+        self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan
+    ) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
         trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
@@ -109,15 +126,23 @@ def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
     """
     output = forward.output_node()
     returned, calls = list(output.args[0]), {node.name: node for node in forward.nodes if node.op == "call_function"}
-    first = next((n for n in backward.nodes if n.op == "placeholder" and n.name == getattr(returned[outputs], "name", "")), None) \
-        if len(returned) > outputs else None
+    first = (
+        next(
+            (n for n in backward.nodes if n.op == "placeholder" and n.name == getattr(returned[outputs], "name", "")),
+            None,
+        )
+        if len(returned) > outputs
+        else None
+    )
     pinned = [n for n in backward.nodes if n.meta.get("pinned") and n.op == "call_function" and n.args[0].name in calls]
     if first is None or not isinstance(first.meta.get("val"), torch.Tensor):
         return
     saved = []
     for member in pinned:
         call, index = calls[member.args[0].name], member.args[1]
-        if (source := next((user for user in call.users if user.target is getitem and user.args[1] == index), None)) is None:
+        if (
+            source := next((user for user in call.users if user.target is getitem and user.args[1] == index), None)
+        ) is None:
             with forward.inserting_after(call):
                 source = forward.call_function(getitem, (call, index))
             source.meta = dict(member.meta)
@@ -125,7 +150,9 @@ def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
             continue
         with backward.inserting_before(first):
             given = backward.placeholder(source.name)
-        given.meta = {key: value for key, value in member.meta.items() if key not in ("recompute", "ac_graph_id", "pinned")}
+        given.meta = {
+            key: value for key, value in member.meta.items() if key not in ("recompute", "ac_graph_id", "pinned")
+        }
         member.replace_all_uses_with(given)
         backward.erase_node(member)
         saved.append(source)

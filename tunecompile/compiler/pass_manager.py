@@ -57,26 +57,38 @@ class Context:
     providers: Counter[str] = field(default_factory=Counter)  #: calls by "op: provider"
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
     reduced: int = 0  #: ops that run in that precision
-    saved: list[Any] = field(default_factory=list)  #: (name, bytes) of each tensor that the forward graph keeps for the backward
+    saved: list[Any] = field(
+        default_factory=list
+    )  #: (name, bytes) of each tensor that the forward graph keeps for the backward
     moves: bool = False  #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
     kept: tuple[str, ...] = ()  #: inputs in whose place there are such matrices, for 4-bit weights if the plan says so
-    traced: dict[Any, Any] | None = None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
+    traced: dict[Any, Any] | None = (
+        None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
+    )
     outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
     changes: list[Change] = field(default_factory=list)  #: what each pass did
     dump: GraphDump | None = None  #: where each graph is shown
     before: GraphSnapshot | None = None  #: the graph as it came, each operation in its one spelling
     after: GraphSnapshot | None = None  #: with what was recognised
     attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
-    attention_rate: float | None = None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
-    frame: int | None = None  #: number, by Dynamo's count, of the function that this is a graph of: a layer that is not traced in one piece has several
-    ran: set[str] = field(default_factory=set)  #: stages that saw a graph: the others were left out, since code came from a cache
+    attention_rate: float | None = (
+        None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
+    )
+    frame: int | None = (
+        None  #: number, by Dynamo's count, of the function that this is a graph of: a layer that is not traced in one piece has several
+    )
+    ran: set[str] = field(
+        default_factory=set
+    )  #: stages that saw a graph: the others were left out, since code came from a cache
 
     @property
     def cached(self) -> bool:
         """Whether code may come from a cache, for which no pass runs: not where all graphs are wanted."""
         return self.dump is None or self.dump.folder is None
 
-    def look(self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None) -> Counter[Any]:
+    def look(
+        self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None
+    ) -> Counter[Any]:
         """Record what the pass `name` of this `stage` made of the operations it found in `graph`, `before`; without them, what a graph is before
         its first pass. Returns the operations that are there now."""
         now = Counter(node.target for node in graph.nodes if node.op.startswith("call"))
@@ -96,7 +108,11 @@ class Context:
 def _which(stage: Stage, graph: Graph) -> str:
     if stage != "lower":
         return {"recognize": "dynamo", "plan": "joint"}[stage]
-    return "backward" if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes) else "forward"
+    return (
+        "backward"
+        if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
+        else "forward"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +130,12 @@ class Pass:
     package: Package | None = None  #: whose it is, if it does not come with tunecompile
 
 
-def recognize(family: str, rewrites: Sequence[Rewrite], anchors: Callable[[Graph], list[Node]],
-              requires: frozenset[str] = frozenset()) -> Pass:
+def recognize(
+    family: str,
+    rewrites: Sequence[Rewrite],
+    anchors: Callable[[Graph], list[Node]],
+    requires: frozenset[str] = frozenset(),
+) -> Pass:
     """A pass that tries rewrites.
 
     Args:
@@ -164,7 +184,9 @@ def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
         raise InvalidPipeline(reason=f"a pass stands twice in {names}")
     stages = [STAGES.index(p.stage) for p in passes]
     if stages != sorted(stages):
-        raise InvalidPipeline(reason=f"stages must come in the order {', '.join(STAGES)}, got {[p.stage for p in passes]}")
+        raise InvalidPipeline(
+            reason=f"stages must come in the order {', '.join(STAGES)}, got {[p.stage for p in passes]}"
+        )
     provided: set[str] = set()
     for p in passes:
         if missing := p.requires - provided:
@@ -207,7 +229,9 @@ def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Conte
             p.run(graph, context)
         else:
             own = replace(context, tallies=[], notes=[])
-            if not guarded(p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"):
+            if not guarded(
+                p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"
+            ):
                 continue
             context.tallies += own.tallies
             context.notes += own.notes

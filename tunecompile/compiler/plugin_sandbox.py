@@ -60,7 +60,11 @@ class GraphBackup:
     """A graph as it is now."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.nodes, self.interface = graph, set(graph.nodes), {key: _interface(graph, key) for key in ("example_value", "val")}
+        self.graph, self.nodes, self.interface = (
+            graph,
+            set(graph.nodes),
+            {key: _interface(graph, key) for key in ("example_value", "val")},
+        )
         self.names = [node.name for node in graph.nodes]
         self.copy = Graph()
         _copy_nodes(graph, self.copy)
@@ -104,7 +108,9 @@ def _copy_nodes(source: Graph, target: Graph) -> None:
 def _interface(graph: Graph, key: str) -> tuple[list[str], list[str]]:
     """Inputs and outputs in words."""
     inputs = [f"{node.target}, {_kind(node, key)}" for node in graph.find_nodes(op="placeholder")]
-    return inputs, [_kind(leaf, key) for output in graph.find_nodes(op="output") for leaf in pytree.tree_leaves(output.args)]
+    return inputs, [
+        _kind(leaf, key) for output in graph.find_nodes(op="output") for leaf in pytree.tree_leaves(output.args)
+    ]
 
 
 def _kind(leaf: Any, key: str) -> str:

@@ -48,7 +48,7 @@ def pipeline(own: Sequence[Pass]) -> tuple[Pass, ...]:
         except Exception as error:
             raise _invalid(entry, entries, f"{entry.value} cannot be loaded ({summary(error)})") from error
     everything = [*own, *(p for passes in brought for p in passes)]
-    made = compose(validate(own), everything[len(own):])
+    made = compose(validate(own), everything[len(own) :])
     for entry, passes in zip(entries, brought):
         for p in passes:
             if (reason := fault(p, everything, made)) is not None:
@@ -62,8 +62,11 @@ def said(passes: Sequence[Pass]) -> list[str]:
     for p in passes:
         if p.package is not None:
             names.setdefault(p.package, []).append(p.name)
-    return [line for package, brought in names.items()
-            for line in (f"passes of {package.label}: {', '.join(brought)}", *map(package.said, package.failed))]
+    return [
+        line
+        for package, brought in names.items()
+        for line in (f"passes of {package.label}: {', '.join(brought)}", *map(package.said, package.failed))
+    ]
 
 
 def chosen(names: str | None) -> list[EntryPoint]:
@@ -73,7 +76,9 @@ def chosen(names: str | None) -> list[EntryPoint]:
         return found
     wanted = {name.strip() for name in names.split(",")} - {"", "none"}
     if unknown := wanted - {entry.name for entry in found}:
-        raise UnknownEntryPoint(unknown=", ".join(sorted(unknown)), known=", ".join(entry.name for entry in found) or "none")
+        raise UnknownEntryPoint(
+            unknown=", ".join(sorted(unknown)), known=", ".join(entry.name for entry in found) or "none"
+        )
     return [entry for entry in found if entry.name in wanted]
 
 
@@ -88,7 +93,10 @@ def load(entry: EntryPoint) -> list[Pass]:
     if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
         raise TypeError(f"it is a {type(loaded).__name__}, and neither a Pass nor a list of Passes")
     package = Package(label(entry), digest(entry.module))
-    return [replace(p, package=package) for p in passes or [Pass(f"ops of {entry.name}", "recognize", lambda graph, context: None)]]
+    return [
+        replace(p, package=package)
+        for p in passes or [Pass(f"ops of {entry.name}", "recognize", lambda graph, context: None)]
+    ]
 
 
 def digest(module: str) -> str:
@@ -100,7 +108,9 @@ def digest(module: str) -> str:
         return ""
     file = Path(owner.__file__)
     files = sorted(file.parent.rglob("*.py")) if hasattr(owner, "__path__") else [file]
-    return hashlib.sha256(b"".join(str(path.relative_to(file.parent)).encode() + path.read_bytes() for path in files)).hexdigest()
+    return hashlib.sha256(
+        b"".join(str(path.relative_to(file.parent)).encode() + path.read_bytes() for path in files)
+    ).hexdigest()
 
 
 def compose(own: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
@@ -150,7 +160,12 @@ def fault(p: Pass, everything: Sequence[Pass], made: Sequence[Pass]) -> str | No
         if other.name in p.conflicts or p.name in other.conflicts:
             return f"{p.name} conflicts with {other.name}, which {_whose(other)}"
     if not any(other is p for other in made):
-        provided = {name for other in made for name in (other.name, *other.provides) if STAGES.index(other.stage) <= STAGES.index(p.stage)}
+        provided = {
+            name
+            for other in made
+            for name in (other.name, *other.provides)
+            if STAGES.index(other.stage) <= STAGES.index(p.stage)
+        }
         return f"{p.name} requires {', '.join(sorted(p.requires - provided))}, which no earlier pass provides"
     return None
 

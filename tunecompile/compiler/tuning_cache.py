@@ -29,8 +29,14 @@ from tunecompile._torch.inductor import cache_folder
 def machine(device: torch.device) -> dict[str, Any]:
     """What measurements on a GPU depend on beside the work itself. Part of every key."""
     triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
-    return {"gpu": torch.cuda.get_device_name(device), "capability": list(torch.cuda.get_device_capability(device)), "torch": torch.__version__,
-            "cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version(), "triton": triton}
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": triton,
+    }
 
 
 def _path(kind: str, key: dict[str, Any]) -> Path:

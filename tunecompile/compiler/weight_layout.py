@@ -35,12 +35,21 @@ def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str
     refused: set[str] = set()
     for node in graph.nodes:
         for product in frozen(node) or ():
-            inputs = [member for group in (*product.weights, product.a, product.b) for member in group if isinstance(member, Node)]
+            inputs = [
+                member
+                for group in (*product.weights, product.a, product.b)
+                for member in group
+                if isinstance(member, Node)
+            ]
             name = product.place.name
-            if not suits(product) or any(member.op != "placeholder" for member in inputs) or found.setdefault(name, product) != product:
+            if (
+                not suits(product)
+                or any(member.op != "placeholder" for member in inputs)
+                or found.setdefault(name, product) != product
+            ):
                 refused.add(name)
     for name, product in found.items():
-        places = [weight[0] for weight in product.weights[:1 if product.quantized else None]]
+        places = [weight[0] for weight in product.weights[: 1 if product.quantized else None]]
         if any(not _reads(reader, product) and reader.op != "output" for place in places for reader in _readers(place)):
             refused.add(name)
     return {name: product for name, product in found.items() if name not in refused}
@@ -55,7 +64,9 @@ def _read_directly(graph: Graph) -> None:
         for product in frozen(node) or ():
             for weight in product.weights:
                 if len(weight) > 1 and weight[0].users and (given := _same_bytes(weight[0])) is not weight[0]:
-                    for reader in [user for user in weight[0].users if user.target is dequantize_4bit.overload or frozen(user)]:
+                    for reader in [
+                        user for user in weight[0].users if user.target is dequantize_4bit.overload or frozen(user)
+                    ]:
                         reader.replace_input_with(weight[0], given)
                     _erase(graph, weight[0])
 
@@ -70,21 +81,37 @@ def _erase(graph: Graph, view: Node) -> None:
 def _same_bytes(view: Node) -> Node:
     """The input of which this is another shape."""
     node, count = view, view.meta["val"].numel()
-    while node.op == "call_function" and returns_view(node.target) and len(node.all_input_nodes) == 1 and node.meta["val"].is_contiguous():
+    while (
+        node.op == "call_function"
+        and returns_view(node.target)
+        and len(node.all_input_nodes) == 1
+        and node.meta["val"].is_contiguous()
+    ):
         node = node.all_input_nodes[0]
     value = node.meta["val"]
-    return node if node.op == "placeholder" and value.numel() == count and value.dtype == view.meta["val"].dtype and value.is_contiguous() else view
+    return (
+        node
+        if node.op == "placeholder"
+        and value.numel() == count
+        and value.dtype == view.meta["val"].dtype
+        and value.is_contiguous()
+        else view
+    )
 
 
 def _readers(place: Node) -> list[Node]:
     """Its users, and those of what it is dequantised to."""
-    return [reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])]
+    return [
+        reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])
+    ]
 
 
 def matrix_shape(product: FrozenWeights) -> tuple[int, int]:
     """Of a matrix [[W, scale B], [A, 0]], or [W; A] for dense weights."""
     rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
-    return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(product.columns + rank) if product.quantized else product.columns
+    return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(
+        product.columns + rank
+    ) if product.quantized else product.columns
 
 
 def _dtype(product: FrozenWeights) -> torch.dtype:
@@ -162,4 +189,14 @@ def _position(product: FrozenWeights, places: dict[Node, int]) -> FusedWeightSlo
 
     a, b = (tuple(places[m] for m in group) for group in (product.a, product.b))
     weights = tuple(tuple(place(member) for member in weight) for weight in product.weights)
-    return FusedWeightSlots(places[product.place], weights, a, b, product.scales, matrix_shape(product), product.columns, _dtype(product), not product.quantized)
+    return FusedWeightSlots(
+        places[product.place],
+        weights,
+        a,
+        b,
+        product.scales,
+        matrix_shape(product),
+        product.columns,
+        _dtype(product),
+        not product.quantized,
+    )

@@ -56,7 +56,9 @@ class StaticMemory:
     device: Gauge
     sharded: bool = False  #: whether layers are gathered for every call, so that nothing of them can be kept
     spread: bool = False  #: whether layers are on several devices
-    growing: float = 0.0  #: share of a layer's gradients that comes with its backward and stays, and is not there before
+    growing: float = (
+        0.0  #: share of a layer's gradients that comes with its backward and stays, and is not there before
+    )
 
     @property
     def moves(self) -> bool:
@@ -99,14 +101,21 @@ class DryRunPlanner(RuntimePlanner):
 
     def decide(self, graph: Graph, cut: candidates.Cut, attention: float | None = None) -> Plan:
         attention = attention if self.gpu is None else _attention(graph, self.gpu)
-        self.attends = self.attends or any(node.op == "call_function" and "attention" in str(node.target) for node in graph.nodes)
+        self.attends = self.attends or any(
+            node.op == "call_function" and "attention" in str(node.target) for node in graph.nodes
+        )
         if self.bounded and len({id(slot.region) for slot in self.layers}) == 1:
             return super().decide(graph, cut, attention)
         plans = candidates.plans(graph) if self.bounded else [KEEP, RECOMPUTE]
         weights = matrix_bytes(graph) if self.kept is not None else 0
         self.moving[id(self.running.region)] = growth(graph) if self.moves else 0
-        self.menus[id(self.running.region)] = RegionCandidates(tuple(candidates.survey(cut, plans)), self.tokens, tuple(map(candidates.name, candidates.dear_nodes(graph))),
-                                                 weights, attention=attention)
+        self.menus[id(self.running.region)] = RegionCandidates(
+            tuple(candidates.survey(cut, plans)),
+            self.tokens,
+            tuple(map(candidates.name, candidates.dear_nodes(graph))),
+            weights,
+            attention=attention,
+        )
         self._admit(self.tokens)
         return self.options[id(self.running)].plan
 
@@ -143,19 +152,34 @@ class DryRunPlanner(RuntimePlanner):
     def forward_ms(self) -> float:
         """Milliseconds of all layers' forwards under the plan, without what waits for copies."""
         options = [option for options in self.admitted.choice.options for option in options]
-        found = [next(row for row in each.rows if row.plan.key == replace(option.plan, weights=False).key) for each, option in zip(self._layers_menus(), options)]
-        return sum(row.ahead.ms(self._rates_of(each), self.tokens / each.tokens) for each, row in zip(self._layers_menus(), found))
+        found = [
+            next(row for row in each.rows if row.plan.key == replace(option.plan, weights=False).key)
+            for each, option in zip(self._layers_menus(), options)
+        ]
+        return sum(
+            row.ahead.ms(self._rates_of(each), self.tokens / each.tokens)
+            for each, row in zip(self._layers_menus(), found)
+        )
 
     def flops(self) -> int:
         """Of all layers' forward and backward, nothing computed again, and of the heads."""
-        kept = [(next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens) for each in self._layers_menus()]
-        return int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept)) + self._beside_layers(self.tokens).flops
+        kept = [
+            (next(row for row in each.rows if row.plan == KEEP), self.tokens / each.tokens)
+            for each in self._layers_menus()
+        ]
+        return (
+            int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept))
+            + self._beside_layers(self.tokens).flops
+        )
 
     def _stacks(self, tokens: int) -> tuple[list[LayerRun], list[list[Any]]]:
         stacks, slots = super()._stacks(tokens)
         if not self.bounded:  # layers do what the user's checkpointing says
             wanted = [RECOMPUTE if layers[0].checkpoint else KEEP for layers in slots]
-            stacks = [replace(stack, options=tuple(o for o in stack.options if o.plan == plan)) for stack, plan in zip(stacks, wanted)]
+            stacks = [
+                replace(stack, options=tuple(o for o in stack.options if o.plan == plan))
+                for stack, plan in zip(stacks, wanted)
+            ]
         return stacks, slots
 
     def _satisfied(self) -> bool:
@@ -180,7 +204,12 @@ class DryRunPlanner(RuntimePlanner):
 
 def _attention(graph: Graph, gpu: GpuSpec) -> float | None:
     """Operations a millisecond of the longest call; None without any."""
-    sizes = [[size_hint(n) for n in source.meta["val"].shape[-2:]] for node in graph.nodes if node.op == "call_function" and is_attention(node) for source in node.all_input_nodes[:1]]
+    sizes = [
+        [size_hint(n) for n in source.meta["val"].shape[-2:]]
+        for node in graph.nodes
+        if node.op == "call_function" and is_attention(node)
+        for source in node.all_input_nodes[:1]
+    ]
     return gpu.attention(*max(sizes)) if sizes else None
 
 
@@ -190,7 +219,15 @@ class TraceOnlyBackend(Backend):
     attends = False  #: whether the layer calls attention by its name
 
     def __init__(self, region: Region, plan: Plan | None, decide: Decide | None, fakes: FakeTensorMode, moves: bool):
-        super().__init__(region.name, region.passes, "eager", plan, precision=region.precision, decide=decide, kept=WeightCache(moves=True) if moves else None)
+        super().__init__(
+            region.name,
+            region.passes,
+            "eager",
+            plan,
+            precision=region.precision,
+            decide=decide,
+            kept=WeightCache(moves=True) if moves else None,
+        )
         self.fakes = fakes
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
@@ -203,8 +240,11 @@ class TraceOnlyBackend(Backend):
 
 def _blank(like: Any, fakes: FakeTensorMode) -> Any:
     """Tensors of the same shapes."""
+
     def blank(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+        )
 
     with fakes:
         return tree_map_only(Tensor, blank, like)
@@ -213,7 +253,13 @@ def _blank(like: Any, fakes: FakeTensorMode) -> Any:
 class TraceOnlySlot:
     """What stands in the `_compiled_call_impl` of a skeleton's layer: the first of each kind is traced, the others return alike."""
 
-    def __init__(self, slot: LayerSlot, budget: RuntimePlanner, fakes: FakeTensorMode, seen: dict[tuple, tuple[TraceOnlyBackend, Any]]):
+    def __init__(
+        self,
+        slot: LayerSlot,
+        budget: RuntimePlanner,
+        fakes: FakeTensorMode,
+        seen: dict[tuple, tuple[TraceOnlyBackend, Any]],
+    ):
         self.slot, self.budget, self.fakes, self.seen = slot, budget, fakes, seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +270,9 @@ class TraceOnlySlot:
         if glimpse is not None and id(region) in self.budget.menus:
             return _blank(output, self.fakes)
         known = id(region) in self.budget.menus  # if not: nothing in the layers before was trained
-        glimpse = TraceOnlyBackend(region, KEEP if known else None, None if known else self.budget.decide, self.fakes, self.budget.moves)
+        glimpse = TraceOnlyBackend(
+            region, KEEP if known else None, None if known else self.budget.decide, self.fakes, self.budget.moves
+        )
         variant = Variant(region.name, glimpse)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = glimpse, output
@@ -240,19 +288,32 @@ def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     stands = stand_ins(model)
     for tensor in held(model, stands):
         if tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter):
-            raise CannotEstimate(model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet")
+            raise CannotEstimate(
+                model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet"
+            )
         if tensor.is_meta:
             with fakes:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                memo[id(tensor)] = (
+                    nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                )
     try:
         memo |= {key: copy.deepcopy(module, memo) for key, module in stands.items()}
         return copy.deepcopy(model, memo).train()
     except Exception as error:
-        raise CannotEstimate(model=type(model).__name__, reason=f"its modules cannot be copied: {summary(error)}") from error
+        raise CannotEstimate(
+            model=type(model).__name__, reason=f"its modules cannot be copied: {summary(error)}"
+        ) from error
 
 
-def rehearse(stage: State, ledger: StaticMemory, device: torch.device, shape: Sequence[int], gpu: GpuSpec | None = None, thorough: bool = False) -> tuple[DryRunPlanner, list[str]]:
+def rehearse(
+    stage: State,
+    ledger: StaticMemory,
+    device: torch.device,
+    shape: Sequence[int],
+    gpu: GpuSpec | None = None,
+    thorough: bool = False,
+) -> tuple[DryRunPlanner, list[str]]:
     """Call a skeleton on a blank batch, with all that `optimize` attaches. Returns what was found out, and what to know about it.
 
     Raises:
@@ -274,22 +335,37 @@ def rehearse(stage: State, ledger: StaticMemory, device: torch.device, shape: Se
     with fakes:
         ids = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     try:
-        with torch.enable_grad(), torch.random.fork_rng([device] if cuda else []), static_shapes(), contextlib.nullcontext() if gpu is None else as_on_gpu():
-            stage.model(ids)  # outside the fakes' mode: positions are real numbers, and tell the model that nothing needs a dense mask
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng([device] if cuda else []),
+            static_shapes(),
+            contextlib.nullcontext() if gpu is None else as_on_gpu(),
+        ):
+            stage.model(
+                ids
+            )  # outside the fakes' mode: positions are real numbers, and tell the model that nothing needs a dense mask
     except Exception as error:  # of what comes behind the layers, perhaps
         failure = error
     said = [*rehearsal.notes, *(said for glimpse, _ in seen.values() for said in glimpse.failures)]
-    left = list({id(slot.region): slot.region.name for slot in stage.slots if id(slot.region) not in rehearsal.menus}.values())
+    left = list(
+        {id(slot.region): slot.region.name for slot in stage.slots if id(slot.region) not in rehearsal.menus}.values()
+    )
     if rehearsal.admitted is None or (left and failure is not None):
         reasons = said or [summary(failure) if failure else "the model calls no layer that is trained"]
         raise CannotEstimate(model=name, reason=reasons[0]) from failure
     unfused = any(glimpse.attends for glimpse, _ in seen.values()) and not rehearsal.attends
     absent = [] if cuda else [ABSENT] if gpu is None else [] if has_triton() else [NO_TRITON]
-    return rehearsal, [*said, *(f"{region} was not called on such a batch: its layers are taken for others" for region in left),
-                       *([UNFUSED] if unfused else []), *absent]
+    return rehearsal, [
+        *said,
+        *(f"{region} was not called on such a batch: its layers are taken for others" for region in left),
+        *([UNFUSED] if unfused else []),
+        *absent,
+    ]
 
 
-def _budget(stage: State, spec: Any, ledger: StaticMemory, device: torch.device, gpu: GpuSpec | None, thorough: bool) -> DryRunPlanner:
+def _budget(
+    stage: State, spec: Any, ledger: StaticMemory, device: torch.device, gpu: GpuSpec | None, thorough: bool
+) -> DryRunPlanner:
     """As `optimize` would make it; without a spec, one that bounds nothing but says what there is."""
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
@@ -297,13 +373,31 @@ def _budget(stage: State, spec: Any, ledger: StaticMemory, device: torch.device,
     keepable = somewhere and bounded and stage.precision is None
     kept = WeightCache() if keepable and ledger.moves else None
     parameters = [parameter for slot in stage.slots for parameter in slot.layer.parameters()]
-    movable = somewhere and stage.precision is None and not any(map(sharded, parameters)) and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
-    return DryRunPlanner(spec if bounded else "auto" if somewhere else UNBOUNDED, stage.model, ledger, device, stage.slots, stage.heads, offload, kept=kept,
-                     bounded=bounded, gpu=gpu, movable=movable, keepable=keepable, thorough=thorough)
+    movable = (
+        somewhere
+        and stage.precision is None
+        and not any(map(sharded, parameters))
+        and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
+    )
+    return DryRunPlanner(
+        spec if bounded else "auto" if somewhere else UNBOUNDED,
+        stage.model,
+        ledger,
+        device,
+        stage.slots,
+        stage.heads,
+        offload,
+        kept=kept,
+        bounded=bounded,
+        gpu=gpu,
+        movable=movable,
+        keepable=keepable,
+        thorough=thorough,
+    )
 
 
 UNFUSED = "attention is traced without a fused kernel: its scores are counted, which grow with the square of the length"
 ABSENT = "traced as on a CPU: the GPU's context (about 0.5 GiB) is not counted, and nothing waits on the host"
-NO_TRITON = "Triton is not installed here, so tunecompile's own kernels are left out: a step on the GPU is faster and smaller"
-
-
+NO_TRITON = (
+    "Triton is not installed here, so tunecompile's own kernels are left out: a step on the GPU is faster and smaller"
+)

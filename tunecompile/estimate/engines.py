@@ -33,7 +33,12 @@ class ShardedBytes:
     optimizer: int  #: bytes of AdamW's moments
 
     def __add__(self, other: ShardedBytes) -> ShardedBytes:
-        return ShardedBytes(self.weights + other.weights, self.shardable + other.shardable, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return ShardedBytes(
+            self.weights + other.weights,
+            self.shardable + other.shardable,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,35 @@ def parts_of(model: nn.Module) -> ModelBytes:
     """By layer of the longest list of them."""
     stack = max(find_layers(model), key=lambda found: len(found.members), default=None)
     layers = [_part([layer]) for layer in stack.members] if stack is not None else []
-    inside = {id(t) for layer in (stack.members if stack is not None else ()) for t in (*layer.parameters(), *layer.buffers())}
+    inside = {
+        id(t) for layer in (stack.members if stack is not None else ()) for t in (*layer.parameters(), *layer.buffers())
+    }
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     alone = [] if table is None or (head is not None and head.weight is table.weight) else [table]
-    return ModelBytes(tuple(layers), _part(alone), _part([model], inside | {id(t) for module in alone for t in module.parameters()}))
+    return ModelBytes(
+        tuple(layers), _part(alone), _part([model], inside | {id(t) for module in alone for t in module.parameters()})
+    )
 
 
 def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> ShardedBytes:
-    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers()) if id(t) not in without}
-    scales = {id(t) for module in modules for m in module.modules() if isinstance(m, MetaLinear4bit) for t in (m.absmax, m.code, m.scale, m.offset)}
+    tensors = {
+        id(t): t for module in modules for t in (*module.parameters(), *module.buffers()) if id(t) not in without
+    }
+    scales = {
+        id(t)
+        for module in modules
+        for m in module.modules()
+        if isinstance(m, MetaLinear4bit)
+        for t in (m.absmax, m.code, m.scale, m.offset)
+    }
     floats = {id(p) for module in modules for p in module.parameters()}
     trained: list[Tensor] = [t for t in tensors.values() if t.requires_grad]
-    return ShardedBytes(sum(t.nbytes for t in tensors.values()), sum(t.nbytes for key, t in tensors.items() if key in floats and key not in scales),
-                gradient_bytes(trained), moment_bytes(trained))
+    return ShardedBytes(
+        sum(t.nbytes for t in tensors.values()),
+        sum(t.nbytes for key, t in tensors.items() if key in floats and key not in scales),
+        gradient_bytes(trained),
+        moment_bytes(trained),
+    )
 
 
 def whole(parts: ModelBytes, sheet: DatasheetGauge) -> StaticMemory:
@@ -105,7 +126,9 @@ def sharded(parts: ModelBytes, gpus: int, sheet: DatasheetGauge) -> StaticMemory
     all_ = parts.all
     held = -(-all_.shardable // gpus) + all_.weights - all_.shardable
     gradients = -(-all_.gradients // gpus) + 2 * parts.largest.gradients + parts.root.gradients
-    return StaticMemory(held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True, growing=1 / gpus)
+    return StaticMemory(
+        held + gathered(parts), gradients, -(-all_.optimizer // gpus), sheet, sharded=True, growing=1 / gpus
+    )
 
 
 def ddp_cost(parts: ModelBytes, network: Network, backward: float) -> EngineCost:
@@ -124,11 +147,18 @@ def fsdp_cost(parts: ModelBytes, network: Network, forward: float, backward: flo
     layers, first, count = sum(part.shardable for part in parts.layers), parts.layers[0], len(parts.layers)
     root, one = network.gather(parts.root.shardable), network.gather(first.shardable)
     ahead = network.gather(layers, count) - one
-    scatter, last = network.gather(sum(part.gradients for part in parts.layers), count), network.gather(first.gradients) + network.gather(parts.root.gradients)
+    scatter, last = (
+        network.gather(sum(part.gradients for part in parts.layers), count),
+        network.gather(first.gradients) + network.gather(parts.root.gradients),
+    )
     back = ahead + scatter
     exposed = root + one + max(0.0, ahead - forward) + max(0.0, back - backward) + last
-    copied = 2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth  # from where it arrives to where it is read, and from where it is made to where it is sent
-    return EngineCost(root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied)
+    copied = (
+        2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth
+    )  # from where it arrives to where it is read, and from where it is made to where it is sent
+    return EngineCost(
+        root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied
+    )
 
 
 @dataclass(frozen=True)
@@ -150,16 +180,31 @@ class PipelineStage:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def stages(parts: ModelBytes, gpus: int, rehearsal: DryRunPlanner, allowed: int, batch: float = 1.0) -> list[PipelineStage]:
+def stages(
+    parts: ModelBytes, gpus: int, rehearsal: DryRunPlanner, allowed: int, batch: float = 1.0
+) -> list[PipelineStage]:
     """Layers in equal shares, the embedding table on the first GPU, head and loss on the last. Each has the same budget, and host memory in equal shares.
 
     allowed: bytes on each GPU. batch: times the rows of the rehearsal.
     """
-    tokens, host, ends, found = int(batch * rehearsal.tokens), rehearsal.host_bytes(), [len(parts.layers) * gpu // gpus for gpu in range(gpus + 1)], []
+    tokens, host, ends, found = (
+        int(batch * rehearsal.tokens),
+        rehearsal.host_bytes(),
+        [len(parts.layers) * gpu // gpus for gpu in range(gpus + 1)],
+        [],
+    )
     for gpu, (begin, end) in enumerate(zip(ends, ends[1:])):
         last = gpu == gpus - 1
-        own = sum([*parts.layers[begin + 1:end], *([] if gpu else [parts.embedding]), *([parts.rest] if last else [])], parts.layers[begin])
+        own = sum(
+            [*parts.layers[begin + 1 : end], *([] if gpu else [parts.embedding]), *([parts.rest] if last else [])],
+            parts.layers[begin],
+        )
         room = allowed - own.weights - own.gradients - own.optimizer
-        choice = choose([LayerRun(end - begin, rehearsal.options_for(tokens))], room, rehearsal.tail(tokens) if last else 0, None if host is None else host // gpus)
+        choice = choose(
+            [LayerRun(end - begin, rehearsal.options_for(tokens))],
+            room,
+            rehearsal.tail(tokens) if last else 0,
+            None if host is None else host // gpus,
+        )
         found.append(PipelineStage(own.weights, own.gradients, own.optimizer, choice))
     return found

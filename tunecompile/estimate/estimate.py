@@ -46,12 +46,16 @@ class Estimate:
     optimizer: int  #: bytes of its state
     activations: int  #: bytes that come to these at the peak: what layers hold for the backward pass, head and loss, less gradients that are not there yet
     peak: int  #: bytes, the sum of these, as `torch.cuda.max_memory_allocated` counts from the second step on
-    budget: int | None  #: bytes that the peak may be, `margin` of them left to the allocator; None where nothing says so
+    budget: (
+        int | None
+    )  #: bytes that the peak may be, `margin` of them left to the allocator; None where nothing says so
     margin: int  #: bytes
     fits: bool | None  #: None without a budget
     missing: int  #: bytes by which it does not fit
     fitting_tokens: int | None  #: the largest batch that would fit, in tokens (0: none), where this one does not
-    plans: list[dict[str, Any]]  #: as in the report: what layers compute again, whether the rest waits on the host, and how many layers do so
+    plans: list[
+        dict[str, Any]
+    ]  #: as in the report: what layers compute again, whether the rest waits on the host, and how many layers do so
     flops: int  #: floating point operations of products and attention in one step, nothing counted twice and all of attention's square
     milliseconds: float | None  #: of one step; None for no GPU
     notes: list[str] = field(default_factory=list)  #: what to know about these figures
@@ -63,18 +67,37 @@ class Estimate:
     def __str__(self) -> str:
         rows, length = self.batch_shape
         lines = [f"tunecompile: a training step of {self.model} on {rows} x {length} tokens"]
-        lines += [f"  {name:12s}{shown(nbytes):>12s}" for name in ("weights", "gradients", "optimizer", "activations", "peak")
-                  if (nbytes := getattr(self, name)) is not None]
+        lines += [
+            f"  {name:12s}{shown(nbytes):>12s}"
+            for name in ("weights", "gradients", "optimizer", "activations", "peak")
+            if (nbytes := getattr(self, name)) is not None
+        ]
         if self.budget is not None:
-            verdict = "it fits" if self.fits else f"it does not fit: {shown(self.missing)} too much, {self.fitting_tokens} tokens would fit"
-            lines.append(f"  {'allowed':12s}{shown(self.budget):>12s}, {shown(self.margin)} of it for the allocator: {verdict}")
+            verdict = (
+                "it fits"
+                if self.fits
+                else f"it does not fit: {shown(self.missing)} too much, {self.fitting_tokens} tokens would fit"
+            )
+            lines.append(
+                f"  {'allowed':12s}{shown(self.budget):>12s}, {shown(self.margin)} of it for the allocator: {verdict}"
+            )
         lines += plan_lines(self.plans)
         time = f", about {self.milliseconds:.0f} ms a step" if self.milliseconds is not None else ""
-        return "\n".join([*lines, f"  {self.flops / 1e12:.3g} TFLOP{time}", *(f"  note: {note}" for note in self.notes)])
+        return "\n".join(
+            [*lines, f"  {self.flops / 1e12:.3g} TFLOP{time}", *(f"  note: {note}" for note in self.notes)]
+        )
 
 
-def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = None, host_memory: Spec = None,
-             host_embedding: bool | None = None, optimizer_bytes: int | None = None, gpu: str | None = None) -> Estimate:
+def estimate(
+    model: nn.Module,
+    batch_shape: tuple[int, int],
+    *,
+    memory: Spec = None,
+    host_memory: Spec = None,
+    host_embedding: bool | None = None,
+    optimizer_bytes: int | None = None,
+    gpu: str | None = None,
+) -> Estimate:
     """What a training step of `optimize(model, memory=memory)` would need on batches of that shape, without running one.
 
     The model is not run and stays as it is, optimized or not. One layer of each kind is traced, which takes seconds; what the model's own code
@@ -106,7 +129,11 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
         UnknownBudget: `memory` or `host_memory` is none of the forms `optimize` takes.
         InvalidPackage, UnknownEntryPoint: as for `optimize`.
     """
-    if not (isinstance(batch_shape, (tuple, list)) and len(batch_shape) == 2 and all(type(n) is int and n > 0 for n in batch_shape)):
+    if not (
+        isinstance(batch_shape, (tuple, list))
+        and len(batch_shape) == 2
+        and all(type(n) is int and n > 0 for n in batch_shape)
+    ):
         raise BadBatchShape(given=batch_shape)
     spread = {p.device for p in model.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -114,21 +141,37 @@ def estimate(model: nn.Module, batch_shape: tuple[int, int], *, memory: Spec = N
     stage = stage_of(model, memory, host_memory)
     _refuse(model, trained, spread, stage.memory, sheet)
     (device,) = spread
-    ledger = StaticMemory(_weight_bytes(model) - _host_bytes(model, host_embedding), gradient_bytes(trained), moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
-                    gauge(device) if sheet is None else DatasheetGauge(sheet), growing=1.0)
+    ledger = StaticMemory(
+        _weight_bytes(model) - _host_bytes(model, host_embedding),
+        gradient_bytes(trained),
+        moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
+        gauge(device) if sheet is None else DatasheetGauge(sheet),
+        growing=1.0,
+    )
     rehearsal, notes = rehearse(stage, ledger, device, batch_shape, sheet)
     return read(type(model).__name__, tuple(batch_shape), ledger, rehearsal, notes)
 
 
-def _refuse(model: nn.Module, trained: Sequence[nn.Parameter], devices: set[torch.device], spec: Spec, gpu: GpuSpec | None) -> None:
+def _refuse(
+    model: nn.Module, trained: Sequence[nn.Parameter], devices: set[torch.device], spec: Spec, gpu: GpuSpec | None
+) -> None:
     """What can be known before anything is traced."""
     if not trained or len(devices) != 1:
-        raise CannotEstimate(model=type(model).__name__, reason=f"its parameters lie on {len(devices)} devices" if trained else "nothing in it is trained")
+        raise CannotEstimate(
+            model=type(model).__name__,
+            reason=f"its parameters lie on {len(devices)} devices" if trained else "nothing in it is trained",
+        )
     on_gpu = next(iter(devices)).type == "cuda"
     if on_gpu and gpu is not None:
-        raise CannotEstimate(model=type(model).__name__, reason=f"it lies on a GPU, for which gpu={gpu.name!r} cannot stand. Leave it out, or give the model on the CPU or the meta device")
+        raise CannotEstimate(
+            model=type(model).__name__,
+            reason=f"it lies on a GPU, for which gpu={gpu.name!r} cannot stand. Leave it out, or give the model on the CPU or the meta device",
+        )
     if not on_gpu and gpu is None and (spec == "auto" or isinstance(spec, float)):
-        raise CannotEstimate(model=type(model).__name__, reason=f"memory={spec!r} is relative to a GPU's, and it lies on none. Give bytes, such as \"24GiB\", or gpu=")
+        raise CannotEstimate(
+            model=type(model).__name__,
+            reason=f'memory={spec!r} is relative to a GPU\'s, and it lies on none. Give bytes, such as "24GiB", or gpu=',
+        )
 
 
 def stage_of(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
@@ -136,20 +179,43 @@ def stage_of(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     done: State | None = getattr(model, ATTRIBUTE, None)
     memory = done.memory if memory is None and done is not None else memory
     budget_bytes(memory, HostGauge())
-    host = done.host_bytes if host_memory is None and done is not None else 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
+    host = (
+        done.host_bytes
+        if host_memory is None and done is not None
+        else 0
+        if host_memory == 0
+        else budget_bytes(host_memory, HostGauge())
+    )
     passes = done.passes if done is not None else pipeline(own_passes.PIPELINE)
     return State(model, passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
 
 
-def read(name: str, shape: tuple[int, int], ledger: StaticMemory, rehearsal: DryRunPlanner, notes: list[str]) -> Estimate:
+def read(
+    name: str, shape: tuple[int, int], ledger: StaticMemory, rehearsal: DryRunPlanner, notes: list[str]
+) -> Estimate:
     """What the rehearsal found out."""
     made = rehearsal.admitted
     known = rehearsal.bounded or rehearsal.device.type == "cuda" or rehearsal.gpu is not None
     fits = made.choice.fits
     limit = rehearsal.allowed()
-    return Estimate(name, shape, ledger.weights + made.weights, ledger.gradients, ledger.optimizer, made.peak - ledger.allocated() - made.weights, made.peak, limit if known else None,
-                    int(MARGIN * limit) if known else 0, fits if known else None, max(0, made.choice.peak - made.room),
-                    None if fits else rehearsal.most_tokens(), rehearsal.summary()["plans"], rehearsal.flops(), rehearsal.step_ms(), notes)
+    return Estimate(
+        name,
+        shape,
+        ledger.weights + made.weights,
+        ledger.gradients,
+        ledger.optimizer,
+        made.peak - ledger.allocated() - made.weights,
+        made.peak,
+        limit if known else None,
+        int(MARGIN * limit) if known else 0,
+        fits if known else None,
+        max(0, made.choice.peak - made.room),
+        None if fits else rehearsal.most_tokens(),
+        rehearsal.summary()["plans"],
+        rehearsal.flops(),
+        rehearsal.step_ms(),
+        notes,
+    )
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -159,7 +225,11 @@ def _weight_bytes(model: nn.Module) -> int:
         found[id(tensor)] = tensor
         quantised = getattr(tensor, "quant_state", None)
         for holder in (quantised, getattr(quantised, "state2", None)):
-            found |= {id(value): value for value in vars(holder).values() if isinstance(value, Tensor)} if holder is not None else {}
+            found |= (
+                {id(value): value for value in vars(holder).values() if isinstance(value, Tensor)}
+                if holder is not None
+                else {}
+            )
     return sum(map(part_bytes, found.values()))
 
 
@@ -168,5 +238,3 @@ def _host_bytes(model: nn.Module, asked: bool | None) -> int:
     done: State | None = getattr(model, ATTRIBUTE, None)
     asked = done is not None and done.tables is not None if asked is None else asked
     return sum(table.nbytes for _, table in tables(model)[0]) if asked else 0
-
-

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 from torch import nn
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  #: linears of a decoder layer that adapters stand beside
-LLAMA3 = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
-              rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  #: linears of a decoder layer that adapters stand beside
+LLAMA3 = dict(
+    model_type="llama",
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+)
 
 
-QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, head_dim=128,
-             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+QWEN3 = dict(
+    model_type="qwen3",
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    head_dim=128,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)
 
 
 def _size(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
-    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=False) | more
+    return (
+        dict(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=False,
+        )
+        | more
+    )
 
 
 SHAPES = {
@@ -25,7 +53,8 @@ SHAPES = {
     "qwen3-14b": QWEN3 | _size(5120, 17408, 40, 40, 8),
     "qwen3-32b": QWEN3 | _size(5120, 25600, 64, 64, 8),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
-    "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trying things out
+    "llama-tiny": LLAMA3
+    | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trying things out
 }
 
 

@@ -31,14 +31,25 @@ def find_config(model: str):
     if model in SHAPES and not path.exists():
         return shape_config(model)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise NoConfig(model=model, reason="the folder has no config.json", mend=f"Put it there, or give the folder that has it. {KNOWN}")
+        raise NoConfig(
+            model=model,
+            reason="the folder has no config.json",
+            mend=f"Put it there, or give the folder that has it. {KNOWN}",
+        )
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except Exception as error:  # transformers has no class of its own for either
         if path.exists():
-            raise NoConfig(model=model, reason=f"transformers cannot read it ({summary(error)})", mend="Its model_type has to be one that the installed transformers knows.") from error
-        raise NoConfig(model=model, reason="there is no such path, and the local cache has no config of that name",
-                       mend=f"For a model on the hub, fetch its config, a few KB: hf download {model} config.json. {KNOWN}") from error
+            raise NoConfig(
+                model=model,
+                reason=f"transformers cannot read it ({summary(error)})",
+                mend="Its model_type has to be one that the installed transformers knows.",
+            ) from error
+        raise NoConfig(
+            model=model,
+            reason="there is no such path, and the local cache has no config of that name",
+            mend=f"For a model on the hub, fetch its config, a few KB: hf download {model} config.json. {KNOWN}",
+        ) from error
 
 
 KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
@@ -57,7 +68,11 @@ def hollow_model(model: str, mode: str, rank: int) -> nn.Module:
         made = empty_model(config).to(DTYPE)
         made.tie_weights()  # which no longer are, once they are empty
         made.config.use_cache = False
-        return made.requires_grad_(True).train() if mode == "full" else _adapted(made, rank, quantised=mode == "qlora").train()
+        return (
+            made.requires_grad_(True).train()
+            if mode == "full"
+            else _adapted(made, rank, quantised=mode == "qlora").train()
+        )
     except MissingExtra:
         raise
     except Exception as error:
@@ -73,9 +88,17 @@ def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
     present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     targets = [name for name in TARGETS if name in present] or "all-linear"
     with torch.device("meta"):
-        model = get_peft_model(model.requires_grad_(False), LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model.requires_grad_(False),
+            LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"),
+        )
     for path, module in list(model.named_modules()) if quantised else ():
-        if type(module) is nn.Linear and module is not head and not module.weight.requires_grad and module.weight.numel() % BLOCK == 0:
+        if (
+            type(module) is nn.Linear
+            and module is not head
+            and not module.weight.requires_grad
+            and module.weight.numel() % BLOCK == 0
+        ):
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, hollow(module))
     return model

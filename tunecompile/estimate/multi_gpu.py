@@ -66,7 +66,9 @@ class EnginePlan:
     optimizer: int  #: bytes
     activations: int  #: bytes
     peak: int  #: bytes, the sum of these
-    allowed: int  #: bytes that the peak may be: those of the GPU, or of `memory`, but for 5 % that are left to the allocator
+    allowed: (
+        int  #: bytes that the peak may be: those of the GPU, or of `memory`, but for 5 % that are left to the allocator
+    )
     step_ms: float  #: milliseconds
     communication_ms: float  #: milliseconds in which GPUs send, most of them behind what they compute
     exposed_ms: float  #: milliseconds of these that the step is longer for
@@ -96,7 +98,11 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, ready for JSON."""
         told = asdict(self)
-        return told | {"engines": [each | {"communication_share": engine.share} for each, engine in zip(told["engines"], self.engines)]}
+        return told | {
+            "engines": [
+                each | {"communication_share": engine.share} for each, engine in zip(told["engines"], self.engines)
+            ]
+        }
 
 
 def plan(question: Question) -> PlanReport:
@@ -143,7 +149,9 @@ class MultiGpuPlanner:
         def cost(forward: float, backward: float) -> EngineCost:
             return fsdp_cost(self.parts, self.network, forward, backward, self.question.gpu.rates.bandwidth)
 
-        return self._engine("FSDP2", self._rows_each(), sharded(self.parts, self.question.gpus, self.sheet), self.question.gpus, cost)
+        return self._engine(
+            "FSDP2", self._rows_each(), sharded(self.parts, self.question.gpus, self.sheet), self.question.gpus, cost
+        )
 
     def device_map(self) -> EnginePlan:
         """GPUs of one machine take turns: a step takes as long as on one, and hidden states are handed on."""
@@ -161,14 +169,40 @@ class MultiGpuPlanner:
         sent = 2 * (gpus - 1) * self.network.send(states)
         step = rehearsal.step_ms() - rehearsal.admitted.choice.ms + sum(stage.choice.ms for stage in found) + sent
         missing = max(0, held.peak - room)
-        most = self._most(asked.rows, lambda rows: all(stage.choice.fits for stage in stages(self.parts, gpus, rehearsal, room, rows / asked.rows)))
-        return EnginePlan("device_map", gpus, asked.rows, not missing, missing, held.weights, 0, held.gradients, held.optimizer, held.activations, held.peak,
-                          room, step, sent, sent, asked.rows * asked.length / step * 1e3, _plans(rehearsal, found), memory, most)
+        most = self._most(
+            asked.rows,
+            lambda rows: all(
+                stage.choice.fits for stage in stages(self.parts, gpus, rehearsal, room, rows / asked.rows)
+            ),
+        )
+        return EnginePlan(
+            "device_map",
+            gpus,
+            asked.rows,
+            not missing,
+            missing,
+            held.weights,
+            0,
+            held.gradients,
+            held.optimizer,
+            held.activations,
+            held.peak,
+            room,
+            step,
+            sent,
+            sent,
+            asked.rows * asked.length / step * 1e3,
+            _plans(rehearsal, found),
+            memory,
+            most,
+        )
 
     def _rows_each(self) -> int:
         return self.question.rows // self.question.gpus if self.question.together else self.question.rows
 
-    def _engine(self, name: str, rows: int, ledger: StaticMemory, gpus: int, cost=lambda forward, backward: EngineCost()) -> EnginePlan:
+    def _engine(
+        self, name: str, rows: int, ledger: StaticMemory, gpus: int, cost=lambda forward, backward: EngineCost()
+    ) -> EnginePlan:
         asked, memory = self.question, self.question.memory
         rehearsal, estimate = self._estimate(rows, ledger, memory)
         if memory is None and not estimate.fits:
@@ -179,10 +213,29 @@ class MultiGpuPlanner:
         alone = estimate.milliseconds - (1 - 1 / gpus) * rehearsal.optimizer_ms() * ledger.sharded
         step = alone + added.exposed + added.copied
         most = self._most(rows, lambda n: rehearsal.holds(n * asked.length))
-        return self._helped(EnginePlan(
-            name, gpus, rows, bool(estimate.fits), estimate.missing, estimate.weights, gathered(self.parts) if ledger.sharded else 0, estimate.gradients,
-            estimate.optimizer, estimate.activations, estimate.peak, estimate.budget - estimate.margin, step, added.sent, added.exposed,
-            gpus * rows * asked.length / step * 1e3, estimate.plans, memory, most))
+        return self._helped(
+            EnginePlan(
+                name,
+                gpus,
+                rows,
+                bool(estimate.fits),
+                estimate.missing,
+                estimate.weights,
+                gathered(self.parts) if ledger.sharded else 0,
+                estimate.gradients,
+                estimate.optimizer,
+                estimate.activations,
+                estimate.peak,
+                estimate.budget - estimate.margin,
+                step,
+                added.sent,
+                added.exposed,
+                gpus * rows * asked.length / step * 1e3,
+                estimate.plans,
+                memory,
+                most,
+            )
+        )
 
     def _estimate(self, rows: int, ledger: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, Estimate]:
         rehearsal, notes = self._rehearsal(rows, ledger, memory)
@@ -192,11 +245,19 @@ class MultiGpuPlanner:
         return rehearsal, estimate
 
     def _rehearsal(self, rows: int, ledger: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, list[str]]:
-        key = rows, memory, self.question.mode == "lora" and ledger.moves  # of the others, one rehearsal serves all engines
+        key = (
+            rows,
+            memory,
+            self.question.mode == "lora" and ledger.moves,
+        )  # of the others, one rehearsal serves all engines
         if key not in self.rehearsals or not self.rehearsals[key][0].under(ledger):
-            stage = stage_of(self.model, memory, HOST if self.question.host_memory is None else self.question.host_memory)
+            stage = stage_of(
+                self.model, memory, HOST if self.question.host_memory is None else self.question.host_memory
+            )
             with torch.autocast("cpu", torch.bfloat16):
-                self.rehearsals[key] = rehearse(stage, ledger, torch.device("meta"), (rows, self.question.length), self.question.gpu, thorough=True)
+                self.rehearsals[key] = rehearse(
+                    stage, ledger, torch.device("meta"), (rows, self.question.length), self.question.gpu, thorough=True
+                )
         return self.rehearsals[key]
 
     def _most(self, rows: int, fits) -> int:
@@ -217,10 +278,20 @@ class MultiGpuPlanner:
         """First what leaves the training as it is: fewer rows, or more GPUs; then what trains less, or rounds its base."""
         asked = self.question
         found = [f"{made.most_rows} rows of {asked.length:,} tokens fit"] if made.most_rows else []
-        if not found and (enough := next((n for n in COUNTS if n >= asked.gpus + (made.engine == "FSDP2") and self._shares_fit(n, made)), None)):
+        if not found and (
+            enough := next(
+                (n for n in COUNTS if n >= asked.gpus + (made.engine == "FSDP2") and self._shares_fit(n, made)), None
+            )
+        ):
             found.append(f"FSDP2 over {enough} GPUs fits")
-        smaller = {mode: self._with_mode(made, mode) for mode in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(asked.mode, ())}
-        if mode := next((mode for mode in smaller if made.peak - smaller[mode] >= made.missing), min(smaller, key=smaller.get, default=None)):
+        smaller = {
+            mode: self._with_mode(made, mode)
+            for mode in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(asked.mode, ())
+        }
+        if mode := next(
+            (mode for mode in smaller if made.peak - smaller[mode] >= made.missing),
+            min(smaller, key=smaller.get, default=None),
+        ):
             found.append(f"--{mode} needs {shown(made.peak - smaller[mode])} less")
         return ", or ".join(found or [f"rows of half the length need {shown(made.activations // 2)} less"])
 
@@ -237,15 +308,35 @@ class MultiGpuPlanner:
 
     def _said(self) -> list[str]:
         gpu, asked = self.question.gpu, self.question
-        return [*([] if gpu.measured else [f"no {gpu.title} was measured: its kernels are taken to reach the shares of the datasheet that an H200's reach"]),
-                *(["full: weights in bf16, two moments of each in fp32"] if asked.mode == "full" else []),
-                *(["FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16"] if asked.mode == "qlora" and asked.gpus > 1 else []),
-                *(["communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where engines overlap them"] if asked.gpus > 1 else [])]
+        return [
+            *(
+                []
+                if gpu.measured
+                else [
+                    f"no {gpu.title} was measured: its kernels are taken to reach the shares of the datasheet that an H200's reach"
+                ]
+            ),
+            *(["full: weights in bf16, two moments of each in fp32"] if asked.mode == "full" else []),
+            *(
+                ["FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16"]
+                if asked.mode == "qlora" and asked.gpus > 1
+                else []
+            ),
+            *(
+                [
+                    "communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where engines overlap them"
+                ]
+                if asked.gpus > 1
+                else []
+            ),
+        ]
 
 
 def _plans(rehearsal: DryRunPlanner, found: list[PipelineStage]) -> list[dict[str, Any]]:
     """What so many layers do, of all stages."""
-    return rehearsal.described([(rehearsal.layers[0], option) for stage in found for options in stage.choice.options for option in options])
+    return rehearsal.described(
+        [(rehearsal.layers[0], option) for stage in found for options in stage.choice.options for option in options]
+    )
 
 
 def recommended(engines: list[EnginePlan], parts: ModelBytes, network: Network) -> tuple[str | None, str]:
@@ -262,10 +353,12 @@ def recommended(engines: list[EnginePlan], parts: ModelBytes, network: Network) 
 def _reason(best: EnginePlan, fine: list[EnginePlan], engines: list[EnginePlan], parts: ModelBytes) -> str:
     if len(engines) == 1:
         return "it fits"
-    why = {"one GPU": "it is as fast as the others, and nothing is sent",
-           "DDP": f"every GPU holds the whole model, and only {shown(parts.all.gradients)} of gradients are sent, {best.exposed_ms:.1f} ms of a step not hidden",
-           "FSDP2": f"each GPU holds a share and gathers layers, {best.exposed_ms:.1f} ms of a step not hidden",
-           "device_map": "GPUs take turns, but no other engine fits"}[best.engine]
+    why = {
+        "one GPU": "it is as fast as the others, and nothing is sent",
+        "DDP": f"every GPU holds the whole model, and only {shown(parts.all.gradients)} of gradients are sent, {best.exposed_ms:.1f} ms of a step not hidden",
+        "FSDP2": f"each GPU holds a share and gathers layers, {best.exposed_ms:.1f} ms of a step not hidden",
+        "device_map": "GPUs take turns, but no other engine fits",
+    }[best.engine]
     others = [engine for engine in fine if engine is not best]
     if others and best.engine != "one GPU":
         second = max(others, key=lambda engine: engine.tokens_per_s)

@@ -11,8 +11,11 @@ from tunecompile.errors import MissingExtra, NoAdapter, summary
 
 #: how the base was quantised in training: what `BitsAndBytesConfig` is told
 BASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "int8": {"load_in_8bit": True},
+    "plain": {},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
 }
 TASKS = {None: "AutoModelForCausalLM", "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM"}
 
@@ -28,24 +31,37 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     except ImportError as error:
         raise MissingExtra(what="merging an adapter", package=error.name, extra="hf") from error
     if not (folder / "adapter_config.json").is_file():
-        raise NoAdapter(path=folder, reason="the folder has no adapter_config.json; give what save_pretrained of the PEFT model wrote")
+        raise NoAdapter(
+            path=folder,
+            reason="the folder has no adapter_config.json; give what save_pretrained of the PEFT model wrote",
+        )
     config = PeftConfig.from_pretrained(str(folder))
     path = base or config.base_model_name_or_path
     if not path:
         raise NoAdapter(path=folder, reason="it does not name the model it was trained on; give --base")
     if config.task_type not in TASKS:
-        raise NoAdapter(path=folder, reason=f"its task is {config.task_type}; load the model in Python, and give it to tunecompile.save_merged")
+        raise NoAdapter(
+            path=folder,
+            reason=f"its task is {config.task_type}; load the model in Python, and give it to tunecompile.save_merged",
+        )
     try:
-        model = getattr(transformers, TASKS[config.task_type]).from_pretrained(path, dtype="auto", **_quantised(trained_on))
+        model = getattr(transformers, TASKS[config.task_type]).from_pretrained(
+            path, dtype="auto", **_quantised(trained_on)
+        )
     except (OSError, ValueError, ImportError) as error:
-        raise NoAdapter(path=folder, reason=f"its base {path!r} cannot be loaded ({summary(error)}); give --base a folder or a hub id that can") from error
+        raise NoAdapter(
+            path=folder,
+            reason=f"its base {path!r} cannot be loaded ({summary(error)}); give --base a folder or a hub id that can",
+        ) from error
     tokenizer = _tokenizer(transformers, folder, path)
     if tokenizer is not None and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))  # as it was before training, where tokens were added
     try:
         return PeftModel.from_pretrained(model, str(folder)), tokenizer
     except (RuntimeError, ValueError, KeyError) as error:
-        raise NoAdapter(path=folder, reason=f"it does not fit {path!r} ({summary(error)}); give --base the model it was trained on") from error
+        raise NoAdapter(
+            path=folder, reason=f"it does not fit {path!r} ({summary(error)}); give --base the model it was trained on"
+        ) from error
 
 
 def _quantised(trained_on: str) -> dict[str, Any]:
@@ -58,7 +74,10 @@ def _quantised(trained_on: str) -> dict[str, Any]:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra(what=f"a base in {trained_on}", package="bitsandbytes", extra="qlora")
     device = {"": 0} if torch.cuda.is_available() else "cpu"
-    return {"quantization_config": BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **BASES[trained_on]), "device_map": device}
+    return {
+        "quantization_config": BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **BASES[trained_on]),
+        "device_map": device,
+    }
 
 
 def _tokenizer(transformers: Any, folder: Path, path: str) -> Any:

@@ -16,12 +16,22 @@ from torch import Tensor
 
 from tunecompile.errors import CannotWriteGguf, MissingExtra
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  #: types of tokens
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {  #: how a byte-level tokenizer splits text before it merges -> llama.cpp's name for that
-    (WORDS % "{1,3}", "bytes"): "llama-bpe", (WORDS % "", "bytes"): "qwen2", ("digits", "words"): "smollm", ("words",): "gpt-2",
+    (WORDS % "{1,3}", "bytes"): "llama-bpe",
+    (WORDS % "", "bytes"): "qwen2",
+    ("digits", "words"): "smollm",
+    ("words",): "gpt-2",
 }
 
 
@@ -49,11 +59,16 @@ def save_gguf(folder: str | Path, path: str | Path | None = None) -> Path:
     folder = Path(folder)
     path = Path(path or folder / "model.gguf")
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
-        raise CannotWriteGguf(path=folder, reason="it has no config.json, or no tokenizer.json (save the tokenizer there, too)")
+        raise CannotWriteGguf(
+            path=folder, reason="it has no config.json, or no tokenizer.json (save the tokenizer there, too)"
+        )
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES.get((config.architectures or ["?"])[0])
     if architecture is None:
-        raise _refused(folder, f"its architecture is {', '.join(config.architectures or ['unknown'])}, and not one of {', '.join(ARCHITECTURES)}")
+        raise _refused(
+            folder,
+            f"its architecture is {', '.join(config.architectures or ['unknown'])}, and not one of {', '.join(ARCHITECTURES)}",
+        )
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, architecture)
     try:
@@ -78,9 +93,14 @@ def _write_header(gguf: Any, writer: Any, folder: Path, config: Any) -> torch.dt
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "sliding_window", None):
         raise _refused(folder, "it has a sliding window, which these architectures do not have in llama.cpp")
-    if rope.get("rope_type", "default") not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if (
+        rope.get("rope_type", "default") not in ("default", "linear", "llama3")
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+    ):
         raise _refused(folder, f"it scales positions by {rope.get('rope_type')!r}")
-    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[str(config.dtype).removeprefix("torch.")]
+    dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
+        str(config.dtype).removeprefix("torch.")
+    ]
     writer.add_name(folder.resolve().name)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -107,10 +127,15 @@ def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
     model, added = told["model"], {token["id"]: token for token in told.get("added_tokens", ())}
     if model["type"] != "BPE":
         raise _refused(folder, f"its tokenizer is of type {model['type']}")
-    tokens = {index: token for token, index in model["vocab"].items()} | {index: token["content"] for index, token in added.items()}
+    tokens = {index: token for token, index in model["vocab"].items()} | {
+        index: token["content"] for index, token in added.items()
+    }
     size = config.vocab_size
     if max(tokens) >= size:
-        raise CannotWriteGguf(path=folder, reason=f"its tokenizer has {max(tokens) + 1} tokens, and its model {size}; save the tokenizer it was trained with")
+        raise CannotWriteGguf(
+            path=folder,
+            reason=f"its tokenizer has {max(tokens) + 1} tokens, and its model {size}; save the tokenizer it was trained with",
+        )
     pieces = bool(model.get("byte_fallback"))
     writer.add_tokenizer_model("llama" if pieces else "gpt2")
     writer.add_tokenizer_pre("default" if pieces else _split(folder, told))
@@ -119,9 +144,19 @@ def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
         ranks = {}
         for rank, merge in enumerate(model["merges"]):
             ranks.setdefault("".join(merge if isinstance(merge, list) else merge.split(" ")), rank)
-        writer.add_token_scores([-float(ranks.get(tokens.get(index, ""), 0 if index not in tokens else len(ranks))) for index in range(size)])
-        writer.add_add_space_prefix("▁" in json.dumps([told.get("normalizer"), told.get("pre_tokenizer")], ensure_ascii=False) and _begins_with_space(told))
-    writer.add_token_types([_kind(tokens.get(index), added.get(index), model.get("unk_token"), pieces) for index in range(size)])
+        writer.add_token_scores(
+            [
+                -float(ranks.get(tokens.get(index, ""), 0 if index not in tokens else len(ranks)))
+                for index in range(size)
+            ]
+        )
+        writer.add_add_space_prefix(
+            "▁" in json.dumps([told.get("normalizer"), told.get("pre_tokenizer")], ensure_ascii=False)
+            and _begins_with_space(told)
+        )
+    writer.add_token_types(
+        [_kind(tokens.get(index), added.get(index), model.get("unk_token"), pieces) for index in range(size)]
+    )
     special = gguf.SpecialVocab(folder, load_merges=not pieces, n_vocab=size)
     special.add_special_token |= _added(folder)
     special.add_to_gguf(writer, quiet=True)
@@ -158,13 +193,25 @@ def _split(folder: Path, told: dict) -> str:
     steps = []
     for step in split.get("pretokenizers", [split]):
         if step.get("type") == "ByteLevel":
-            steps.append("words" if step.get("use_regex", True) and not step.get("add_prefix_space") else "bytes" if not step.get("add_prefix_space") else "other")
+            steps.append(
+                "words"
+                if step.get("use_regex", True) and not step.get("add_prefix_space")
+                else "bytes"
+                if not step.get("add_prefix_space")
+                else "other"
+            )
         elif step.get("type") == "Digits":
             steps.append("digits" if step.get("individual_digits") else "numbers")
         else:
-            steps.append(step.get("pattern", {}).get("Regex", step.get("type")) if step.get("behavior", "Isolated") == "Isolated" else "other")
+            steps.append(
+                step.get("pattern", {}).get("Regex", step.get("type"))
+                if step.get("behavior", "Isolated") == "Isolated"
+                else "other"
+            )
     name = SPLITS.get(tuple(steps))
-    whole = bool(told["model"].get("ignore_merges"))  # words that are tokens are not merged from their parts; llama.cpp goes by the name
+    whole = bool(
+        told["model"].get("ignore_merges")
+    )  # words that are tokens are not merged from their parts; llama.cpp goes by the name
     if name is None or (told.get("normalizer") or {"type": "NFC"})["type"] != "NFC" or whole != (name == "llama-bpe"):
         raise _refused(folder, "it is not known here how llama.cpp calls the way in which its tokenizer splits text")
     return name
@@ -173,10 +220,16 @@ def _split(folder: Path, told: dict) -> str:
 def _write_tensors(gguf: Any, writer: Any, folder: Path, config: Any, architecture: str, dtype: torch.dtype) -> None:
     """Two passes over the files: the table of all tensors comes before the first of them."""
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
-    stored = {torch.float32: gguf.GGMLQuantizationType.F32, torch.float16: gguf.GGMLQuantizationType.F16, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
+    stored = {
+        torch.float32: gguf.GGMLQuantizationType.F32,
+        torch.float16: gguf.GGMLQuantizationType.F16,
+        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+    }
     for table in (True, False):
         for name, value in _tensors(folder, config, architecture):
-            place = "rope_freqs.weight" if name == "rope_freqs" else names.get_name(name, try_suffixes=(".weight", ".bias"))
+            place = (
+                "rope_freqs.weight" if name == "rope_freqs" else names.get_name(name, try_suffixes=(".weight", ".bias"))
+            )
             if place is None:
                 raise _refused(folder, f"{name} has no place in llama.cpp's {architecture}")
             value = value.to(torch.float32 if value.ndim == 1 else dtype).contiguous()
@@ -197,7 +250,9 @@ def _tensors(folder: Path, config: Any, architecture: str) -> Iterator[tuple[str
 
     if config.rope_parameters.get("rope_type") == "llama3":
         yield "rope_freqs", _rope_factors(config)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if architecture == "llama" else {}
+    heads = (
+        {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if architecture == "llama" else {}
+    )
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():
@@ -208,7 +263,9 @@ def _tensors(folder: Path, config: Any, architecture: str) -> Iterator[tuple[str
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows that rotate into each other one after the other; Hugging Face has them half a head apart."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
 
 
 def _rope_factors(config: Any) -> Tensor:

@@ -28,18 +28,27 @@ def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        active = [key for key in module.active_adapters if key in module.modules_to_save and not module.disable_adapters]
+        active = [
+            key for key in module.active_adapters if key in module.modules_to_save and not module.disable_adapters
+        ]
         module = module.modules_to_save[active[-1]] if active else module.original_module
     elif isinstance(module, (TrainableTokensWrapper, TrainableTokensLayer)):
         layer = getattr(module, "token_adapter", module)
         with torch.no_grad():
-            yield f"{name}.weight", layer.get_merged_weights([] if layer.disable_adapters else layer.active_adapters).float().cpu()
+            yield (
+                f"{name}.weight",
+                layer.get_merged_weights([] if layer.disable_adapters else layer.active_adapters).float().cpu(),
+            )
         return
     if isinstance(module, BaseTunerLayer):
         module = merged(module, name)
     elif is_quantized(module):
         module = dequantized(module, name)
-    buffers = ((key, value) for key, value in module.named_buffers(recurse=False) if key not in module._non_persistent_buffers_set)
+    buffers = (
+        (key, value)
+        for key, value in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    )
     for key, value in (*module.named_parameters(recurse=False), *buffers):
         yield join(name, key), as_float(value, join(name, key)).detach()
     for key, child in module.named_children():
@@ -58,14 +67,20 @@ def merged(layer: nn.Module, name: str) -> nn.Module:
     while hasattr(link, "base_layer"):  # adapters of several parameters of a module are wrapped around each other
         active = [] if link.merged or link.disable_adapters else list(link.active_adapters)
         if active and not isinstance(link, LoraLayer):
-            raise CannotMerge(reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; PEFT's merge_and_unload may")
+            raise CannotMerge(
+                reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; PEFT's merge_and_unload may"
+            )
         if len(set(active) & set(getattr(link, "lora_magnitude_vector", None) or ())) and len(active) > 1:
-            raise CannotMerge(reason=f"{name} has several active adapters, and DoRA among them, which no single weight can stand for; activate one (set_adapter)")
+            raise CannotMerge(
+                reason=f"{name} has several active adapters, and DoRA among them, which no single weight can stand for; activate one (set_adapter)"
+            )
         merge = Linear.merge if is_quantized(layer.get_base_layer()) else type(link).merge
         try:
             merge(link, adapter_names=active)
         except Exception as error:  # by variants that no weight can stand for, such as aLoRA
-            raise CannotMerge(reason=f"PEFT does not merge {name} ({summary(error)}); serve the adapter beside its base instead") from error
+            raise CannotMerge(
+                reason=f"PEFT does not merge {name} ({summary(error)}); serve the adapter beside its base instead"
+            ) from error
         link = link.base_layer
     return twin.get_base_layer()
 
@@ -74,7 +89,11 @@ def in_floats(layer: nn.Module, name: str) -> nn.Module:
     """A copy on the CPU, in fp32, without hooks; quantised modules become plain ones."""
     memo: dict[int, Any] = {}
     for key, module in layer.named_modules(prefix=name):
-        memo |= {id(value): type(value)() for at, value in vars(module).items() if at.endswith("hooks") and isinstance(value, dict)}
+        memo |= {
+            id(value): type(value)()
+            for at, value in vars(module).items()
+            if at.endswith("hooks") and isinstance(value, dict)
+        }
         if is_quantized(module):
             memo[id(module)] = dequantized(module, key)
         else:
@@ -119,11 +138,23 @@ def dequantized(linear: nn.Module, name: str) -> nn.Linear:
 def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
     state = weight.quant_state
     if state is None or is_packed(state):
-        reason = "is not quantised yet: move the model to its device first" if state is None else \
-            f"was packed anew by bitsandbytes, for evaluation on this CPU, which loses precision: {ELSEWHERE}"
+        reason = (
+            "is not quantised yet: move the model to its device first"
+            if state is None
+            else f"was packed anew by bitsandbytes, for evaluation on this CPU, which loses precision: {ELSEWHERE}"
+        )
         raise CannotMerge(reason=f"{name} {reason}")
     rows, columns = state.shape
     if weight.is_cuda or columns % state.blocksize == 0 or not BLOCKS_ACROSS_ROWS.present:
         return bnb.functional.dequantize_4bit(weight.data, state)
     scales = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
-    return dequantize_4bit.reference(weight.data.view(torch.uint8), state.absmax, *scales, rows, columns, state.blocksize, state.quant_type, state.dtype)
+    return dequantize_4bit.reference(
+        weight.data.view(torch.uint8),
+        state.absmax,
+        *scales,
+        rows,
+        columns,
+        state.blocksize,
+        state.quant_type,
+        state.dtype,
+    )

@@ -18,7 +18,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 T = TypeVar("T")
 
 
-def save_merged(model: nn.Module, folder: str | Path, dtype: str | torch.dtype = "bfloat16", tokenizer: Any = None, max_shard_size: int | str = "5GB") -> Path:
+def save_merged(
+    model: nn.Module,
+    folder: str | Path,
+    dtype: str | torch.dtype = "bfloat16",
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
     """Writes a model with its active LoRA adapters merged, as `transformers` and all that read its format load it.
 
     Each layer is merged in fp32, on the CPU, and rounded once. Of a model in 4 or 8 bit the weights that it was trained with are the base, dequantised,
@@ -74,12 +80,18 @@ def _base(model: nn.Module) -> Any:
         raise MissingExtra(what="saving a merged model", package=error.name, extra="hf") from error
     if isinstance(model, PeftModel):
         if model.active_peft_config.is_prompt_learning:
-            raise CannotMerge(reason="its adapter is a prompt, which is not in the weights; serve the adapter beside its base instead")
+            raise CannotMerge(
+                reason="its adapter is a prompt, which is not in the weights; serve the adapter beside its base instead"
+            )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise CannotMerge(reason=f"it is a {type(model).__name__}, and no model of transformers or PEFT; of a wrapper (DDP, say) give what is inside: model.module")
+        raise CannotMerge(
+            reason=f"it is a {type(model).__name__}, and no model of transformers or PEFT; of a wrapper (DDP, say) give what is inside: model.module"
+        )
     if in_parts(model):
-        raise CannotMerge(reason="ZeRO-3 holds its weights in parts: call this within deepspeed.zero.GatheredParameters(list(model.parameters()))")
+        raise CannotMerge(
+            reason="ZeRO-3 holds its weights in parts: call this within deepspeed.zero.GatheredParameters(list(model.parameters()))"
+        )
     return model
 
 
@@ -106,16 +118,24 @@ def _rounded(base: Any, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str
 
     from tunecompile.export.merge import floats
 
-    kept = {*(skeleton._keep_in_fp32_modules_strict or ()), *(skeleton._keep_in_fp32_modules or () if dtype == torch.float16 else ())}
+    kept = {
+        *(skeleton._keep_in_fp32_modules_strict or ()),
+        *(skeleton._keep_in_fp32_modules or () if dtype == torch.float16 else ()),
+    }
     keep = re.compile("|".join(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in kept) or "(?!)")
     turned = {f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, Conv1D)}
     for name, value in floats(base):
-        if name in turned and type(base.get_submodule(name.rpartition(".")[0])).__name__ in ("Linear4bit", "Linear8bitLt"):
+        if name in turned and type(base.get_submodule(name.rpartition(".")[0])).__name__ in (
+            "Linear4bit",
+            "Linear8bitLt",
+        ):
             value = value.T  # which bitsandbytes' layers hold as a Linear does
         if value.is_floating_point() and not keep.search(name):
             value = value.to(dtype)
             if not value.sum(dtype=torch.float32).isfinite():  # in half the time of isfinite()
-                raise CannotMerge(reason=f"{name} has values that are not finite in {dtype}; if they are in training, save as bfloat16")
+                raise CannotMerge(
+                    reason=f"{name} has values that are not finite in {dtype}; if they are in training, save as bfloat16"
+                )
         yield name, value
 
 
@@ -130,15 +150,23 @@ def _on_disk(value: Tensor, path: Path) -> Tensor:
 def _check_names(state: dict[str, Tensor], skeleton: Any) -> None:
     """A model that is not quite the one that its class and configuration make would be loaded wrongly."""
     wanted = {name: value.shape for name, value in skeleton.state_dict().items()}
-    odd = sorted({name for name, value in state.items() if wanted.get(name) != value.shape} | (wanted.keys() - state.keys()))
+    odd = sorted(
+        {name for name, value in state.items() if wanted.get(name) != value.shape} | (wanted.keys() - state.keys())
+    )
     if odd:
-        raise CannotMerge(reason=f"{', '.join(odd[:3])}{f' and {len(odd) - 3} more' if len(odd) > 3 else ''} are not what its configuration says; "
-                                 "save it as it is, by model.save_pretrained")
+        raise CannotMerge(
+            reason=f"{', '.join(odd[:3])}{f' and {len(odd) - 3} more' if len(odd) > 3 else ''} are not what its configuration says; "
+            "save it as it is, by model.save_pretrained"
+        )
 
 
 def _tie(state: dict[str, Tensor], skeleton: Any) -> None:
     """Weights that are tied are saved once, if they are still the same; a head or a table with an adapter of its own is tied no more."""
-    tied = {target: source for target, source in skeleton.all_tied_weights_keys.items() if target in state and source in state}
+    tied = {
+        target: source
+        for target, source in skeleton.all_tied_weights_keys.items()
+        if target in state and source in state
+    }
     if all(torch.equal(state[target], state[source]) for target, source in tied.items()):
         for target in tied:
             del state[target]

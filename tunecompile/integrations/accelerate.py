@@ -28,10 +28,16 @@ class DeviceMapLayer:
         hook = getattr(self.layer, HOOK, None)
         if hook is not None:
             args, kwargs = hook.pre_forward(self.layer, *args, **kwargs)
-        aside = [(module, forward) for module in self.wrapped if hasattr(module, FORWARD) and (forward := module.__dict__.pop("forward", None)) is not None]
+        aside = [
+            (module, forward)
+            for module in self.wrapped
+            if hasattr(module, FORWARD) and (forward := module.__dict__.pop("forward", None)) is not None
+        ]
         for module, _ in aside:
             own = getattr(module, FORWARD)
-            if getattr(own, "__func__", None) is not type(module).forward:  # a function that somebody set on this module alone
+            if (
+                getattr(own, "__func__", None) is not type(module).forward
+            ):  # a function that somebody set on this module alone
                 module.__dict__["forward"] = own
         try:
             output = run(args, kwargs)
@@ -43,12 +49,21 @@ class DeviceMapLayer:
 
 def place(layer: nn.Module) -> DeviceMapLayer | None:
     """Where accelerate placed a layer; None where it did not."""
-    hooks = {module: hook for module in layer.modules() if (hook := vars(module).get(HOOK)) is not None}  # a wrapper may answer for what it wraps
+    hooks = {
+        module: hook for module in layer.modules() if (hook := vars(module).get(HOOK)) is not None
+    }  # a wrapper may answer for what it wraps
     if not hooks:
         return None
     kinds = [kind for hook in hooks.values() for kind in getattr(hook, "hooks", [hook])]  # several may stand in a row
-    refused = "what accelerate's hooks do there is not known" if not all(hasattr(hook, "execution_device") for hook in kinds) else \
-        "accelerate brings its weights from the host or a disk for each call" if any(hook.offload for hook in kinds) else \
-        "its modules are on several devices" if len({hook.execution_device for hook in kinds}) > 1 else \
-        "a hook inside runs without gradients" if any(hook.no_grad for hook in kinds) else ""
+    refused = (
+        "what accelerate's hooks do there is not known"
+        if not all(hasattr(hook, "execution_device") for hook in kinds)
+        else "accelerate brings its weights from the host or a disk for each call"
+        if any(hook.offload for hook in kinds)
+        else "its modules are on several devices"
+        if len({hook.execution_device for hook in kinds}) > 1
+        else "a hook inside runs without gradients"
+        if any(hook.no_grad for hook in kinds)
+        else ""
+    )
     return DeviceMapLayer(layer, tuple(hooks), refused)

@@ -20,7 +20,11 @@ def put_states_back(layer: nn.Module) -> RemovableHandle | None:
     FSDP2 gives a layer plain parameters, without what bitsandbytes keeps beside a packed weight. Its linear then makes a weight that has it, in its
     forward: Dynamo cannot follow that, and a graph would end at each of them.
     """
-    modules = [module for module in layer.modules() if vars(module).get(STATE) is not None and hasattr(module._parameters.get("weight"), "device_mesh")]
+    modules = [
+        module
+        for module in layer.modules()
+        if vars(module).get(STATE) is not None and hasattr(module._parameters.get("weight"), "device_mesh")
+    ]
     if not modules:
         return None
     from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module as put_back
@@ -53,5 +57,10 @@ def is_packed(state: Any) -> bool:
 def note_packed(model: nn.Module) -> list[str]:
     """Weights that were evaluated on such a CPU before `optimize`."""
     packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
-    return [f"{packed} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: gradients stop at them. Load the model anew to train it"] \
-        if packed else []
+    return (
+        [
+            f"{packed} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: gradients stop at them. Load the model anew to train it"
+        ]
+        if packed
+        else []
+    )

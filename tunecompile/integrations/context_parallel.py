@@ -21,7 +21,9 @@ REFUSED = "context_parallel sends keys and values around in attention, which is 
 
 def is_shared() -> bool:
     """Whether attention is torch's that sends them around."""
-    return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed.tensor.experimental")
+    return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith(
+        "torch.distributed.tensor.experimental"
+    )
 
 
 @torch.compiler.disable(reason="context_parallel sends keys and values around")
@@ -34,7 +36,11 @@ def attention(*args: Any, **kwargs: Any) -> Any:
 def can_run_outside(owner: Any) -> bool:
     """Whether the layers of this module ask transformers for attention; from now on they may ask for this."""
     interface = getattr(sys.modules.get("transformers"), "AttentionInterface", None)
-    if interface is None or not hasattr(getattr(owner, "config", None), "_attn_implementation_internal") or not getattr(owner, "_supports_attention_backend", False):
+    if (
+        interface is None
+        or not hasattr(getattr(owner, "config", None), "_attn_implementation_internal")
+        or not getattr(owner, "_supports_attention_backend", False)
+    ):
         return False
     interface.register(INTERFACE, attention)
     return True

@@ -34,6 +34,7 @@ class Zero3Layer:
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """What the layer's hooks make of a call, with `run` for its forward. What `run` calls is the layer without them."""
+
         def alone(args: tuple, kwargs: dict) -> Any:
             with aside(self.layer, self.inside, lambda hook: not _is_deepspeeds(hook)):
                 return run(args, kwargs)
@@ -57,7 +58,11 @@ def in_parts(model: nn.Module) -> bool:
 def whole(weight: Tensor) -> Tensor:
     """What has the weight's shape when it is gathered, and no values then."""
     shape = getattr(weight, "ds_shape", None)
-    return weight if shape is None else torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
+    return (
+        weight
+        if shape is None
+        else torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=weight.requires_grad)
+    )
 
 
 def gathered(layer: nn.Module) -> Zero3Layer | None:
@@ -70,7 +75,9 @@ def gathered(layer: nn.Module) -> Zero3Layer | None:
     marked = not getattr(layer, LEAF, False)
     if marked:
         setattr(layer, LEAF, True)
-    return Zero3Layer(layer, tuple(module for module in layer.modules() if module is not layer and _is_hooked(module)), marked)
+    return Zero3Layer(
+        layer, tuple(module for module in layer.modules() if module is not layer and _is_hooked(module)), marked
+    )
 
 
 def _is_hooked(module: nn.Module) -> bool:

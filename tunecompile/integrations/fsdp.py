@@ -19,7 +19,10 @@ from tunecompile.integrations.module_hooks import aside, call_around
 from tunecompile.planner.device_memory import part_bytes
 
 _OWN = "torch.distributed.fsdp"  #: where its hooks come from
-_LOCAL = ("tunecompile.", "transformers.utils.output_capturing")  #: where hooks come from that send nothing; of others nobody knows
+_LOCAL = (
+    "tunecompile.",
+    "transformers.utils.output_capturing",
+)  #: where hooks come from that send nothing; of others nobody knows
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,19 @@ def unit(layer: nn.Module) -> FsdpLayer | None:
     if groups is None or gathers_inside(layer):
         return None
     held = {id(param.sharded_param): param for group in groups for param in group.fsdp_params}
-    ours = all(not held[id(p)].is_dtensor if id(p) in held else not hasattr(p, "device_mesh") for p in layer.parameters())  # linears that are parts send what they make
-    hooks = [hook for module in layer.modules() if module is not layer for name in HOOKS for hook in getattr(module, name).values()]
-    return FsdpLayer(layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks))
+    ours = all(
+        not held[id(p)].is_dtensor if id(p) in held else not hasattr(p, "device_mesh") for p in layer.parameters()
+    )  # linears that are parts send what they make
+    hooks = [
+        hook
+        for module in layer.modules()
+        if module is not layer
+        for name in HOOKS
+        for hook in getattr(module, name).values()
+    ]
+    return FsdpLayer(
+        layer, ours and all((getattr(hook, "__module__", None) or "").startswith(_LOCAL) for hook in hooks)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,11 @@ class FsdpHead:
 
     def others(self) -> bool:
         """Whether it has hooks that are not FSDP2's."""
-        return any(not (getattr(hook, "__module__", None) or "").startswith(_OWN) for name in HOOKS for hook in getattr(self.layer, name).values())
+        return any(
+            not (getattr(hook, "__module__", None) or "").startswith(_OWN)
+            for name in HOOKS
+            for hook in getattr(self.layer, name).values()
+        )
 
     def let_go(self) -> None:
         """Nothing was changed."""
@@ -108,12 +125,21 @@ def held(head: nn.Module) -> FsdpHead | None:
     """None where `fully_shard` was not called for this head, by itself or among others, and its weight is no part of a flat one either."""
     groups = fsdp_groups(head)
     if any(map(_is_part_of_another, head.modules())):
-        return FsdpHead(head, None, "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it")
+        return FsdpHead(
+            head,
+            None,
+            "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it",
+        )
     if not groups:
         return None
     policy = groups[0].mp_policy
-    why = "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss" if groups[0]._reshard_after_forward else \
-        "FSDP2 returns logits in another dtype" if policy.output_dtype not in (None, policy.param_dtype) else ""
+    why = (
+        "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss"
+        if groups[0]._reshard_after_forward
+        else "FSDP2 returns logits in another dtype"
+        if policy.output_dtype not in (None, policy.param_dtype)
+        else ""
+    )
     return FsdpHead(head, groups[0], why)
 
 
@@ -128,8 +154,18 @@ class Shards:
     other ways (tensor parallelism), what this process holds of them."""
 
     def __init__(self, model: nn.Module | None = None):
-        held = [(param, group) for module in (model.modules() if model is not None else ()) for group in fsdp_groups(module) or () for param in group.fsdp_params]
-        self.known = {id(tensor): (param, group) for param, group in held for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)) if tensor is not None}
+        held = [
+            (param, group)
+            for module in (model.modules() if model is not None else ())
+            for group in fsdp_groups(module) or ()
+            for param in group.fsdp_params
+        ]
+        self.known = {
+            id(tensor): (param, group)
+            for param, group in held
+            for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None))
+            if tensor is not None
+        }
 
     def at_rest(self, parameter: Tensor) -> Tensor:
         """As it is from step to step, when nothing is gathered: what optimizers see."""
@@ -152,17 +188,23 @@ class Shards:
         """Bytes of gradients that are not there yet. Parameters beside the layers stay gathered through the backward pass, and their gradients are whole as
         long, whatever is there of earlier ones."""
         whole = {id(p): p for p in beside if id(p) in self.known}
-        return self.gradient_bytes([p for p in ungraded if id(p) not in whole]) + sum(map(self._whole_bytes, whole.values()))
+        return self.gradient_bytes([p for p in ungraded if id(p) not in whole]) + sum(
+            map(self._whole_bytes, whole.values())
+        )
 
     def passing(self, layers: Sequence[nn.Module]) -> int:
         """Bytes of gathered layers, beside what is there where the first one begins. It is whole then, and what it arrived in is there as well: a larger layer
         counts twice by what it has more. And one layer's whole gradients are on their way while another's are made."""
         gathered = [self._gathered_bytes(layer.parameters()) for layer in layers]
-        return 2 * (max(gathered) - gathered[0]) + max(self._gathered_bytes(p for p in layer.parameters() if p.requires_grad) for layer in layers)
+        return 2 * (max(gathered) - gathered[0]) + max(
+            self._gathered_bytes(p for p in layer.parameters() if p.requires_grad) for layer in layers
+        )
 
     def _gathered_bytes(self, parameters: Iterable[Tensor]) -> int:
         return sum(self._whole_bytes(p) for p in parameters if id(p) in self.known)
 
     def _whole_bytes(self, parameter: Tensor) -> int:
         param, _ = self.known[id(parameter)]
-        return param._orig_size.numel() * (getattr(param, "param_dtype", None) or parameter.dtype).itemsize  # known from the first forward on
+        return (
+            param._orig_size.numel() * (getattr(param, "param_dtype", None) or parameter.dtype).itemsize
+        )  # known from the first forward on

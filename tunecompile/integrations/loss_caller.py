@@ -15,8 +15,21 @@ from torch import Tensor, nn
 from tunecompile._torch.frames import under_way
 
 UNLABELLED = "no labels are given to the model, so a loss may read what stands at padding"
-_LOSSES = ("transformers.", "trl.trainer.utils", "liger_kernel.")  #: whose forwards that take labels read labelled rows only
-_BETWEEN = {"torch", "transformers", "accelerate", "peft", "deepspeed", "tunecompile", "contextlib", "functools"}  #: who hands on, unread, what layers return
+_LOSSES = (
+    "transformers.",
+    "trl.trainer.utils",
+    "liger_kernel.",
+)  #: whose forwards that take labels read labelled rows only
+_BETWEEN = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "tunecompile",
+    "contextlib",
+    "functools",
+}  #: who hands on, unread, what layers return
 
 
 def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
@@ -25,21 +38,35 @@ def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)
         if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
-            return None, f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)", None
+            return (
+                None,
+                f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)",
+                None,
+            )
     return None, UNLABELLED, None
 
 
 def labels_are_given() -> bool:
     """Whether a module whose forward is under way got labels, whatever it does with them."""
-    return any(_takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way())
+    return any(
+        _takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way()
+    )
 
 
 def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn.Module | None]:
     if not (home := _home(frame)).startswith(_LOSSES):
-        return None, f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding", None
+        return (
+            None,
+            f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding",
+            None,
+        )
     loss = getattr(model, "loss_function", None)
     if loss is not None and not (home := home_of(loss)).startswith(_LOSSES):
-        return None, f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding", None
+        return (
+            None,
+            f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding",
+            None,
+        )
     if frame.f_locals.get("shift_labels") is not None:
         return None, "shift_labels are given, which the loss may read in place of labels", None
     labels = frame.f_locals.get("labels")
@@ -49,7 +76,7 @@ def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn
 def _takes_labels(frame: FrameType) -> nn.Module | None:
     """The module whose method this is, if labels are among its parameters."""
     code = frame.f_code
-    parameters = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if "labels" not in parameters or parameters[0] != "self":
         return None
     model = frame.f_locals.get("self")
@@ -65,5 +92,3 @@ def home_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
-
-

@@ -35,15 +35,17 @@ def _put(layer: nn.Module, own: Callable | None) -> None:
 
 
 @contextmanager
-def aside(layer: nn.Module, inside: tuple[nn.Module, ...] = (), stays: Callable[[Callable], bool] = lambda hook: True) -> Iterator[None]:
+def aside(
+    layer: nn.Module, inside: tuple[nn.Module, ...] = (), stays: Callable[[Callable], bool] = lambda hook: True
+) -> Iterator[None]:
     """Without the layer's own hooks, and of those of modules inside only with those that stay."""
     found = [(module, name, hooks) for module in (layer, *inside) for name in HOOKS if (hooks := vars(module)[name])]
     for module, name, hooks in found:
-        vars(module)[name] = OrderedDict() if module is layer else OrderedDict((key, hook) for key, hook in hooks.items() if stays(hook))
+        vars(module)[name] = (
+            OrderedDict() if module is layer else OrderedDict((key, hook) for key, hook in hooks.items() if stays(hook))
+        )
     try:
         yield
     finally:
         for module, name, hooks in found:
             vars(module)[name] = hooks
-
-

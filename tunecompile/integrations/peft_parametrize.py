@@ -23,7 +23,9 @@ def keep_from_dynamo(layer: nn.Module) -> list[nn.Module]:
     """Lets those of the layer's modules run as they are, which `give_back` undoes. Returns them; not those inside of others, nor those whose forward somebody replaced."""
     found = list(_parametrising(layer))
     for module in found:
-        module.forward = functools.partial(as_it_is, type(module).forward, module)  # a partial: a copy of the module binds it to itself
+        module.forward = functools.partial(
+            as_it_is, type(module).forward, module
+        )  # a partial: a copy of the module binds it to itself
     return found
 
 
@@ -38,7 +40,9 @@ def said(modules: Sequence[nn.Module]) -> list[str]:
     if not modules:
         return []
     kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-    return [f"{len(modules)} modules ({kinds}) put a parametrisation on others at every call, as adapters over experts do: they run as they are, uncompiled, between compiled pieces of their layers"]
+    return [
+        f"{len(modules)} modules ({kinds}) put a parametrisation on others at every call, as adapters over experts do: they run as they are, uncompiled, between compiled pieces of their layers"
+    ]
 
 
 def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
@@ -52,5 +56,11 @@ def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
 @functools.cache
 def _parametrises(kind: type) -> bool:
     """Whether any method of the class asks torch for it."""
-    methods = (inspect.unwrap(f) for owner in kind.__mro__ if owner is not nn.Module for f in vars(owner).values() if inspect.isfunction(f))
+    methods = (
+        inspect.unwrap(f)
+        for owner in kind.__mro__
+        if owner is not nn.Module
+        for f in vars(owner).values()
+        if inspect.isfunction(f)
+    )
     return any("register_parametrization" in f.__code__.co_names for f in methods)

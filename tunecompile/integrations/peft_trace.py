@@ -21,7 +21,10 @@ def substitute() -> None:
     """For the packages that are imported by now."""
     if is_compiling():  # by the user, around us
         return
-    for module, name, make in (("peft.utils.integrations", "dequantize_module_weight", _weight_of), ("peft.utils.other", "transpose", _transposed)):
+    for module, name, make in (
+        ("peft.utils.integrations", "dequantize_module_weight", _weight_of),
+        ("peft.utils.other", "transpose", _transposed),
+    ):
         if (original := getattr(sys.modules.get(module), name, None)) is not None:
             _register(original, make)
 
@@ -29,7 +32,9 @@ def substitute() -> None:
 @functools.cache
 def _register(original: Callable, make: Callable[[Callable], Callable]) -> None:
     """`make` is given a copy of the original, which Dynamo follows as it would have followed the original."""
-    itself = types.FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__, original.__closure__)
+    itself = types.FunctionType(
+        original.__code__, original.__globals__, original.__name__, original.__defaults__, original.__closure__
+    )
     try:
         torch.compiler.substitute_in_graph(original)(make(itself))
     except (TypeError, ValueError):  # it takes something else by now; or somebody else has put something in its place
@@ -47,7 +52,9 @@ def _weight_of(itself: Callable) -> Callable:
         if _is_4_bit(weight):
             return _from_4_bits(weight, getattr(weight, STATE))
         state = getattr(module, "state", None)
-        if weight.dtype == torch.int8 and getattr(state, "SCB", None) is not None:  # bitsandbytes' 8 bits, once its linear has run
+        if (
+            weight.dtype == torch.int8 and getattr(state, "SCB", None) is not None
+        ):  # bitsandbytes' 8 bits, once its linear has run
             return torch.ops.bitsandbytes.int8_vectorwise_dequant.default(weight.data, state.SCB)
         return itself(module)
 
@@ -57,7 +64,13 @@ def _weight_of(itself: Callable) -> Callable:
 def _is_4_bit(weight: Any) -> bool:
     """Whether it is packed as `dequantize_4bit` reads it."""
     state = getattr(weight, STATE, None)
-    if state is None or state.quant_type not in CODES or len(state.shape) != 2 or math.prod(state.shape) % state.blocksize or weight.shape[0] == 1:
+    if (
+        state is None
+        or state.quant_type not in CODES
+        or len(state.shape) != 2
+        or math.prod(state.shape) % state.blocksize
+        or weight.shape[0] == 1
+    ):
         return False
     return not state.nested or (state.state2.blocksize == 256 and state.state2.code is not None)
 
@@ -66,13 +79,17 @@ def _from_4_bits(weight: Any, state: Any) -> Tensor:
     """As an op. (bitsandbytes adds a double quantisation's offset in place, and nothing is matched across a mutation.)"""
     packed = weight.data if weight.dtype == torch.uint8 else weight.data.view(torch.uint8).reshape(-1, 1)
     outer = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
-    return dequantize_4bit(packed, state.absmax, *outer, state.shape[0], state.shape[1], state.blocksize, state.quant_type, state.dtype)
+    return dequantize_4bit(
+        packed, state.absmax, *outer, state.shape[0], state.shape[1], state.blocksize, state.quant_type, state.dtype
+    )
 
 
 def _transposed(itself: Callable) -> Callable:
     """PEFT makes a parameter of what it turns: a new one at every call, whose gradient nobody sees. Dynamo makes none in a graph."""
 
     def transposed(weight: Any, fan_in_fan_out: bool) -> Tensor:
-        return weight.T.detach() if fan_in_fan_out and isinstance(weight, nn.Parameter) else itself(weight, fan_in_fan_out)
+        return (
+            weight.T.detach() if fan_in_fan_out and isinstance(weight, nn.Parameter) else itself(weight, fan_in_fan_out)
+        )
 
     return transposed

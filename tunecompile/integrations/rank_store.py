@@ -37,13 +37,19 @@ class RankStore:
         if not several():
             return RankStore(None, 0, 1)
         names = hashlib.sha256("\n".join(name for name, _ in model.named_parameters()).encode()).hexdigest()[:16]
-        board = RankStore(meeting_store(f"tunecompile/{names}"), torch.distributed.get_rank(), torch.distributed.get_world_size())
+        board = RankStore(
+            meeting_store(f"tunecompile/{names}"), torch.distributed.get_rank(), torch.distributed.get_world_size()
+        )
         board.number = board._ask(lambda: board.store.add(f"models/{board.rank}", 1)) or 0
         return board
 
     def post(self, **notice: Any) -> None:
         """For all others, once."""
-        self._ask(lambda: self.store.set(self._notice(self.store.add(f"{self.number}/notices", 1) - 1), json.dumps({"rank": self.rank, **notice})))
+        self._ask(
+            lambda: self.store.set(
+                self._notice(self.store.add(f"{self.number}/notices", 1) - 1), json.dumps({"rank": self.rank, **notice})
+            )
+        )
 
     def news(self) -> Iterator[dict[str, Any]]:
         """What others posted since the last time, each with its `rank`."""

@@ -13,7 +13,9 @@ from tunecompile.ops import varlen_attention
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
 
 
-OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
+OFFSETS = (
+    "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
+)
 
 
 LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
@@ -30,8 +32,18 @@ class CannotFlatten(Exception):
     """The layers cannot run without padding; the message says why."""
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, dropout: float = 0.0,
-              scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """What layers call through transformers' attention interface. query: [1, H, N, D], key and value: [1, K, N, D]; gives [1, N, H, D].
 
     Raises:
@@ -46,11 +58,21 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     if query.is_cuda and (query.dtype not in HALF or query.shape[-1] % 8 or query.shape[-1] > 256):
         raise CannotFlatten(NO_KERNEL)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out, _ = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0)
+    out, _ = _varlen(
+        *(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0
+    )
     return out[None], None
 
 
-def _why_not(module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, kwargs: dict) -> str:
+def _why_not(
+    module: nn.Module,
+    query: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    kwargs: dict,
+) -> str:
     if kwargs.get(OFFSETS) is None or kwargs.get(LONGEST) is None:
         return "its layers do not hand keyword arguments on to attention"
     if mask is not None:
@@ -72,4 +94,9 @@ def _why_not(module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | Non
 
 def attends(gm: torch.fx.GraphModule) -> bool:
     """Whether a graph, or the body of one of its operators, holds our attention."""
-    return any(node.target is _varlen for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+    return any(
+        node.target is _varlen
+        for module in gm.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )

@@ -24,11 +24,17 @@ Spelling = tuple[str, Any, tuple, dict]
 
 #: binary operations: method, function and operator all become the operator
 _BINARY = {
-    operator.add: ("add", torch.add), operator.sub: ("sub", torch.sub), operator.mul: ("mul", torch.mul, torch.multiply, "multiply"),
-    operator.truediv: ("div", torch.div, "true_divide", torch.true_divide), operator.pow: ("pow", torch.pow),
+    operator.add: ("add", torch.add),
+    operator.sub: ("sub", torch.sub),
+    operator.mul: ("mul", torch.mul, torch.multiply, "multiply"),
+    operator.truediv: ("div", torch.div, "true_divide", torch.true_divide),
+    operator.pow: ("pow", torch.pow),
 }
 _UNARY = {
-    operator.neg: ("neg", torch.neg, "negative"), torch.rsqrt: ("rsqrt",), torch.sqrt: ("sqrt",), torch.tanh: ("tanh", F.tanh),
+    operator.neg: ("neg", torch.neg, "negative"),
+    torch.rsqrt: ("rsqrt",),
+    torch.sqrt: ("sqrt",),
+    torch.tanh: ("tanh", F.tanh),
     torch.sigmoid: ("sigmoid", F.sigmoid),
 }
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,7 +75,13 @@ def name_of(target: Any) -> str:
     """
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".")
-    return target if isinstance(target, str) else _BINARY[target][0] if target in _BINARY else getattr(target, "__name__", str(target))
+    return (
+        target
+        if isinstance(target, str)
+        else _BINARY[target][0]
+        if target in _BINARY
+        else getattr(target, "__name__", str(target))
+    )
 
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}  #: numpy's names, which torch takes as well
@@ -90,7 +102,9 @@ def _binary(target: Callable) -> Callable[[Node], Spelling | None]:
         if node.kwargs or len(node.args) != 2:  # alpha=, rounding_mode=, out=: another operation
             return None
         left, right = node.args
-        if target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF:  # CUDA's autocast takes powers, alone, in fp32
+        if (
+            target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF
+        ):  # CUDA's autocast takes powers, alone, in fp32
             return "call_function", operator.pow, (left, 2), {}
         return "call_function", target, (left, right), {}
 
@@ -147,8 +161,13 @@ def _linear(node: Node) -> Spelling | None:
 
 
 #: how a matrix is transposed -> with which arguments (those that say "the last two" are used for stacks of matrices)
-_TRANSPOSES = {getattr: (("T",),), "t": ((),), torch.t: ((),), **dict.fromkeys(("transpose", torch.transpose), ((0, 1), (1, 0))),
-               "permute": ((1, 0), ((1, 0),))}
+_TRANSPOSES = {
+    getattr: (("T",),),
+    "t": ((),),
+    torch.t: ((),),
+    **dict.fromkeys(("transpose", torch.transpose), ((0, 1), (1, 0))),
+    "permute": ((1, 0), ((1, 0),)),
+}
 
 
 def _transposed(node: Any) -> Node | None:
@@ -179,7 +198,9 @@ def _rms_norm(node: Node) -> Spelling | None:
     if found is None:
         return None
     if found[3] is None and (dtype := dtype_of(found[0])) is not None:
-        found[3] = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # that of the arithmetic, not of the tensor
+        found[3] = torch.finfo(
+            torch.promote_types(dtype, torch.float32)
+        ).eps  # that of the arithmetic, not of the tensor
     return "call_function", F.rms_norm, tuple(found), {}
 
 
@@ -218,9 +239,16 @@ def _reshape(node: Node) -> Spelling | None:
     before, after = value(source), value(node)
     if not isinstance(source, Node) or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
-    if source.target in (torch.stack, torch.view_as_real) and tuple(after.shape) == (*before.shape[:-2], before.shape[-2] * before.shape[-1]):
+    if source.target in (torch.stack, torch.view_as_real) and tuple(after.shape) == (
+        *before.shape[:-2],
+        before.shape[-2] * before.shape[-1],
+    ):
         return "call_method", "flatten", (source, -2, -1), {}
-    if any(user.target is torch.view_as_complex for user in node.users) and tuple(after.shape) == (*before.shape[:-1], before.shape[-1] // 2, 2):
+    if any(user.target is torch.view_as_complex for user in node.users) and tuple(after.shape) == (
+        *before.shape[:-1],
+        before.shape[-1] // 2,
+        2,
+    ):
         return "call_method", "unflatten", (source, -1, (-1, 2)), {}
     return None
 
@@ -241,14 +269,37 @@ for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
     for _target, _names in _table.items():
         TABLE.update({name: _make(_target) for name in (_target, *_names)})
 TABLE.update({name: _cast(dtype) for name, dtype in _CASTS.items()})
-TABLE.update({
-    "square": _square, torch.square: _square, "mean": _mean, torch.mean: _mean, "to": _to, "type": _to, "type_as": _type_as,
-    torch.cat: _cat, torch.concat: _cat, linear: _linear, F.silu: _activation(F.silu), F.gelu: _gelu, F.dropout: _dropout,
-    F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, F.relu: _activation(F.relu), torch.relu: _activation(F.relu), "relu": _activation(F.relu),
-    torch.stack: _stack, "flatten": _flatten, torch.flatten: _flatten, **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
-    **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, "matmul", "mm"), _product),
-    "chunk": _chunk, torch.chunk: _chunk, "unsqueeze": _unsqueeze, torch.unsqueeze: _unsqueeze,
-})
+TABLE.update(
+    {
+        "square": _square,
+        torch.square: _square,
+        "mean": _mean,
+        torch.mean: _mean,
+        "to": _to,
+        "type": _to,
+        "type_as": _type_as,
+        torch.cat: _cat,
+        torch.concat: _cat,
+        linear: _linear,
+        F.silu: _activation(F.silu),
+        F.gelu: _gelu,
+        F.dropout: _dropout,
+        F.rms_norm: _rms_norm,
+        torch.rms_norm: _rms_norm,
+        F.relu: _activation(F.relu),
+        torch.relu: _activation(F.relu),
+        "relu": _activation(F.relu),
+        torch.stack: _stack,
+        "flatten": _flatten,
+        torch.flatten: _flatten,
+        **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
+        **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, "matmul", "mm"), _product),
+        "chunk": _chunk,
+        torch.chunk: _chunk,
+        "unsqueeze": _unsqueeze,
+        torch.unsqueeze: _unsqueeze,
+    }
+)
 
 
 def canonicalize(gm: GraphModule) -> None:
@@ -309,8 +360,23 @@ def _identity(node: Node) -> Node | None:
     return None
 
 
-_IN_PLACE_NAMES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift", "imatmul",
-                   "setitem", "delitem")
+_IN_PLACE_NAMES = (
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+    "imatmul",
+    "setitem",
+    "delitem",
+)
 _IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_NAMES}
 _IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE_NAMES}
 

@@ -135,7 +135,9 @@ class Matcher:
     def around(self, pattern: Pattern, node: Node, missed: list[Miss]) -> Iterator[Match]:
         """All ways to read `pattern` with `node` anywhere in it, whether or not they have a `flaw`. `missed` gathers where the others failed: those
         that begin at the node, or where the pattern has no such operation, at one that reads it."""
-        starts = [(inner, node) for inner in pattern.calls(node)] or [(inner, user) for user in node.users for inner in pattern.calls(user)]
+        starts = [(inner, node) for inner in pattern.calls(node)] or [
+            (inner, user) for user in node.users for inner in pattern.calls(user)
+        ]
         for inner, found in starts:
             for env in _unify(inner, found, {}, missed):
                 yield from _whole(pattern, _climb(pattern, inner, found, env, missed))
@@ -160,7 +162,9 @@ def _whole(pattern: Pattern, readings: Iterator[dict[Node, Any]]) -> Iterator[Ma
             yield Match(pattern, bound, nodes)
 
 
-def _climb(pattern: Pattern, node: Node, found: Node, env: dict[Node, Any], missed: list[Miss]) -> Iterator[dict[Node, Any]]:
+def _climb(
+    pattern: Pattern, node: Node, found: Node, env: dict[Node, Any], missed: list[Miss]
+) -> Iterator[dict[Node, Any]]:
     """All ways to read the rest of the pattern, once `node` and what it reads are bound: from reader to reader."""
     if node is pattern.outputs[0]:
         yield env
@@ -173,21 +177,27 @@ def _climb(pattern: Pattern, node: Node, found: Node, env: dict[Node, Any], miss
                 yield from _climb(pattern, reader, user, bound, missed)
 
 
-def _unify(pattern: Any, found: Any, env: dict[Node, Any], missed: list[Miss] | None = None) -> Iterator[dict[Node, Any]]:
+def _unify(
+    pattern: Any, found: Any, env: dict[Node, Any], missed: list[Miss] | None = None
+) -> Iterator[dict[Node, Any]]:
     """All ways to read `found` as `pattern`, given what is bound already. `missed`, if given, gathers what could not be read."""
     if isinstance(pattern, Node):
         yield from _unify_node(pattern, found, env, missed)
     elif isinstance(pattern, (tuple, list)) and isinstance(found, (tuple, list)) and len(found) == len(pattern):
         yield from _unify_all(list(zip(pattern, found)), env, missed)
     elif isinstance(pattern, slice) and isinstance(found, slice):
-        yield from _unify_all([(pattern.start, found.start), (pattern.stop, found.stop), (pattern.step, found.step)], env, missed)
+        yield from _unify_all(
+            [(pattern.start, found.start), (pattern.stop, found.stop), (pattern.step, found.step)], env, missed
+        )
     elif not isinstance(pattern, (tuple, list, slice)) and _equal(pattern, found):
         yield env
     elif missed is not None:
         missed.append(Miss(env, pattern, found))
 
 
-def _unify_node(pattern: Node, found: Any, env: dict[Node, Any], missed: list[Miss] | None) -> Iterator[dict[Node, Any]]:
+def _unify_node(
+    pattern: Node, found: Any, env: dict[Node, Any], missed: list[Miss] | None
+) -> Iterator[dict[Node, Any]]:
     if pattern in env and _same(env[pattern], found):
         yield env
     elif pattern in env or not _fits(pattern, found):
@@ -208,7 +218,9 @@ def _unify_node(pattern: Node, found: Any, env: dict[Node, Any], missed: list[Mi
             yield from _unify_all(list(zip(pattern.args, reversed(found.args))), env, missed)
 
 
-def _unify_all(pairs: list[tuple[Any, Any]], env: dict[Node, Any], missed: list[Miss] | None) -> Iterator[dict[Node, Any]]:
+def _unify_all(
+    pairs: list[tuple[Any, Any]], env: dict[Node, Any], missed: list[Miss] | None
+) -> Iterator[dict[Node, Any]]:
     if not pairs:
         yield env
         return
@@ -221,8 +233,12 @@ def _fits(pattern: Node, found: Any) -> bool:
     """Whether the operation alone would do: a parameter is anything, a cast may be absent, a call needs the same with as many arguments."""
     if pattern.op == "placeholder" or pattern.target is cast:
         return True
-    return isinstance(found, Node) and (found.op, found.target) == (pattern.op, pattern.target) \
-        and len(found.args) == len(pattern.args) and set(found.kwargs) == set(pattern.kwargs)
+    return (
+        isinstance(found, Node)
+        and (found.op, found.target) == (pattern.op, pattern.target)
+        and len(found.args) == len(pattern.args)
+        and set(found.kwargs) == set(pattern.kwargs)
+    )
 
 
 def _equal(pattern: Any, found: Any) -> bool:
@@ -234,4 +250,8 @@ def _equal(pattern: Any, found: Any) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
-    return left is right if isinstance(left, Node) or isinstance(right, Node) else type(left) is type(right) and left == right
+    return (
+        left is right
+        if isinstance(left, Node) or isinstance(right, Node)
+        else type(left) is type(right) and left == right
+    )

@@ -21,13 +21,17 @@ def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[No
 def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> str | None:
     missed: list[Miss] = []
     reasons: list[str] = []
-    for pattern in [pattern for pattern in patterns if pattern.calls(anchor)] or patterns:  # one that has no such operation is read around it at best
+    for pattern in [
+        pattern for pattern in patterns if pattern.calls(anchor)
+    ] or patterns:  # one that has no such operation is read around it at best
         for match in matcher.around(pattern, anchor, missed):
             if (flaw := matcher.flaw(match)) is None:
                 return None
             what, node = flaw
             reasons.append(f"`{name_of(node.target)}` {what}{where_from(node)}")
-    best = max(missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None)  # then the first: patterns come widest first
+    best = max(
+        missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None
+    )  # then the first: patterns come widest first
     reason = reasons[0] if reasons else "part of no known pattern" if best is None else _told(best)
     return f"`{name_of(anchor.target)}`{where_from(anchor)}: {reason}"
 
@@ -51,8 +55,13 @@ def _line(miss: Miss) -> str:
 
 def _owner(miss: Miss) -> tuple[Node, Node] | None:
     """The calls, in pattern and graph, among whose arguments the attempt failed."""
-    calls = [(node, found) for node, found in miss.bound.items() if node.op != "placeholder" and node.target is not cast]
-    return next(((node, found) for node, found in reversed(calls) if _has(node, miss.expected) and _has(found, miss.found)), None)
+    calls = [
+        (node, found) for node, found in miss.bound.items() if node.op != "placeholder" and node.target is not cast
+    ]
+    return next(
+        ((node, found) for node, found in reversed(calls) if _has(node, miss.expected) and _has(found, miss.found)),
+        None,
+    )
 
 
 def _has(node: Node, item: Any) -> bool:

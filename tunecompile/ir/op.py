@@ -77,7 +77,9 @@ class Provider:
     name: str  #: as the report shows it
     run: Callable  #: of the op's arguments; traced into the graph
     refuses: Callable[..., str | None]  #: of the op's arguments, tensors fake: a reason, or None
-    precision: str | None = None  #: it is less exact than the op's meaning, and taken only where the user asked for this
+    precision: str | None = (
+        None  #: it is less exact than the op's meaning, and taken only where the user asked for this
+    )
     because: str = ""  #: what is gained over the reference, with what was measured where it was; the report shows it
 
     def supports(self, *args: Any) -> bool:
@@ -107,8 +109,14 @@ class Op:
     def __call__(self, *args, **kwargs):
         return self.overload(*args, **kwargs)
 
-    def provider(self, name: str, supports: Callable[..., bool] | None = None, refuses: Callable[..., str | None] | None = None,
-                 precision: str | None = None, because: str = "") -> Callable:
+    def provider(
+        self,
+        name: str,
+        supports: Callable[..., bool] | None = None,
+        refuses: Callable[..., str | None] | None = None,
+        precision: str | None = None,
+        because: str = "",
+    ) -> Callable:
         """Register a provider, a function of the parameters of the reference. The first that supports the arguments is taken.
 
         It may ask for two things more, by keyword. `used`: which of its outputs are read, a bool each; the others may be None. `dying`: the
@@ -132,7 +140,9 @@ class Op:
             parameters = inspect.signature(run).parameters.values()
             got = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
             if got != self.parameters:
-                raise InvalidOp(name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}")
+                raise InvalidOp(
+                    name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}"
+                )
             why_not = refuses or (lambda *args: None if supports(*args) else "its arguments are not supported")
             self.providers.append(Provider(name, run, why_not, precision, because))
             return run
@@ -172,8 +182,15 @@ class Op:
         """The reference as a provider."""
         return Provider("reference", self.reference, lambda *_: None)
 
-    def backward(self, saves: Sequence[str], gives: Sequence[str | tuple[str, ...]], outputs: int = 1, cost: Cost | None = None,
-                 flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable:
+    def backward(
+        self,
+        saves: Sequence[str],
+        gives: Sequence[str | tuple[str, ...]],
+        outputs: int = 1,
+        cost: Cost | None = None,
+        flops: Callable[..., int] | None = None,
+        opaque: bool = False,
+    ) -> Callable:
         """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of gives]`.
 
         It has no derivative itself: in a training step, asking for one raises `tunecompile.errors.NoSecondDerivative`.
@@ -196,7 +213,10 @@ class Op:
         def register(fn: Callable) -> Op:
             self.backward_op = op(cost=cost or self.cost, flops=flops, opaque=opaque)(fn)
             if self.backward_op.parameters[outputs:] != tuple(saves):
-                raise InvalidOp(name=self.name, reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}")
+                raise InvalidOp(
+                    name=self.name,
+                    reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}",
+                )
             _refuse_second_derivative(self.backward_op)
             _register_autograd(self, tuple(saves), tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
             return self.backward_op
@@ -266,7 +286,9 @@ def returns_view(target: Any) -> bool:
     Returns:
         True for `aten.view.default`, say.
     """
-    aliases = isinstance(target, torch._ops.OpOverload) and any(returned.alias_info is not None for returned in target._schema.returns)
+    aliases = isinstance(target, torch._ops.OpOverload) and any(
+        returned.alias_info is not None for returned in target._schema.returns
+    )
     return aliases or target is torch.ops.aten._unsafe_view.default
 
 
@@ -311,7 +333,9 @@ def _without_autocast(fn: Callable) -> Callable:
     return kernel
 
 
-def _register_autograd(forward: Op, saves: tuple[str, ...], gives: tuple[tuple[str, ...], ...], differentiable: int) -> None:
+def _register_autograd(
+    forward: Op, saves: tuple[str, ...], gives: tuple[tuple[str, ...], ...], differentiable: int
+) -> None:
     names = forward.parameters
 
     def setup_context(ctx, inputs, output):

@@ -41,7 +41,9 @@ class Rewrite:
     where: Callable[[Match], str | None]  #: None if a match holds, else the reason why it does not
 
 
-def rewrite(name: str, to: Callable[..., Any], where: Callable[[Match], str | None] | None = None) -> Callable[[Callable], Rewrite]:
+def rewrite(
+    name: str, to: Callable[..., Any], where: Callable[[Match], str | None] | None = None
+) -> Callable[[Callable], Rewrite]:
     """Make a `Rewrite` of a pattern function.
 
     Args:
@@ -170,7 +172,10 @@ def annotate(node: Node, origin: Node) -> None:
         return
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     mode = fake_mode_of((args, kwargs))
-    with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher():  # symbolic sizes need the latter
+    with (
+        mode if mode is not None else contextlib.nullcontext(),
+        enable_python_dispatcher(),
+    ):  # symbolic sizes need the latter
         call = getattr(args[0], node.target) if node.op == "call_method" else node.target
         node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
 
@@ -193,14 +198,25 @@ def _used_early(match: Match) -> str | None:
     """Several outputs become one op, which stands where the last of them stood."""
     nodes = list(match.outputs[0].graph.nodes) if len(match.outputs) > 1 else []
     last = max((nodes.index(node) for node in match.outputs), default=-1) if nodes else -1
-    early = any(nodes.index(user) < last and user not in match.nodes.values() for out in match.outputs for user in out.users) if nodes else False
+    early = (
+        any(
+            nodes.index(user) < last and user not in match.nodes.values() for out in match.outputs for user in out.users
+        )
+        if nodes
+        else False
+    )
     return "an output is used before all of them are computed" if early else None
 
 
 def _changed_later(match: Match) -> str | None:
     """An op saves its inputs for its backward. The model may save other values, and be free to change these."""
     inputs = [bound for bound in match.bound.values() if isinstance(bound, Node)]
-    changed = any(is_mutation(user) and user.args[0] is node and user > match.outputs[0] for node in inputs for user in node.users if user.args)
+    changed = any(
+        is_mutation(user) and user.args[0] is node and user > match.outputs[0]
+        for node in inputs
+        for user in node.users
+        if user.args
+    )
     return "an input is changed in place afterwards" if changed else None
 
 
@@ -224,4 +240,4 @@ def user_line(node: Node) -> tuple[str, str]:
     if last is None:
         return "", ""
     file, _, rest = lines[last].removeprefix("File ").partition(", line ")
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}", "".join(lines[last + 1:last + 2])
+    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}", "".join(lines[last + 1 : last + 2])

@@ -29,7 +29,9 @@ def _of(value: Any) -> Hashable | None:
         return "tensor", value.dtype, value.device, value.dim(), tuple(map(_size, sizes))
     if isinstance(value, (SymInt, SymFloat, SymBool)):
         return "symbol", _size(value)
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+    if value is None or isinstance(
+        value, (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    ):
         return type(value), value
     return None
 
@@ -47,7 +49,9 @@ def remembered(rule: Callable) -> Callable:
         like = None if mode is None else signature((args, kwargs))
         if like is None:
             return rule(*args, **kwargs)
-        known = vars(mode).setdefault("_tunecompile_results", {})  # sizes that are symbolic live as long as the mode does
+        known = vars(mode).setdefault(
+            "_tunecompile_results", {}
+        )  # sizes that are symbolic live as long as the mode does
         if (rule, like) in known:
             makers, spec = known[rule, like]
             return pytree.tree_unflatten([make() for make in makers], spec)
@@ -62,8 +66,13 @@ def remembered(rule: Callable) -> Callable:
 
 def _is_plain(value: Any) -> bool:
     """A tensor of its own memory, with sizes that were there before: a second call with symbols of its own would have others."""
-    return value is None or (isinstance(value, FakeTensor) and value.layout is torch.strided and type(value.storage_offset()) is int
-                             and value.storage_offset() == 0 and not free_unbacked_symbols(value))
+    return value is None or (
+        isinstance(value, FakeTensor)
+        and value.layout is torch.strided
+        and type(value.storage_offset()) is int
+        and value.storage_offset() == 0
+        and not free_unbacked_symbols(value)
+    )
 
 
 def _maker(value: Tensor | None) -> Callable[[], Tensor | None]:

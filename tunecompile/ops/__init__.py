@@ -16,5 +16,18 @@ from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import gated_activation
 
-__all__ = ["adapted_norm", "add_rms_norm", "dequantize_4bit", "gated_activation", "linear_cross_entropy", "linear_cross_entropy_rows", "lora_linear",
-           "lora_linear_nf4", "lora_mlp", "lora_mlp_tiled", "rms_norm", "rope", "varlen_attention"]
+__all__ = [
+    "adapted_norm",
+    "add_rms_norm",
+    "dequantize_4bit",
+    "gated_activation",
+    "linear_cross_entropy",
+    "linear_cross_entropy_rows",
+    "lora_linear",
+    "lora_linear_nf4",
+    "lora_mlp",
+    "lora_mlp_tiled",
+    "rms_norm",
+    "rope",
+    "varlen_attention",
+]

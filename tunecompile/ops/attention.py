@@ -9,7 +9,9 @@ __all__ = ["varlen_attention", "varlen_attention_backward"]
 
 
 @op(cost=Cost.MATMUL)
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
 
     Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135).
@@ -33,9 +35,21 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: 
     return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
 
 
-@varlen_attention.backward(saves=("q", "k", "v", "offsets", "longest", "scale", "window", "out0", "out1"), gives=("q", "k", "v"))
-def varlen_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int,
-                              out0: Tensor, out1: Tensor) -> list[Tensor]:
+@varlen_attention.backward(
+    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "out0", "out1"), gives=("q", "k", "v")
+)
+def varlen_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    out0: Tensor,
+    out1: Tensor,
+) -> list[Tensor]:
     """The gradients of `varlen_attention`. The probabilities are computed again from the saved logsumexp (arXiv:2205.14135).
 
     Args:
@@ -48,13 +62,19 @@ def varlen_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, off
     """
     places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
     relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
-    probabilities = relative.masked_fill(~places.taken[:, None, :, None], float("-inf")).exp()  # a free place has another token's logsumexp
+    probabilities = relative.masked_fill(
+        ~places.taken[:, None, :, None], float("-inf")
+    ).exp()  # a free place has another token's logsumexp
     dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
     dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
     dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
     dq = dscores @ places.heads_first(k, heads)
     dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
-    return [places.tokens(dq).to(q.dtype), places.tokens(dk, k.shape[1]).to(k.dtype), places.tokens(dv, v.shape[1]).to(v.dtype)]
+    return [
+        places.tokens(dq).to(q.dtype),
+        places.tokens(dk, k.shape[1]).to(k.dtype),
+        places.tokens(dv, v.shape[1]).to(v.dtype),
+    ]
 
 
 class _Places:
@@ -82,7 +102,9 @@ class _Places:
         seen = self.distance >= 0
         if window:
             seen = seen & (self.distance < window)
-        return (self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
+        return (self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale).masked_fill(
+            ~seen, float("-inf")
+        )
 
     def tokens(self, rows: Tensor, heads: int | None = None) -> Tensor:
         """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are added up."""
@@ -109,14 +131,45 @@ def _window(window: int) -> dict[str, int]:
 
 @varlen_attention.provider("flash", because=_FLASH, refuses=lambda q, k, v, *_: _refuse_flash(q, k, v))
 def _(q, k, v, offsets, longest, scale, window):
-    made = torch.ops.aten._flash_attention_forward(q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest, 0.0, True,
-                                                   False, scale=scale, **_window(window))
+    made = torch.ops.aten._flash_attention_forward(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        **_window(window),
+    )
     return made[0], made[1]
 
 
-@varlen_attention.backward_op.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
+@varlen_attention.backward_op.provider(
+    "flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v)
+)
 def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
-    return list(torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out0, out1, offsets, offsets, longest, longest, 0.0, True, unread, unread,
-        scale=scale, **_window(window)))
+    return list(
+        torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            out0,
+            out1,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            0.0,
+            True,
+            unread,
+            unread,
+            scale=scale,
+            **_window(window),
+        )
+    )

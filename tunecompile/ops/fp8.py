@@ -13,13 +13,26 @@ from torch import Tensor
 from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import has_triton
 
-__all__ = ["FAST_BACKWARD", "FAST_FORWARD", "Operand", "dense_operand", "product", "project", "quantize", "refuse", "width_of"]
+__all__ = [
+    "FAST_BACKWARD",
+    "FAST_FORWARD",
+    "Operand",
+    "dense_operand",
+    "product",
+    "project",
+    "quantize",
+    "refuse",
+    "width_of",
+]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BECAUSE = "FP8 products: half the bytes, twice the rate of bf16's tensor cores"
 WIDTH = 128  #: what is summed is padded to a multiple of this
-FAST_FORWARD, FAST_BACKWARD = True, False  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
+FAST_FORWARD, FAST_BACKWARD = (
+    True,
+    False,
+)  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
 WIDEST = 65536  #: columns of a row that one program quantises
 
 #: (adapter's factor [rows, R] or None, transposed) -> the weight beside it in e4m3, [rows, width], and its rows' scales [1, rows]
@@ -112,6 +125,7 @@ def dense_operand(weights: Sequence[Tensor]) -> Operand:
     Returns:
         An `Operand`.
     """
+
     def make(adapter: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
         largest = torch.stack([w.abs().amax() for w in weights]).amax().float()
         sizes, k = [w.shape[0] for w in weights], weights[0].shape[1]

@@ -53,7 +53,9 @@ def frozen(node: Node) -> list[FrozenWeights] | None:
     def product(part: slice, width: int) -> FrozenWeights:
         return FrozenWeights(tuple(weights[part]), *(tuple(args[name][part]) for name in ("a", "b", "scales")), width)
 
-    return [product(WIDE, columns), product(DOWN, args["rows"][0])] if _is_mlp(node) else [product(slice(None), columns)]
+    return (
+        [product(WIDE, columns), product(DOWN, args["rows"][0])] if _is_mlp(node) else [product(slice(None), columns)]
+    )
 
 
 def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
@@ -92,7 +94,14 @@ def _source(weight: Node) -> tuple:
 
 def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
     blank = [None] * len(args["rows"])
-    members = zip(args["packed"], args["absmax"], args["code"] or blank, args["scale"] or blank, args["offset"] or blank, args["rows"])
+    members = zip(
+        args["packed"],
+        args["absmax"],
+        args["code"] or blank,
+        args["scale"] or blank,
+        args["offset"] or blank,
+        args["rows"],
+    )
     widths = [columns, columns, args["rows"][0]] if "activation" in args else [columns] * len(args["rows"])
     return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
 
@@ -103,4 +112,7 @@ def is_dense(product: FrozenWeights) -> bool:
     if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
         return False
     values = [weight.meta["val"] for weight in weights]
-    return all(value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype for value in values)
+    return all(
+        value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype
+        for value in values
+    )

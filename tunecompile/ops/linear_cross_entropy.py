@@ -12,8 +12,16 @@ from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
 from tunecompile.ir.op import Cost, has_triton, op
 
-__all__ = ["CHUNK_BYTES", "chunk_rows", "linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_rows",
-           "linear_cross_entropy_rows_backward", "mean_of_labelled", "workspace"]
+__all__ = [
+    "CHUNK_BYTES",
+    "chunk_rows",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
+    "linear_cross_entropy_rows",
+    "linear_cross_entropy_rows_backward",
+    "mean_of_labelled",
+    "workspace",
+]
 
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
@@ -41,7 +49,10 @@ def workspace(weight: Tensor, rows: int) -> int:
         Bytes: of a chunk of logits, and of the gradients it returns.
     """
     vocabulary, hidden = weight.shape
-    return weight.element_size() * (min(rows, _step(weight, weight.requires_grad)) * vocabulary + 2 * rows * hidden) + 4 * weight.numel() * weight.requires_grad
+    return (
+        weight.element_size() * (min(rows, _step(weight, weight.requires_grad)) * vocabulary + 2 * rows * hidden)
+        + 4 * weight.numel() * weight.requires_grad
+    )
 
 
 def _step(weight: Tensor, trained: bool) -> int:
@@ -66,9 +77,20 @@ def mean_of_labelled(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor
 
 
 @op(cost=Cost.MATMUL, opaque=True)
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor], labels: Tensor,
-                         scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
-                         ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    train_hidden: bool,
+    train_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The sum over labelled rows of cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))), and its gradients.
 
     The gradients for d(loss) = 1 are computed in the forward pass, where each chunk of logits is at hand, so that no logit is
@@ -94,11 +116,18 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Optional[Tensor],
         loss scaler has scaled it yet.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    dhidden = torch.zeros(hidden.shape if train_hidden else (0,), dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
-                          device=hidden.device)
+    dhidden = torch.zeros(
+        hidden.shape if train_hidden else (0,),
+        dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
+        device=hidden.device,
+    )
     dweight = torch.zeros(weight.shape if train_weight else (0,), dtype=wide, device=weight.device)
-    dbias = torch.zeros(weight.shape[:1] if train_weight and bias is not None else (0,), dtype=wide, device=weight.device)
-    dinner, douter = (torch.zeros(m.shape if m is not None else (0,), dtype=wide, device=hidden.device) for m in (inner, outer))
+    dbias = torch.zeros(
+        weight.shape[:1] if train_weight and bias is not None else (0,), dtype=wide, device=weight.device
+    )
+    dinner, douter = (
+        torch.zeros(m.shape if m is not None else (0,), dtype=wide, device=hidden.device) for m in (inner, outer)
+    )
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     if is_fake(labels):
         return loss, dhidden, dweight, dbias, dinner, douter
@@ -116,10 +145,12 @@ def _parts(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Ten
     rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
     total = labels.shape[0] if rows is None else rows.shape[0]
     for start in range(0, total, step):
-        yield slice(start, start + step) if rows is None else rows[start:start + step]
+        yield slice(start, start + step) if rows is None else rows[start : start + step]
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor) -> Tensor:
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor
+) -> Tensor:
     """Those of the rows `part`, whose hidden states are `x`."""
     logits = linear(x, weight, bias)
     if inner is not None:
@@ -151,14 +182,30 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _losses_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float,
-                         factors: Tensor | None = None, gradient: bool = True) -> tuple[Tensor, Tensor]:
+def _losses_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    factors: Tensor | None = None,
+    gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
     """(each row's loss, d(sum of factors times losses)/d(logits) in the dtype of the logits, if `gradient`). The logits may be overwritten."""
     if logits.is_cuda and scale > 0 and has_triton():
         from tunecompile.templates import cross_entropy
 
-        losses, _ = cross_entropy.loss_and_grad_(logits, target, ignore_index=ignore_index, softcap=softcap or None, scale=scale,
-                                                 label_smoothing=label_smoothing, grad=gradient, factors=factors)
+        losses, _ = cross_entropy.loss_and_grad_(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            softcap=softcap or None,
+            scale=scale,
+            label_smoothing=label_smoothing,
+            grad=gradient,
+            factors=factors,
+        )
         return losses, logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z = wide * scale if scale != 1.0 else wide
@@ -185,10 +232,24 @@ def _losses_and_gradient(logits: Tensor, target: Tensor, scale: float, softcap: 
     return losses, d.to(logits.dtype)
 
 
-@linear_cross_entropy.backward(saves=("hidden", "weight", "bias", "inner", "outer", "out1", "out2", "out3", "out4", "out5"),
-                               gives=("hidden", "weight", "bias", "inner", "outer"), cost=Cost.POINTWISE)
-def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor],
-                                  outer: Optional[Tensor], out1: Tensor, out2: Tensor, out3: Tensor, out4: Tensor, out5: Tensor) -> list[Tensor]:
+@linear_cross_entropy.backward(
+    saves=("hidden", "weight", "bias", "inner", "outer", "out1", "out2", "out3", "out4", "out5"),
+    gives=("hidden", "weight", "bias", "inner", "outer"),
+    cost=Cost.POINTWISE,
+)
+def linear_cross_entropy_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    out1: Tensor,
+    out2: Tensor,
+    out3: Tensor,
+    out4: Tensor,
+    out5: Tensor,
+) -> list[Tensor]:
     """The gradients of `linear_cross_entropy`: what its forward pass computed, times d(loss).
 
     Args:
@@ -199,7 +260,10 @@ def linear_cross_entropy_backward(grad: Tensor, hidden: Tensor, weight: Tensor, 
         [dhidden, dweight, dbias, dinner, douter], in the shapes of out1 to out5 and the inputs' dtypes.
     """
     like = (hidden, weight, bias, inner, outer)
-    return [_times(out, grad, weight.dtype if of is None else of.dtype) for out, of in zip((out1, out2, out3, out4, out5), like)]
+    return [
+        _times(out, grad, weight.dtype if of is None else of.dtype)
+        for out, of in zip((out1, out2, out3, out4, out5), like)
+    ]
 
 
 def _times(out: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,9 +274,20 @@ def _times(out: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @op(cost=Cost.MATMUL, opaque=True)
-def linear_cross_entropy_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor], labels: Tensor,
-                              scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool, train_weight: bool,
-                              ) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    train_hidden: bool,
+    train_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, of which `linear_cross_entropy` is the sum: what an objective needs that weighs tokens by more than their labels.
 
     Under a frozen head the gradient of a row's hidden state is its loss's gradient times one number, so it is computed in the forward pass, where the
@@ -238,23 +313,58 @@ def linear_cross_entropy_rows(hidden: Tensor, weight: Tensor, bias: Optional[Ten
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
-    dhidden = torch.zeros(hidden.shape if train_hidden and not train_weight and inner is None else (0,), dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
-                          device=hidden.device)
+    dhidden = torch.zeros(
+        hidden.shape if train_hidden and not train_weight and inner is None else (0,),
+        dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
+        device=hidden.device,
+    )
     if is_fake(labels):
         return losses, dhidden
     for part in _parts(_step(weight, False), labels, ignore_index):
         logits = _logits(hidden[part], weight, bias, inner, outer, part)
-        losses[part], dlogits = _losses_and_gradient(logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel()))
+        losses[part], dlogits = _losses_and_gradient(
+            logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel())
+        )
         if dhidden.numel():
             dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
     return losses, dhidden
 
 
-@linear_cross_entropy_rows.backward(saves=("hidden", "weight", "bias", "inner", "outer", "labels", "scale", "softcap", "ignore_index", "label_smoothing",
-                                           "train_hidden", "train_weight", "out1"), gives=("hidden", "weight", "bias", "inner", "outer"), opaque=True)
-def linear_cross_entropy_rows_backward(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], inner: Optional[Tensor], outer: Optional[Tensor],
-                                       labels: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float, train_hidden: bool,
-                                       train_weight: bool, out1: Tensor) -> list[Tensor]:
+@linear_cross_entropy_rows.backward(
+    saves=(
+        "hidden",
+        "weight",
+        "bias",
+        "inner",
+        "outer",
+        "labels",
+        "scale",
+        "softcap",
+        "ignore_index",
+        "label_smoothing",
+        "train_hidden",
+        "train_weight",
+        "out1",
+    ),
+    gives=("hidden", "weight", "bias", "inner", "outer"),
+    opaque=True,
+)
+def linear_cross_entropy_rows_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    train_hidden: bool,
+    train_weight: bool,
+    out1: Tensor,
+) -> list[Tensor]:
     """The gradients of `linear_cross_entropy_rows`.
 
     Args:
@@ -268,15 +378,24 @@ def linear_cross_entropy_rows_backward(grad: Tensor, hidden: Tensor, weight: Ten
     if not train_weight and inner is None:
         counted = torch.where(labels != ignore_index, grad, 0)[:, None]
         first = out1 * counted if train_hidden else torch.zeros_like(out1)
-        return [first.to(hidden.dtype), *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:])]
+        return [
+            first.to(hidden.dtype),
+            *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:]),
+        ]
     trained = (train_hidden, train_weight, train_weight, True, True)
-    made = [torch.zeros(of.shape if of is not None and wanted else (0,), dtype=hidden.dtype if of is hidden else wide, device=hidden.device)
-            for of, wanted in zip(like, trained)]
+    made = [
+        torch.zeros(
+            of.shape if of is not None and wanted else (0,),
+            dtype=hidden.dtype if of is hidden else wide,
+            device=hidden.device,
+        )
+        for of, wanted in zip(like, trained)
+    ]
     if not is_fake(labels):
         for part in _parts(_step(weight, train_weight), labels, ignore_index):
             logits = _logits(hidden[part], weight, bias, inner, outer, part)
-            _, dlogits = _losses_and_gradient(logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous())
+            _, dlogits = _losses_and_gradient(
+                logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous()
+            )
             _add(dlogits, hidden[part], weight, inner, outer, part, *made)
     return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]
-
-

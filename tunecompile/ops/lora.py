@@ -26,8 +26,16 @@ def backward_flops(grad, *rest) -> int:
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)
-def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], a: Sequence[Tensor],
-                b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def lora_linear(
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """concat_i(x W_i^T + bias_i + scale_i (x_i A_i^T) B_i^T): linears with adapters (Hu et al., 2021, arXiv:2106.09685) that share x.
 
     The adapter's term is added in the matrix product's accumulator: base and delta are rounded once, together, which is closer to fp32
@@ -60,13 +68,18 @@ def lora_linear(x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], 
     return y.reshape(*x.shape[:-1], y.shape[-1]), xas[0] if len(xas) == 1 else torch.cat(xas, 1)
 
 
-@lora_linear.provider("k_extension", because="one product for all siblings; base and delta are rounded once",
-                      refuses=lambda x, *_: refuse_gpu(x, triton=False))
+@lora_linear.provider(
+    "k_extension",
+    because="one product for all siblings; base and delta are rounded once",
+    refuses=lambda x, *_: refuse_gpu(x, triton=False),
+)
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
     if (weight := unextended(x, weights, b)) is not None:
         xa = down(x, inputs, a, dtype)
-        return finish(torch.addmm((xa @ on_diagonal(b, scales, dtype).t()).to(x.dtype), _tokens(x), weight.t()), x, biases), xa
+        return finish(
+            torch.addmm((xa @ on_diagonal(b, scales, dtype).t()).to(x.dtype), _tokens(x), weight.t()), x, biases
+        ), xa
     wide, xa = with_xa(x, inputs, a, dtype)
     return finish(wide @ extended(weights, b, scales, dtype, x.shape[-1]).t(), x, biases), xa
 
@@ -76,14 +89,16 @@ def unextended(x: Tensor, weights: Sequence[Tensor], b: Sequence[Tensor]) -> Ten
     width = x.shape[-1]
     if not weights or weights[0].shape[1] > width or (len(weights) > 1 and not stands(weights, b)):
         return None
-    return weights[0][:_height(b)] if 2 * size_hint(x.numel() // width) < width else None
+    return weights[0][: _height(b)] if 2 * size_hint(x.numel() // width) < width else None
 
 
-def extended(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, width: int) -> Tensor:
+def extended(
+    weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, width: int
+) -> Tensor:
     """[W | scale B | 0]."""
     if not stands(weights, b):
         return extended_weight(weights, b, scales, dtype)
-    weight = weights[0][:_height(b)]
+    weight = weights[0][: _height(b)]
     return weight if weight.shape[1] > width else extended_weight([weight], b, scales, dtype)
 
 
@@ -100,7 +115,7 @@ def bases(weights: Sequence[Tensor], b: Sequence[Tensor], width: int) -> Sequenc
     """The W_i themselves."""
     if not stands(weights, b):
         return weights
-    return weights[0][:_height(b), :width].split([m.shape[0] for m in b])
+    return weights[0][: _height(b), :width].split([m.shape[0] for m in b])
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -122,7 +137,12 @@ def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@lora_linear.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+@lora_linear.provider(
+    "fp8",
+    precision="fp8",
+    because=fp8.BECAUSE,
+    refuses=lambda x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]),
+)
 def _(x, inputs, weights, biases, a, b, scales, dtype):
     return forward_in_fp8(x, inputs, fp8.dense_operand(weights), biases, a, b, scales, dtype)
 
@@ -167,21 +187,32 @@ def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: tor
     return beside(x, sum(m.shape[0] for m in a), lambda rows: down(rows, inputs, a, dtype))
 
 
-def extended_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+def extended_weight(
+    weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype
+) -> Tensor:
     """[W | scale B | 0], the siblings' weights below each other and their B in columns of their own."""
     adapters = on_diagonal(b, scales, dtype).to(weights[0].dtype)
     rows, width = adapters.shape[0], weights[0].shape[1] + adapters.shape[1]
     return torch.cat([torch.cat(weights), adapters, adapters.new_zeros(rows, padded(width) - width)], 1)
 
 
-def written_weight(weights: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
-                   below: Tensor | None = None) -> Tensor:
+def written_weight(
+    weights: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    below: Tensor | None = None,
+) -> Tensor:
     """`extended_weight` with no copy on the way, on a GPU with Triton; with more rows for `below` [*, K], if given."""
     from tunecompile.templates import lora
 
     adapters, columns = on_diagonal(b, scales, dtype), weights[0].shape[1]
     rows = adapters.shape[0]
-    out = torch.empty((rows + (0 if below is None else below.shape[0]), padded(columns + adapters.shape[1])), dtype=dtype, device=adapters.device)
+    out = torch.empty(
+        (rows + (0 if below is None else below.shape[0]), padded(columns + adapters.shape[1])),
+        dtype=dtype,
+        device=adapters.device,
+    )
     for i, weight in enumerate(weights):
         lora.append_rows(weight, out, sum(w.shape[0] for w in weights[:i]))
     lora.append_columns(adapters, out, columns)
@@ -197,11 +228,23 @@ def below(a: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([adapters, adapters.new_zeros(room, adapters.shape[1])])
 
 
-@lora_linear.backward(saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
-                      gives=("x", "inputs", "biases", "a", "b"), flops=backward_flops)
-def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor],
-                         a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype,
-                         out1: Tensor) -> list[Tensor]:
+@lora_linear.backward(
+    saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
+    gives=("x", "inputs", "biases", "a", "b"),
+    flops=backward_flops,
+)
+def lora_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    out1: Tensor,
+) -> list[Tensor]:
     """The gradients of `lora_linear`; dY B and XA stay in `dtype` for dA and dB.
 
     Args:
@@ -233,8 +276,11 @@ def lora_linear_backward(grad: Tensor, x: Tensor, inputs: Sequence[Tensor], weig
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]
 
 
-@lora_linear.backward_op.provider("grouped", because="one dX product for all siblings, one pass over dY for their adapters",
-                                  refuses=lambda grad, x, *_: refuse_gpu(x, triton=False))
+@lora_linear.backward_op.provider(
+    "grouped",
+    because="one dX product for all siblings, one pass over dY for their adapters",
+    refuses=lambda grad, x, *_: refuse_gpu(x, triton=False),
+)
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     size, width = _height(b), x.shape[-1]
     if stands(weights, b):
@@ -242,11 +288,17 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     else:
         rows = [*weights, below(a, size, x.dtype)] if extends(x, inputs, size) else weights
         weight = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), [m.shape[0] for m in b], biases, a, b, scales, dtype, out1)
+    return adapter_gradients(
+        grad, x, inputs, base_gradient(weight, a, dtype), [m.shape[0] for m in b], biases, a, b, scales, dtype, out1
+    )
 
 
-@lora_linear.backward_op.provider("fp8", precision="fp8", because=fp8.BECAUSE,
-                                  refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]))
+@lora_linear.backward_op.provider(
+    "fp8",
+    precision="fp8",
+    because=fp8.BECAUSE,
+    refuses=lambda grad, x, inputs, weights, *_: fp8.refuse(x, [w.shape[0] for w in weights]),
+)
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     base = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
     return adapter_gradients(grad, x, inputs, base, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
@@ -264,6 +316,7 @@ def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
 
 def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
     """For all siblings' weights in one matrix [N, K], below which the A_i may stand."""
+
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
         columns = grad.shape[-1]
         if weight.shape[0] > columns:
@@ -280,10 +333,15 @@ def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Ba
 
 def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
     """dY and the transposed weights in e4m3; dY B and A keep their precision."""
+
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
         g = _tokens(grad)
         if not read_x:
-            return fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD), g.to(dtype) @ adapters, g
+            return (
+                fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD),
+                g.to(dtype) @ adapters,
+                g,
+            )
         gb, *rows = fp8.project(g, adapters.t(), dtype)
         return fp8.product(*rows, *weight(torch.cat([m.to(dtype) for m in a]).t(), True), fp8.FAST_BACKWARD), gb, g
 
@@ -302,7 +360,10 @@ def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, 
     else:
         d_inputs, all_a = [], gb.t() @ rows.to(dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
-    d_biases = [p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype) for p, v in zip(g.split(sizes, 1), biases)]
+    d_biases = [
+        p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype)
+        for p, v in zip(g.split(sizes, 1), biases)
+    ]
     all_b = g.t().to(dtype) @ xa  # [N, R]: the blocks on the diagonal are dB
     d_b = [(part.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, part in enumerate(all_b.split(sizes))]
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

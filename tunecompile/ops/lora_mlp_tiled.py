@@ -45,9 +45,23 @@ def _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, qua
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)
-def lora_mlp_tiled(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor], code: Sequence[Tensor],
-                   scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float],
-                   rows: Sequence[int], blocksize: int, quant_type: str, activation: str, tiles: int) -> Tensor:
+def lora_mlp_tiled(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    code: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    offset: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    rows: Sequence[int],
+    blocksize: int,
+    quant_type: str,
+    activation: str,
+    tiles: int,
+) -> Tensor:
     """The y of `lora_mlp`, computed for one piece of the tokens after another (arXiv:2506.13996).
 
     Args:
@@ -60,13 +74,20 @@ def lora_mlp_tiled(x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor
     """
     tokens = x.reshape(-1, x.shape[-1])
     dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
-    y = [lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0] for piece in pieces(tokens.shape[0], tiles)]
+    y = [
+        lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0]
+        for piece in pieces(tokens.shape[0], tiles)
+    ]
     return torch.cat(y).reshape(*x.shape[:-1], rows[2])
 
 
-@lora_mlp_tiled.provider("joined", because="nothing wide is held for more than a piece of the tokens",
-                         refuses=lambda x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles:
-                         _refuse(x, weights, packed, a, b, activation))
+@lora_mlp_tiled.provider(
+    "joined",
+    because="nothing wide is held for more than a piece of the tokens",
+    refuses=lambda x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles: (
+        _refuse(x, weights, packed, a, b, activation)
+    ),
+)
 def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles):
     """The room for what the two products read is made once and used by all pieces: so none is begun before the one before it is done."""
     from tunecompile.templates import lora as rooms
@@ -74,7 +95,11 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
 
     base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
-    wide, narrow, a_down = base.written(WIDE, x, b, scales, x.shape[-1]), base.written(DOWN, x, b, scales, inner), a[2].to(x.dtype).t()
+    wide, narrow, a_down = (
+        base.written(WIDE, x, b, scales, x.shape[-1]),
+        base.written(DOWN, x, b, scales, inner),
+        a[2].to(x.dtype).t(),
+    )
     cut = pieces(tokens.shape[0], tiles)
     beside, act = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[1])
     y = _room(x, [slice(0, tokens.shape[0])], rows[2])
@@ -92,12 +117,45 @@ def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
     return torch.empty((cut[-1].stop - cut[-1].start, width), dtype=like.dtype, device=like.device)
 
 
-@lora_mlp_tiled.backward(saves=("x", "weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows", "blocksize", "quant_type",
-                                "activation", "tiles"), gives=("x", "a", "b"), flops=backward_flops)
-def lora_mlp_tiled_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], packed: Sequence[Tensor], absmax: Sequence[Tensor],
-                            code: Sequence[Tensor], scale: Sequence[Tensor], offset: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor],
-                            scales: Sequence[float], rows: Sequence[int], blocksize: int, quant_type: str, activation: str,
-                            tiles: int) -> list[Tensor]:
+@lora_mlp_tiled.backward(
+    saves=(
+        "x",
+        "weights",
+        "packed",
+        "absmax",
+        "code",
+        "scale",
+        "offset",
+        "a",
+        "b",
+        "scales",
+        "rows",
+        "blocksize",
+        "quant_type",
+        "activation",
+        "tiles",
+    ),
+    gives=("x", "a", "b"),
+    flops=backward_flops,
+)
+def lora_mlp_tiled_backward(
+    grad: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    code: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    offset: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    rows: Sequence[int],
+    blocksize: int,
+    quant_type: str,
+    activation: str,
+    tiles: int,
+) -> list[Tensor]:
     """The gradients of `lora_mlp_tiled`: each piece's gate|up is computed again, and adapters' gradients are summed over pieces in fp32 or wider.
 
     Args:
@@ -118,20 +176,31 @@ def lora_mlp_tiled_backward(grad: Tensor, x: Tensor, weights: Sequence[Tensor], 
 
 
 @lora_mlp_tiled.backward_op.provider(
-    "joined", because="gate|up once more, a piece at a time; the adapters' sums are added up in the pass that makes the gradients",
-    refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles:
-    _refuse(x, weights, packed, a, b, activation))
-def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles):
+    "joined",
+    because="gate|up once more, a piece at a time; the adapters' sums are added up in the pass that makes the gradients",
+    refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles: (
+        _refuse(x, weights, packed, a, b, activation)
+    ),
+)
+def _(
+    grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles
+):
     """Adapters' inner products are narrow: they are kept for all tokens, and summed over them in one product each."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu
 
-    base, inner, columns = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0], x.shape[-1]
+    base, inner, columns = (
+        Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type),
+        rows[0],
+        x.shape[-1],
+    )
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     through_wide, through_down = (lora.on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down
-    wide = base.written(WIDE, x, b, scales, columns, lora.below(a[WIDE], 2 * inner, x.dtype))  # [[W, scale B], [A, any]]: for both directions
+    wide = base.written(
+        WIDE, x, b, scales, columns, lora.below(a[WIDE], 2 * inner, x.dtype)
+    )  # [[W, scale B], [A, any]]: for both directions
     narrow, a_down = base.stacked(DOWN, x, a, inner), a[2].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
@@ -141,12 +210,16 @@ def _(grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows,
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
-        both = left[:count] @ wide.t()  # the last columns are room: filled with zeros, Inductor would make all pieces' at once
-        gate_up = both[:, :2 * inner]
+        both = (
+            left[:count] @ wide.t()
+        )  # the last columns are room: filled with zeros, Inductor would make all pieces' at once
+        gate_up = both[:, : 2 * inner]
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
-        template.backward_of_piece(right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both)
-        gb_wide.append(both[:, :2 * inner] @ through_wide)
+        template.backward_of_piece(
+            right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both
+        )
+        gb_wide.append(both[:, : 2 * inner] @ through_wide)
         rooms.append_columns(gb_wide[-1], both, 2 * inner)
         rooms.append_rows(both @ wide[:, :columns], dx, piece.start)
     db_gate, db_up, da_down = template.sums(parts, ranks[:2], ranks[2])

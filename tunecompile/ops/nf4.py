@@ -12,18 +12,58 @@ from tunecompile.ir.pretend_gpu import on_gpu
 __all__ = ["CODES", "block_scales", "dequantize_4bit"]
 
 CODES = {  #: the sixteen levels, index = code. NF4: quantiles of a normal distribution; FP4: 1 sign, 2 exponent, 1 mantissa bits.
-    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-            -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    "fp4": (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25,
-            -0.0, -0.0052083333, -0.66666667, -1.0, -0.33333333, -0.5, -0.16666667, -0.25),
+    "nf4": (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+    "fp4": (
+        0.0,
+        0.0052083333,
+        0.66666667,
+        1.0,
+        0.33333333,
+        0.5,
+        0.16666667,
+        0.25,
+        -0.0,
+        -0.0052083333,
+        -0.66666667,
+        -1.0,
+        -0.33333333,
+        -0.5,
+        -0.16666667,
+        -0.25,
+    ),
 }
 
 
 @op(cost=Cost.POINTWISE)
-def dequantize_4bit(packed: Tensor, absmax: Tensor, absmax_code: Optional[Tensor], absmax_scale: Optional[Tensor],
-                    absmax_offset: Optional[Tensor], rows: int, columns: int, blocksize: int, quant_type: str,
-                    dtype: torch.dtype) -> Tensor:
+def dequantize_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_code: Optional[Tensor],
+    absmax_scale: Optional[Tensor],
+    absmax_offset: Optional[Tensor],
+    rows: int,
+    columns: int,
+    blocksize: int,
+    quant_type: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """A weight from its 4-bit codes, with the values of bitsandbytes' own dequantisation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
 
     It has no backward: such weights are frozen.
@@ -71,15 +111,21 @@ def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor]
 BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
 
 
-def _refuse_bitsandbytes(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype) -> str | None:
+def _refuse_bitsandbytes(
+    packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
+) -> str | None:
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
         return "bitsandbytes is not loaded"
-    return str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize else None
+    return (
+        str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize else None
+    )
 
 
 @dequantize_4bit.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)
 def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
     if absmax_code is not None:
-        absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(absmax, absmax_scale, absmax_code, 256, torch.float32)
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
+            absmax, absmax_scale, absmax_code, 256, torch.float32
+        )
         absmax = absmax + absmax_offset
     return torch.ops.bitsandbytes.dequantize_4bit.default(packed, absmax, blocksize, quant_type, [rows, columns], dtype)

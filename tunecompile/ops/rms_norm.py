@@ -42,7 +42,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
 
 
 @rms_norm.backward(saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"))
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> list[Tensor]:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> list[Tensor]:
     """The gradients of `rms_norm`. 1/rms is computed again: cheaper than one more tensor to read.
 
     Args:
@@ -55,7 +57,9 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offse
     return [dx.to(x.dtype), dweight.to(weight.dtype)]
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> tuple[Tensor, Tensor]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
     """In the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -67,7 +71,9 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: floa
 
 
 @op(cost=Cost.POINTWISE)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
     """A residual addition and the norm of its sum: one read of each, and their gradients meet in one pass (arXiv:1910.07467).
 
     Args:
@@ -82,9 +88,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     return rms_norm.reference(total, weight, eps, offset, round_first), total
 
 
-@add_rms_norm.backward(saves=("out1", "weight", "eps", "offset", "round_first"), gives=(("x", "residual"), "weight"), outputs=2)
-def add_rms_norm_backward(grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float,
-                          round_first: bool) -> list[Tensor]:
+@add_rms_norm.backward(
+    saves=("out1", "weight", "eps", "offset", "round_first"), gives=(("x", "residual"), "weight"), outputs=2
+)
+def add_rms_norm_backward(
+    grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> list[Tensor]:
     """The gradients of `add_rms_norm`: the norm's and the residual path's are added before the one rounding.
 
     Args:
@@ -107,19 +116,34 @@ def _refuse(*tensors: Tensor) -> str | None:
     return f"rows of {tensors[0].shape[-1]}: it is for 1024 and more" if tensors[0].shape[-1] < 1024 else None
 
 
-@rms_norm.backward_op.provider("triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: _refuse(x, grad))
+@rms_norm.backward_op.provider(
+    "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: _refuse(x, grad)
+)
 def _(grad, x, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template
 
-    made = template.backward(grad, x, weight, eps, offset=offset, round_before_scale=round_first, need_weight_grad=used[1])
+    made = template.backward(
+        grad, x, weight, eps, offset=offset, round_before_scale=round_first, need_weight_grad=used[1]
+    )
     return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
 
 
-@add_rms_norm.backward_op.provider("triton", because="one pass for both paths' dX and the weight's partial sums",
-                                   refuses=lambda grad, grad_total, out1, *_: _refuse(out1, grad, grad_total))
+@add_rms_norm.backward_op.provider(
+    "triton",
+    because="one pass for both paths' dX and the weight's partial sums",
+    refuses=lambda grad, grad_total, out1, *_: _refuse(out1, grad, grad_total),
+)
 def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template
 
-    made = template.backward(grad, out1, weight, eps, offset=offset, round_before_scale=round_first, residual_grad=grad_total,
-                             need_weight_grad=used[1])
+    made = template.backward(
+        grad,
+        out1,
+        weight,
+        eps,
+        offset=offset,
+        round_before_scale=round_first,
+        residual_grad=grad_total,
+        need_weight_grad=used[1],
+    )
     return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]

@@ -31,7 +31,9 @@ def rotate_pairs(x: Tensor) -> Tensor:
         -x2 where x1 was, x1 where x2 was, of the same shape and dtype.
     """
     signs = torch.arange(-1, 2, 2, device=x.device, dtype=x.dtype)
-    return (x.unflatten(-1, (-1, 2)).flip(-1) * signs).flatten(-2)  # a flip is an index to Inductor; a stack of slices is a masked load for each member
+    return (x.unflatten(-1, (-1, 2)).flip(-1) * signs).flatten(
+        -2
+    )  # a flip is an index to Inductor; a stack of slices is a masked load for each member
 
 
 def turn(x: Tensor, interleaved: bool) -> Tensor:

@@ -65,11 +65,19 @@ def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | No
         return "gate, up and the gradient differ in dtype"
     if activation == "gelu":
         return "it has no exact GELU"
-    return None if grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1 else "elements of a row do not lie side by side"
+    return (
+        None
+        if grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1
+        else "elements of a row do not lie side by side"
+    )
 
 
-@gated_activation.backward_op.provider("triton", refuses=_refuse, because="both gradients in one buffer, as the fused projection's gradient stands: "
-                                       "0.29 ms, Inductor's concatenation 0.38 (8192x14336 bf16, H200)")
+@gated_activation.backward_op.provider(
+    "triton",
+    refuses=_refuse,
+    because="both gradients in one buffer, as the fused projection's gradient stands: "
+    "0.29 ms, Inductor's concatenation 0.38 (8192x14336 bf16, H200)",
+)
 def _(grad, gate, up, activation):
     from tunecompile.templates import swiglu
 

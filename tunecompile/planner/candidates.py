@@ -61,8 +61,15 @@ def dear_nodes(graph: Graph) -> list[Node]:
     """The products and attentions of the forward pass, by whose place in this list a `Plan` calls them. Without those that return a vector (norms of
     weights): computing them again would free next to nothing, and no plan does."""
     backward = backward_nodes(graph)
-    return [node for node in graph.nodes
-            if node.op == "call_function" and node not in backward and cost(node) is Cost.MATMUL and not random(node) and not _is_vector(node)]
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node not in backward
+        and cost(node) is Cost.MATMUL
+        and not random(node)
+        and not _is_vector(node)
+    ]
 
 
 def _is_vector(node: Node) -> bool:
@@ -73,7 +80,11 @@ def _is_vector(node: Node) -> bool:
 def name(node: Node) -> str:
     """Of a dear call, for people: what it is and the shape of what it returns."""
     value = node.meta["val"]
-    largest = max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes) if isinstance(value, (tuple, list)) else value
+    largest = (
+        max((v for v in value if isinstance(v, torch.Tensor)), key=tensor_bytes)
+        if isinstance(value, (tuple, list))
+        else value
+    )
     called = OPS[node.target].name if node.target in OPS else aten_name(node.target)
     return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
 
@@ -85,7 +96,10 @@ def candidate_stages(graph: Graph) -> Iterator[list[Plan]]:
     yield [plan for plan in plans(graph) if plan != KEEP]
     yield from filter(None, (tiled_plans(graph, tiles) for tiles in TILES))
     if any(map(repeatable, graph.nodes)):
-        yield [replace(plan, attention=True) for plan in (RECOMPUTE, *(Plan(None, tiles) for tiles in TILES if tiled_plans(graph, tiles)))]
+        yield [
+            replace(plan, attention=True)
+            for plan in (RECOMPUTE, *(Plan(None, tiles) for tiles in TILES if tiled_plans(graph, tiles)))
+        ]
 
 
 TILES = (4, 16)  #: pieces of the tokens: they come last, since the graphs of many pieces take seconds to trace
@@ -128,7 +142,15 @@ def survey(cut: Cut, candidates: Sequence[Plan]) -> list[CandidateCost]:
 def _row(plan: Plan, forward: GraphModule, backward: GraphModule) -> CandidateCost:
     ahead, back = extent(forward.graph), extent(backward.graph)
     largest, next_one = (*ahead.pieces, 0, 0)[:2]
-    return CandidateCost(plan, ahead.returned, largest if largest >= 2 * next_one else 0, ahead.peak - ahead.returned, back.peak, work(forward.graph), work(backward.graph))
+    return CandidateCost(
+        plan,
+        ahead.returned,
+        largest if largest >= 2 * next_one else 0,
+        ahead.peak - ahead.returned,
+        back.peak,
+        work(forward.graph),
+        work(backward.graph),
+    )
 
 
 def options(rows: Sequence[CandidateCost], scale: float, rates: Rates, offload: bool) -> tuple[PlanOption, ...]:
@@ -147,5 +169,16 @@ def options(rows: Sequence[CandidateCost], scale: float, rates: Rates, offload: 
         for stays in dict.fromkeys((0, int(row.largest * scale))) if offload else ():
             copy = (held - stays) / rates.copy
             waited = max(0.0, copy - ahead) + max(0.0, copy - back) + 0.02 * copy
-            found.append(PlanOption(row.plan, stays, forward, backward, extra + waited, held - stays, ahead + back + waited, 2 * copy - waited))
+            found.append(
+                PlanOption(
+                    row.plan,
+                    stays,
+                    forward,
+                    backward,
+                    extra + waited,
+                    held - stays,
+                    ahead + back + waited,
+                    2 * copy - waited,
+                )
+            )
     return tuple(found)

@@ -36,7 +36,12 @@ class Work:
     kernels: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.attention + other.attention, self.traffic + other.traffic, self.kernels + other.kernels)
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.traffic + other.traffic,
+            self.kernels + other.kernels,
+        )
 
     @property
     def flops(self) -> int:
@@ -48,7 +53,11 @@ class Work:
 
     def ms(self, rates: Rates, scale: float = 1.0) -> float:
         """Milliseconds of everything."""
-        return self.dear_ms(rates, scale) + scale * self.traffic / rates.bandwidth + (self.kernels * GAP if rates.launches else 0.0)
+        return (
+            self.dear_ms(rates, scale)
+            + scale * self.traffic / rates.bandwidth
+            + (self.kernels * GAP if rates.launches else 0.0)
+        )
 
 
 def work(graph: Graph) -> Work:
@@ -83,7 +92,9 @@ def _product(node: Node) -> Work:
     if is_attention(node):
         return Work(attention=operations, kernels=1)
     waited = max(0, moved - operations // RIDGE)  # for memory, beyond the time that multiplying takes
-    return Work(operations // (2 if "scaled" in aten_name(node.target) else 1), traffic=waited, kernels=1)  # FP8 has twice the rate
+    return Work(
+        operations // (2 if "scaled" in aten_name(node.target) else 1), traffic=waited, kernels=1
+    )  # FP8 has twice the rate
 
 
 def _nodes(node: Node) -> list[Node]:
@@ -119,5 +130,5 @@ def is_attention(node: Node) -> bool:
 def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
     """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
     backward = "backward" in aten_name(node.target)
-    q, k = tensors[backward:backward + 2]  # the backward's first is the gradient
+    q, k = tensors[backward : backward + 2]  # the backward's first is the gradient
     return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))

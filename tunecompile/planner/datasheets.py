@@ -21,9 +21,14 @@ BRIDGE = 0.60  #: the same over PCIe, where every byte passes a switch or the ho
 ATTENTION = 1.52  #: operations of causal attention, forward and backward, as if nothing were masked, by those of products: 1,200 TFLOP/s on an H200
 SHORT = 840  #: tokens of a row at which attention reaches half of that. cuDNN on an H200: 851 TFLOP/s at 2,048 tokens, 1,215 at 16,384
 NARROW = 0.74  #: factor for heads of 64: 633 TFLOP/s at 2,048 tokens
-USABLE, ECC = 0.985, 0.925  #: share of the memory in the datasheet that torch is told of, and where error correction takes a part of it
+USABLE, ECC = (
+    0.985,
+    0.925,
+)  #: share of the memory in the datasheet that torch is told of, and where error correction takes a part of it
 HOST = 64 << 30  #: bytes of host memory that may be taken for each GPU, where nobody says
-CONTEXT = 860 << 20  #: bytes that CUDA's context and libraries take: 850 to 910 MiB in the processes of `benchmarks/results/`
+CONTEXT = (
+    860 << 20
+)  #: bytes that CUDA's context and libraries take: 850 to 910 MiB in the processes of `benchmarks/results/`
 
 
 @dataclass(frozen=True)
@@ -56,29 +61,72 @@ class GpuSpec:
         return (RING * self.nvlink if self.nvlink else BRIDGE * self.pcie) * 1e6
 
 
-def _gpu(name: str, title: str, tflops: float, bandwidth: float, gib: float, nvlink: float, pcie: float, source: str, ecc: bool = False,
-         measured: bool = False) -> GpuSpec:
-    return GpuSpec(name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured)
+def _gpu(
+    name: str,
+    title: str,
+    tflops: float,
+    bandwidth: float,
+    gib: float,
+    nvlink: float,
+    pcie: float,
+    source: str,
+    ecc: bool = False,
+    measured: bool = False,
+) -> GpuSpec:
+    return GpuSpec(
+        name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured
+    )
 
 
 _DATASHEETS = "https://www.nvidia.com/en-us/data-center"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-GPUS = {gpu.name: gpu for gpu in (  #: by name
-    _gpu("b200", "NVIDIA B200 SXM", 2250, 8.0, 180, 900, 64, f"{_DATASHEETS}/hgx"),
-    _gpu("h200", "NVIDIA H200 SXM", 989, 4.8, 141, 450, 64, f"{_DATASHEETS}/h200", measured=True),
-    _gpu("h100", "NVIDIA H100 SXM", 989, 3.35, 80, 450, 64, f"{_DATASHEETS}/h100"),
-    _gpu("h100-pcie", "NVIDIA H100 PCIe", 756, 2.0, 80, 0, 64, f"{_DATASHEETS}/h100"),
-    _gpu("h100-nvl", "NVIDIA H100 NVL", 835, 3.9, 94, 300, 64, f"{_DATASHEETS}/h100"),
-    _gpu("a100-80", "NVIDIA A100 SXM 80 GB", 312, 2.039, 80, 300, 32, f"{_DATASHEETS}/a100"),
-    _gpu("a100-40", "NVIDIA A100 SXM 40 GB", 312, 1.555, 40, 300, 32, f"{_DATASHEETS}/a100"),
-    _gpu("l40s", "NVIDIA L40S", 362, 0.864, 48, 0, 32, f"{_DATASHEETS}/l40s", ecc=True),
-    _gpu("l4", "NVIDIA L4", 121, 0.3, 24, 0, 32, f"{_DATASHEETS}/l4", ecc=True),
-    _gpu("a10", "NVIDIA A10", 125, 0.6, 24, 0, 32, f"{_DATASHEETS}/products/a10-gpu", ecc=True),
-    _gpu("rtx6000-ada", "NVIDIA RTX 6000 Ada", 364, 0.96, 48, 0, 32, "https://www.nvidia.com/en-us/products/workstations/rtx-6000", ecc=True),
-    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 209.5, 1.792, 32, 0, 64, "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"),
-    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 165, 1.008, 24, 0, 32, _ADA),
-    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 71, 0.936, 24, 0, 32, "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"),
-)}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (  #: by name
+        _gpu("b200", "NVIDIA B200 SXM", 2250, 8.0, 180, 900, 64, f"{_DATASHEETS}/hgx"),
+        _gpu("h200", "NVIDIA H200 SXM", 989, 4.8, 141, 450, 64, f"{_DATASHEETS}/h200", measured=True),
+        _gpu("h100", "NVIDIA H100 SXM", 989, 3.35, 80, 450, 64, f"{_DATASHEETS}/h100"),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 756, 2.0, 80, 0, 64, f"{_DATASHEETS}/h100"),
+        _gpu("h100-nvl", "NVIDIA H100 NVL", 835, 3.9, 94, 300, 64, f"{_DATASHEETS}/h100"),
+        _gpu("a100-80", "NVIDIA A100 SXM 80 GB", 312, 2.039, 80, 300, 32, f"{_DATASHEETS}/a100"),
+        _gpu("a100-40", "NVIDIA A100 SXM 40 GB", 312, 1.555, 40, 300, 32, f"{_DATASHEETS}/a100"),
+        _gpu("l40s", "NVIDIA L40S", 362, 0.864, 48, 0, 32, f"{_DATASHEETS}/l40s", ecc=True),
+        _gpu("l4", "NVIDIA L4", 121, 0.3, 24, 0, 32, f"{_DATASHEETS}/l4", ecc=True),
+        _gpu("a10", "NVIDIA A10", 125, 0.6, 24, 0, 32, f"{_DATASHEETS}/products/a10-gpu", ecc=True),
+        _gpu(
+            "rtx6000-ada",
+            "NVIDIA RTX 6000 Ada",
+            364,
+            0.96,
+            48,
+            0,
+            32,
+            "https://www.nvidia.com/en-us/products/workstations/rtx-6000",
+            ecc=True,
+        ),
+        _gpu(
+            "rtx5090",
+            "NVIDIA GeForce RTX 5090",
+            209.5,
+            1.792,
+            32,
+            0,
+            64,
+            "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
+        ),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 165, 1.008, 24, 0, 32, _ADA),
+        _gpu(
+            "rtx3090",
+            "NVIDIA GeForce RTX 3090",
+            71,
+            0.936,
+            24,
+            0,
+            32,
+            "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
+        ),
+    )
+}
 NUMBERS = ("tflops", "bandwidth", "memory", "nvlink", "pcie")  #: what a datasheet of the user's own may say
 
 
@@ -95,12 +143,23 @@ def find_gpu(text: str) -> GpuSpec:
     changes = {}
     for part in given:
         key, _, value = part.partition("=")
-        if key not in NUMBERS or not re.fullmatch(r"\d+(\.\d+)?" if key != "memory" else r"\d+(\.\d+)?\s*[GMT]i?B", value.strip()):
-            raise UnknownGpu(given=text, reason=f"{part!r} is no figure of a datasheet: {', '.join(NUMBERS)}, such as memory=94GiB or tflops=835", known=", ".join(GPUS))
+        if key not in NUMBERS or not re.fullmatch(
+            r"\d+(\.\d+)?" if key != "memory" else r"\d+(\.\d+)?\s*[GMT]i?B", value.strip()
+        ):
+            raise UnknownGpu(
+                given=text,
+                reason=f"{part!r} is no figure of a datasheet: {', '.join(NUMBERS)}, such as memory=94GiB or tflops=835",
+                known=", ".join(GPUS),
+            )
         changes[key] = budget_bytes(value, HostGauge()) if key == "memory" else float(value)
     if changes.get("tflops", 1) == 0 or changes.get("bandwidth", 1) == 0 or changes.get("pcie", 1) == 0:
         raise UnknownGpu(given=text, reason="tflops, bandwidth and pcie are more than 0", known=", ".join(GPUS))
-    return replace(known, **changes, title=f"{known.title} ({', '.join(given)})" if given else known.title, measured=known.measured and not given)
+    return replace(
+        known,
+        **changes,
+        title=f"{known.title} ({', '.join(given)})" if given else known.title,
+        measured=known.measured and not given,
+    )
 
 
 @dataclass(frozen=True)

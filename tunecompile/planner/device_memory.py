@@ -14,7 +14,17 @@ from tunecompile._torch.distributed import local_part
 from tunecompile.errors import UnknownBudget
 
 Spec = int | float | str | None
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 MARGIN = 0.05  #: of a budget, for what the allocator cannot use between blocks, until a step has shown how much that is
 
 
@@ -67,7 +77,9 @@ class CudaGauge:
 
     def outside(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return min(total - free - torch.cuda.memory_reserved(self.device), CONTEXT)  # more than that is other processes'
+        return min(
+            total - free - torch.cuda.memory_reserved(self.device), CONTEXT
+        )  # more than that is other processes'
 
     def available(self) -> int:
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)

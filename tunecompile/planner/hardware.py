@@ -33,7 +33,10 @@ WARM = 0.03  #: seconds of work before the clock runs: a GPU that idled is slowe
 @functools.cache
 def rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Of matrix products in `dtype`. Random numbers: zeros draw less power and run faster."""
-    with outside_compilation(), torch.cuda.device(device if device.type == "cuda" else -1):  # events are recorded on its stream
+    with (
+        outside_compilation(),
+        torch.cuda.device(device if device.type == "cuda" else -1),
+    ):  # events are recorded on its stream
         return _measured(device, dtype)
 
 
@@ -44,7 +47,10 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     flops = 2 * size**3 / _milliseconds(lambda: left @ left, device)
     if device.type != "cuda":
         return Rates(flops, float("inf"), attention=flops)
-    source, target = torch.empty(COPIED, dtype=torch.uint8, device=device), torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    source, target = (
+        torch.empty(COPIED, dtype=torch.uint8, device=device),
+        torch.empty(COPIED, dtype=torch.uint8, pin_memory=True),
+    )
     copy = COPIED / _milliseconds(lambda: target.copy_(source, non_blocking=True), device)
     bandwidth = 2 * left.nbytes / _milliseconds(left.neg_, device)
     return Rates(flops, copy, bandwidth, flops, launches=True)

@@ -18,8 +18,24 @@ from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import aten_name, returns_view
 from tunecompile.ir.pretend_gpu import on_gpu
 
-_FUSED = ("clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota",
-          "where", "constant_pad_nd", "copy", "cat", "select_scatter", "slice_scatter")
+_FUSED = (
+    "clone",
+    "_to_copy",
+    "convert_element_type",
+    "full",
+    "full_like",
+    "zeros_like",
+    "ones_like",
+    "scalar_tensor",
+    "arange",
+    "iota",
+    "where",
+    "constant_pad_nd",
+    "copy",
+    "cat",
+    "select_scatter",
+    "slice_scatter",
+)
 
 
 @dataclass(frozen=True)
@@ -88,14 +104,23 @@ def extent(graph: Graph) -> Lifetime:
             peak = max(peak, live)
             if node not in last:
                 live -= tensor_bytes(node.meta.get("val"))
-        live -= sum(tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned)
+        live -= sum(
+            tensor_bytes(source.meta.get("val")) for source in dying.get(place[node], ()) if source not in returned
+        )
     return Lifetime(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
 
 
 def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:
     """Bytes of the products that nobody reads but this concatenation: they were written where it stands."""
-    found = {root for source in cat.all_input_nodes if (root := roots[source]) is not None and root.target is torch.ops.aten.mm.default
-             and last.get(root) == place[cat] and root not in returned and root is source}
+    found = {
+        root
+        for source in cat.all_input_nodes
+        if (root := roots[source]) is not None
+        and root.target is torch.ops.aten.mm.default
+        and last.get(root) == place[cat]
+        and root not in returned
+        and root is source
+    }
     dying[place[cat]] = [source for source in dying.get(place[cat], ()) if source not in found]
     return sum(tensor_bytes(root.meta["val"]) for root in found)
 
@@ -106,7 +131,9 @@ def workspace(node: Node) -> int:
     name = aten_name(node.target)
     if not ("attention" in name and "backward" in name):
         return 0
-    tensors = [argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)]
+    tensors = [
+        argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)
+    ]
     if len(tensors) < 3 or not on_gpu(tensors[1]):
         return 0
     _, q, k = tensors[:3]  # the gradient comes first
@@ -151,12 +178,15 @@ def _viewed(node: Node) -> Node | None:
 def _fused(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or aten_name(target) in _FUSED)
+        torch.Tag.pointwise in target.tags or aten_name(target) in _FUSED
+    )
 
 
 def _runs(node: Node) -> bool:
     """Whether a kernel is called here, or the graph ends."""
-    return node.op == "output" or (node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not _fused(node))
+    return node.op == "output" or (
+        node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not _fused(node)
+    )
 
 
 def _needs_memory(user: Node) -> bool:

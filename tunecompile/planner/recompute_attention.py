@@ -18,7 +18,11 @@ from tunecompile.ir.op import aten_name, returns_view
 def repeatable(node: Node) -> bool:
     """Whether this is a fused attention without dropout."""
     name = aten_name(node.target) if node.op == "call_function" else ""
-    return name.startswith("_scaled_dot_product") and not name.endswith("_backward") and bound(node).get("dropout_p") == 0.0
+    return (
+        name.startswith("_scaled_dot_product")
+        and not name.endswith("_backward")
+        and bound(node).get("dropout_p") == 0.0
+    )
 
 
 def bound(node: Node) -> dict[str, Any]:
@@ -35,7 +39,12 @@ def compute_again(forward: Graph, backward: Graph, outputs: int) -> int:
     returned, left = list(output.args[0]), set()
     for place, saved in enumerate(returned[outputs:], outputs):
         call = saved.args[0] if isinstance(saved, Node) and saved.target is getitem and saved.args[1] == 0 else None
-        if isinstance(call, Node) and repeatable(call) and saved not in returned[:outputs] and _repeat(backward, given[saved.name], call):
+        if (
+            isinstance(call, Node)
+            and repeatable(call)
+            and saved not in returned[:outputs]
+            and _repeat(backward, given[saved.name], call)
+        ):
             left.add(place)
     output.args = (tuple(value for place, value in enumerate(returned) if place not in left),)
     if (named := output.meta.get("desc")) is not None:
@@ -46,7 +55,10 @@ def compute_again(forward: Graph, backward: Graph, outputs: int) -> int:
 def _repeat(backward: Graph, given: Node, call: Node) -> bool:
     """Call it in the backward graph, before its output is read for the first time, in place of what is given."""
     name = f"{aten_name(call.target)}_backward"
-    reader = next((node for node in backward.nodes if aten_name(node.target) == name and _origin(bound(node)["out"]) is given), None)
+    reader = next(
+        (node for node in backward.nodes if aten_name(node.target) == name and _origin(bound(node)["out"]) is given),
+        None,
+    )
     if reader is None:
         return False
     here, there = bound(call), bound(reader)
@@ -61,8 +73,11 @@ def _repeat(backward: Graph, given: Node, call: Node) -> bool:
         first.prepend(node)
     arguments = call.target._schema.arguments
     with backward.inserting_before(first):
-        again = backward.call_function(call.target, tuple(values[a.name] for a in arguments if not a.kwarg_only),
-                                       {a.name: values[a.name] for a in arguments if a.kwarg_only})
+        again = backward.call_function(
+            call.target,
+            tuple(values[a.name] for a in arguments if not a.kwarg_only),
+            {a.name: values[a.name] for a in arguments if a.kwarg_only},
+        )
         made = backward.call_function(getitem, (again, 0))
     again.meta, made.meta = {"val": call.meta["val"]}, {"val": given.meta["val"]}
     given.replace_all_uses_with(made)

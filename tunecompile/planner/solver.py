@@ -30,13 +30,20 @@ class Plan:
     @property
     def key(self) -> str:
         again = "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
-        return again + (f" in {self.tiles}" if self.tiles > 1 else "") + (" with weights" if self.weights else "") + (" and attention" if self.attention else "")
+        return (
+            again
+            + (f" in {self.tiles}" if self.tiles > 1 else "")
+            + (" with weights" if self.weights else "")
+            + (" and attention" if self.attention else "")
+        )
 
 
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
 
-AHEAD = 2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it
+AHEAD = (
+    2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it
+)
 WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer that takes less time than the one before waits for its copies
 
 
@@ -118,7 +125,9 @@ def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) 
     order = [option for stack in stacks for option in stack]
     held, moving, highest, gradients = 0, 0, tail, sum(option.gradients for option in order)
     for place, option in enumerate(order):
-        moving += option.offloaded - (order[place - ahead - 1].offloaded if place > ahead else 0)  # `copies`, as a running sum
+        moving += option.offloaded - (
+            order[place - ahead - 1].offloaded if place > ahead else 0
+        )  # `copies`, as a running sum
         held += option.held
         gradients -= option.gradients
         back = option.backward + gradients
@@ -129,7 +138,7 @@ def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) 
 
 def copies(order: Sequence[PlanOption | None], place: int, ahead: int = AHEAD) -> int:
     """Bytes on the device while this layer runs, its own and those of the layers before it, of what waits on the host otherwise."""
-    return sum(option.offloaded for option in order[max(0, place - ahead):place + 1] if option is not None)
+    return sum(option.offloaded for option in order[max(0, place - ahead) : place + 1] if option is not None)
 
 
 def choose(stacks: Sequence[LayerRun], room: int, tail: int = 0, host: int | None = None) -> Assignment:
@@ -140,8 +149,13 @@ def choose(stacks: Sequence[LayerRun], room: int, tail: int = 0, host: int | Non
     free = _fastest(stacks, room, tail, None)
     if host is None or free.waiting <= host:
         return free
-    shared = ([LayerRun(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks] for most in _shares(stacks, host))
-    found = [_fastest(each, room, tail, host) for each in shared]  # a few layers could fill the host, and leave no way for the rest
+    shared = (
+        [LayerRun(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks]
+        for most in _shares(stacks, host)
+    )
+    found = [
+        _fastest(each, room, tail, host) for each in shared
+    ]  # a few layers could fill the host, and leave no way for the rest
     best = min((choice for choice in found if choice.waiting <= host), key=_rank)
     return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
@@ -161,7 +175,13 @@ def _priced(stacks: Sequence[LayerRun], ahead: int) -> Sequence[LayerRun]:
     """With none ahead, every layer waits for its copies."""
     if ahead:
         return stacks
-    return [LayerRun(stack.layers, tuple(replace(o, ms=o.ms + o.copying, work=o.work + o.copying, copying=0.0) for o in stack.options)) for stack in stacks]
+    return [
+        LayerRun(
+            stack.layers,
+            tuple(replace(o, ms=o.ms + o.copying, work=o.work + o.copying, copying=0.0) for o in stack.options),
+        )
+        for stack in stacks
+    ]
 
 
 def _waiting(options: Sequence[Sequence[PlanOption]]) -> int:
@@ -184,11 +204,17 @@ def _use_up(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int
         left, best = host - choice.waiting, None
         for s, stack in enumerate(stacks):
             taken = choice.options[s]
-            for now, layer in {option: layer for layer, option in enumerate(taken)}.items():  # of layers that do alike, the last
+            for now, layer in {
+                option: layer for layer, option in enumerate(taken)
+            }.items():  # of layers that do alike, the last
                 for option in stack.options:
                     if option.ms >= now.ms or (more := option.offloaded - now.offloaded) > left:
                         continue
-                    options = (*choice.options[:s], (*taken[:layer], option, *taken[layer + 1:]), *choice.options[s + 1:])
+                    options = (
+                        *choice.options[:s],
+                        (*taken[:layer], option, *taken[layer + 1 :]),
+                        *choice.options[s + 1 :],
+                    )
                     needed = peak(options, tail, choice.ahead)
                     gain = (now.ms - option.ms) / max(1, more + needed - choice.peak)
                     if needed <= room and (best is None or gain > best[0]):
@@ -201,7 +227,9 @@ def _use_up(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int
 def _choose(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
     best = None
     for ceiling in _ceilings(stacks, ahead):
-        allowed = [LayerRun(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks]
+        allowed = [
+            LayerRun(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks
+        ]
         found = _descend(allowed, room, tail, host, ahead)
         if best is None or _rank(found) < _rank(best):
             best = found
@@ -256,13 +284,20 @@ def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None,
     return best
 
 
-def _moves(stacks: Sequence[LayerRun], at: Sequence[Sequence[PlanOption]], ways: Sequence[dict[PlanOption, list[PlanOption]]], left: int | None):
+def _moves(
+    stacks: Sequence[LayerRun],
+    at: Sequence[Sequence[PlanOption]],
+    ways: Sequence[dict[PlanOption, list[PlanOption]]],
+    left: int | None,
+):
     """(milliseconds a byte, stack, layer, option) of the cheapest move that the host has room for: of layers that do alike, the first's."""
     for s, taken in enumerate(at):
         for now in dict.fromkeys(taken):
             if now not in ways[s]:
                 ways[s][now] = onward(stacks[s].options, now)
-            if (then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)) is not None:
+            if (
+                then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)
+            ) is not None:
                 yield _price(now, then), s, taken.index(now), then
 
 

@@ -19,25 +19,47 @@ from tunecompile.runtime.step import Step
 
 def note_new_layers(model: nn.Module) -> list[str]:
     """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
-    new = [layer for stack in find_layers(model) for layer in stack.members if all(slot_of(module) is None for module in layer.modules())]
-    return [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"] if new else []
+    new = [
+        layer
+        for stack in find_layers(model)
+        for layer in stack.members
+        if all(slot_of(module) is None for module in layer.modules())
+    ]
+    return (
+        [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"]
+        if new
+        else []
+    )
 
 
 def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -> list[str]:
     """Whether a model may have been trained in eval mode, as far as what ran tells: with gradients, and never in training mode."""
-    if not in_eval or any(region.variants for region in regions) or not any(p.requires_grad for p in model.parameters()):
+    if (
+        not in_eval
+        or any(region.variants for region in regions)
+        or not any(p.requires_grad for p in model.parameters())
+    ):
         return []
-    return ["forwards with gradients ran in eval mode, which is taken for evaluation and runs as it is: model.train() before training steps has them compiled"]
+    return [
+        "forwards with gradients ran in eval mode, which is taken for evaluation and runs as it is: model.train() before training steps has them compiled"
+    ]
 
 
 def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module | None) -> list[str]:
     """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
     inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
-    apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) or module is head for p in module.parameters()}
+    apart = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or module is head
+        for p in module.parameters()
+    }
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside and id(p) not in apart)
     if outside <= sum(inside.values()):
         return []
-    return [f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"]
+    return [
+        f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"
+    ]
 
 
 def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[str]:
@@ -45,7 +67,9 @@ def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[str]:
     parts = any(hasattr(p, "device_mesh") for stack in stacks for layer in stack.members for p in layer.parameters())
     if not parts or any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         return []
-    return ["linears of the layers are parts of linears (tensor parallelism): what they send stays as it is, and adapters beside them are not joined with them"]
+    return [
+        "linears of the layers are parts of linears (tensor parallelism): what they send stays as it is, and adapters beside them are not joined with them"
+    ]
 
 
 def model_notes(state: State) -> list[str]:
@@ -73,28 +97,48 @@ def model_notes(state: State) -> list[str]:
 
 def note_other_ranks(board: RankStore | None) -> list[str]:
     """How the first step was on them."""
-    others = [(rank, *told) for rank, told in board.said(VERIFIED).items() if rank != board.rank] if board is not None else []
+    others = (
+        [(rank, *told) for rank, told in board.said(VERIFIED).items() if rank != board.rank]
+        if board is not None
+        else []
+    )
     broken = [f"rank {rank}: {told}" for rank, passed, told in others if not passed]
-    return [f"verified on {len(others)} of {board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"] if others else []
+    return (
+        [f"verified on {len(others)} of {board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"]
+        if others
+        else []
+    )
 
 
 def note_replicas(replicated: bool) -> list[str]:
     """Whether nn.DataParallel ran copies of the model."""
-    return ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"] if replicated else []
+    return (
+        ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"]
+        if replicated
+        else []
+    )
 
 
 def note_outer(step: Step) -> list[str]:
     """Whether steps ran in a trace that is not ours."""
-    told = {"the model was compiled as a whole by somebody else (torch.compile, model.compile)": step.outer,
-            "torch.func, or forward-mode differentiation, transformed the model": step.transformed}
+    told = {
+        "the model was compiled as a whole by somebody else (torch.compile, model.compile)": step.outer,
+        "torch.func, or forward-mode differentiation, transformed the model": step.transformed,
+    }
     return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
 
 def note_checkpointing(slots: Sequence[LayerSlot]) -> list[str]:
     """Whether a function of the user's is called around compiled layers."""
     count = sum(slot.checkpointed_by is not None for slot in slots)
-    return [f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
-            "memory= plans recomputation and copies itself"] if count else []
+    return (
+        [
+            f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
+            "memory= plans recomputation and copies itself"
+        ]
+        if count
+        else []
+    )
 
 
 def note_unused_heads(state: State) -> list[str]:
@@ -102,9 +146,14 @@ def note_unused_heads(state: State) -> list[str]:
     if not any(region.variants for region in state.regions):
         return []
     forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
-    where = getattr(forward, "__globals__", {}).get("__name__", "another package")  # `__module__` is the wrapped function's
+    where = getattr(forward, "__globals__", {}).get(
+        "__name__", "another package"
+    )  # `__module__` is the wrapped function's
     who = f"{where} replaced the model's forward and" if forward else "the loop"
-    return [f"the head is never called: {who} computes the loss from its weight, which is left alone" for _ in state.unused_heads()]
+    return [
+        f"the head is never called: {who} computes the loss from its weight, which is left alone"
+        for _ in state.unused_heads()
+    ]
 
 
 def note_budgets(step: Step) -> list[str]:
@@ -112,5 +161,3 @@ def note_budgets(step: Step) -> list[str]:
     budgets = step.budgets
     told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]
     return told + step.recovery.said() if budgets else []
-
-

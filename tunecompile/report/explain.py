@@ -67,18 +67,36 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
 def fields(state: State) -> dict[str, Any]:
     """What the page shows."""
     report = summarize(state)
-    regions = [{"report": region, "facts": facts(region), "graphs": [about(context, region.layers) for context in graphs(contexts_of(compiled))]}
-               for region, compiled in zip(report.regions, state.compiled(), strict=True)]
+    regions = [
+        {
+            "report": region,
+            "facts": facts(region),
+            "graphs": [about(context, region.layers) for context in graphs(contexts_of(compiled))],
+        }
+        for region, compiled in zip(report.regions, state.compiled(), strict=True)
+    ]
     memory = report.memory or {}
-    return {"model": type(state.base()).__name__, "report": report, "regions": regions, "tails": [head.tally for head in state.heads],
-            "plans": plan_lines(memory["plans"]) if memory else [],
-            "peaks": {name: shown(memory[f"{name}_peak"]) for name in ("predicted", "measured") if memory and memory[f"{name}_peak"]}}
+    return {
+        "model": type(state.base()).__name__,
+        "report": report,
+        "regions": regions,
+        "tails": [head.tally for head in state.heads],
+        "plans": plan_lines(memory["plans"]) if memory else [],
+        "peaks": {
+            name: shown(memory[f"{name}_peak"])
+            for name in ("predicted", "measured")
+            if memory and memory[f"{name}_peak"]
+        },
+    }
 
 
 def facts(region: RegionReport) -> list[str]:
     """Of a region, in a line."""
-    return [f"{region.layers} layer{'s' * (region.layers != 1)}", f"compiled {region.compiles} time{'s' * (region.compiles != 1)}",
-            f"{len(region.breaks)} graph break{'s' * (len(region.breaks) != 1)}" if region.breaks else "no graph breaks"]
+    return [
+        f"{region.layers} layer{'s' * (region.layers != 1)}",
+        f"compiled {region.compiles} time{'s' * (region.compiles != 1)}",
+        f"{len(region.breaks)} graph break{'s' * (len(region.breaks) != 1)}" if region.breaks else "no graph breaks",
+    ]
 
 
 def graphs(contexts: Sequence[Context]) -> list[Context]:
@@ -90,10 +108,18 @@ def graphs(contexts: Sequence[Context]) -> list[Context]:
 def about(context: Context, layers: int) -> dict[str, Any]:
     """What is known of a graph."""
     saved = saved_bytes(context.saved)
-    return {"picture": picture(context) if context.before and context.after else None, "matches": context.tallies, "cached": cached(context),
-            "saved": f"{shown(saved)} saved for the backward pass a layer, {shown(saved * layers)} in all" if saved else "",
-            "providers": providers(context), "attention": attention(context),
-            "changes": [{"change": change, "net": sum(change.operations.values()), "what": in_words(change.operations)} for change in context.changes]}
+    return {
+        "picture": picture(context) if context.before and context.after else None,
+        "matches": context.tallies,
+        "cached": cached(context),
+        "saved": f"{shown(saved)} saved for the backward pass a layer, {shown(saved * layers)} in all" if saved else "",
+        "providers": providers(context),
+        "attention": attention(context),
+        "changes": [
+            {"change": change, "net": sum(change.operations.values()), "what": in_words(change.operations)}
+            for change in context.changes
+        ],
+    }
 
 
 def picture(context: Context) -> Picture:
@@ -112,9 +138,11 @@ def cached(context: Context) -> str:
     left_out = [stage for stage in ("plan", "lower") if stage not in context.ran]
     if not left_out:
         return ""
-    return (f"The code of this graph came from torch's caches, for which the passes of {' and '.join(left_out)} do not run: what they did, "
-            f"{'which code runs each op and what is saved, ' if 'plan' in left_out else ''}is not known here. The drawings are this run's. "
-            "TUNECOMPILE_DUMP=folder, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, compiles anew.")
+    return (
+        f"The code of this graph came from torch's caches, for which the passes of {' and '.join(left_out)} do not run: what they did, "
+        f"{'which code runs each op and what is saved, ' if 'plan' in left_out else ''}is not known here. The drawings are this run's. "
+        "TUNECOMPILE_DUMP=folder, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, compiles anew."
+    )
 
 
 def providers(context: Context) -> list[dict[str, Any]]:
@@ -123,7 +151,14 @@ def providers(context: Context) -> list[dict[str, Any]]:
     for name, count in sorted(context.providers.items()):
         op, _, provider = name.partition(": ")
         why = "; ".join(reason for reason in context.reasons[name] if reason)
-        rows.append({"op": op, "count": count, "provider": provider, "why": why or ("there is no other for it" if provider == "reference" else "")})
+        rows.append(
+            {
+                "op": op,
+                "count": count,
+                "provider": provider,
+                "why": why or ("there is no other for it" if provider == "reference" else ""),
+            }
+        )
     return rows
 
 
@@ -131,8 +166,12 @@ def attention(context: Context) -> dict[str, Any] | None:
     """What attention's clock said: the kernels by time, and why they come in that order. None where the graph has none, or the device one kernel."""
     if not context.attention:
         return None
-    why = next((note.partition(": ")[2] for note in context.notes if note.startswith(f"attention of {context.region}: ")), "")
+    why = next(
+        (note.partition(": ")[2] for note in context.notes if note.startswith(f"attention of {context.region}: ")), ""
+    )
     best = min(context.attention_ms.values(), default=0.0)
-    return {"taken": context.attention[0], "why": why, "rows": [{"kernel": name, "ms": ms, "times": ms / best} for name, ms in context.attention_ms.items()]}
-
-
+    return {
+        "taken": context.attention[0],
+        "why": why,
+        "rows": [{"kernel": name, "ms": ms, "times": ms / best} for name, ms in context.attention_ms.items()],
+    }

@@ -15,7 +15,12 @@ from typing import Iterable, Mapping, Sequence
 from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 
 HEIGHT, PITCH, GAP, THREAD = 32, 50, 12, 8  #: pixels: a box, a row, between boxes, a value that passes by
-LETTER, LEAST, MOST, NARROWEST = 6.6, 64, 168, 340  #: pixels: a letter's width; a box's least and most; a drawing's least
+LETTER, LEAST, MOST, NARROWEST = (
+    6.6,
+    64,
+    168,
+    340,
+)  #: pixels: a letter's width; a box's least and most; a drawing's least
 SWEEPS = 60
 STRAIGHT, PINNED = 5.0, 50.0  #: how much more than boxes threads count, and those whose place is known
 
@@ -115,8 +120,14 @@ def _width(key: Key, boxes: Mapping[str, Box]) -> float:
 
 def _ways(boxes: Sequence[Box], rows: Mapping[str, int]) -> dict[str, list[Key]]:
     """Of each value, its box and the rows that it passes on the way to its last reader."""
-    last = {name: max(rows[box.name] for box in boxes if name in box.inputs) for name in {name for box in boxes for name in box.inputs}}
-    return {box.name: [(box.name, -1), *((box.name, row) for row in range(rows[box.name] + 1, last.get(box.name, 0)))] for box in boxes}
+    last = {
+        name: max(rows[box.name] for box in boxes if name in box.inputs)
+        for name in {name for box in boxes for name in box.inputs}
+    }
+    return {
+        box.name: [(box.name, -1), *((box.name, row) for row in range(rows[box.name] + 1, last.get(box.name, 0)))]
+        for box in boxes
+    }
 
 
 def _coordinates(boxes: Sequence[Box], rows: Mapping[str, int], hints: Mapping[Key, float]) -> dict[Key, float]:
@@ -139,14 +150,22 @@ def _coordinates(boxes: Sequence[Box], rows: Mapping[str, int], hints: Mapping[K
         if key in hints:
             return hints[key]
         column = columns[key] if straight else [key]
-        near = [x[n] for side in sides for n in joined[column[0 if side < 0 else -1]][side]] + [x[n] for n in column if len(column) > 1]
+        near = [x[n] for side in sides for n in joined[column[0 if side < 0 else -1]][side]] + [
+            x[n] for n in column if len(column) > 1
+        ]
         return sum(near) / len(near) if near else x[key]
 
     for sweep in range(SWEEPS):
         sides = (-1, 1) if hints or sweep > SWEEPS // 3 else (-1,) if sweep % 2 == 0 else (1,)
         for row in table if sweep % 2 == 0 else reversed(table):
             weights = {key: PINNED if key in hints else STRAIGHT if key[1] >= 0 else 1.0 for key in row}
-            x.update(_settle({key: wanted(key, sides, sweep > SWEEPS // 3) for key in row}, {key: _width(key, by_name) for key in row}, weights))
+            x.update(
+                _settle(
+                    {key: wanted(key, sides, sweep > SWEEPS // 3) for key in row},
+                    {key: _width(key, by_name) for key in row},
+                    weights,
+                )
+            )
     return x
 
 
@@ -178,17 +197,31 @@ def _settle(wanted: Mapping[Key, float], widths: Mapping[Key, float], weights: M
     return {key: mean + offsets[key] for mean, _, members in blocks for key in members}
 
 
-def _draw(graph: GraphSnapshot, rows: Mapping[str, int], x: Mapping[Key, float], replaces: Mapping[str, tuple[str, ...]]) -> Drawing:
+def _draw(
+    graph: GraphSnapshot, rows: Mapping[str, int], x: Mapping[Key, float], replaces: Mapping[str, tuple[str, ...]]
+) -> Drawing:
     by_name = {box.name: box for box in graph.boxes}
-    placed = tuple(Placed(box, x[box.name, -1], _middle(rows[box.name]), _width((box.name, -1), by_name), replaces.get(box.name, ())) for box in graph.boxes)
+    placed = tuple(
+        Placed(
+            box, x[box.name, -1], _middle(rows[box.name]), _width((box.name, -1), by_name), replaces.get(box.name, ())
+        )
+        for box in graph.boxes
+    )
     edges = []
     for box in graph.boxes:
         for name in box.inputs:
             passed = [(x[name, row], row) for row in range(rows[name] + 1, rows[box.name])]
-            edges.append(Edge(name, box.name, _path([(x[name, -1], rows[name]), *passed, (x[box.name, -1], rows[box.name])])))
-    left, right = min(x[key] - _width(key, by_name) / 2 for key in x) - 2, max(x[key] + _width(key, by_name) / 2 for key in x) + 2
+            edges.append(
+                Edge(name, box.name, _path([(x[name, -1], rows[name]), *passed, (x[box.name, -1], rows[box.name])]))
+            )
+    left, right = (
+        min(x[key] - _width(key, by_name) / 2 for key in x) - 2,
+        max(x[key] + _width(key, by_name) / 2 for key in x) + 2,
+    )
     spare = max(0.0, NARROWEST - (right - left))
-    return Drawing(placed, tuple(edges), left - spare / 2, right - left + spare, _middle(max(rows.values())) + PITCH / 2)
+    return Drawing(
+        placed, tuple(edges), left - spare / 2, right - left + spare, _middle(max(rows.values())) + PITCH / 2
+    )
 
 
 def _middle(row: int) -> float:

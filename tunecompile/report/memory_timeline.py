@@ -21,7 +21,12 @@ from tunecompile.runtime.model_state import State, state_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"keeps all that is dear": "#93c5fd", "computes again": "#fcd34d", "waits on the host": "#86efac", "head and loss": "#d8b4fe"}
+COLOURS = {
+    "keeps all that is dear": "#93c5fd",
+    "computes again": "#fcd34d",
+    "waits on the host": "#86efac",
+    "head and loss": "#d8b4fe",
+}
 BASE, INK, SOFT = "#e5e7eb", "#111827", "#6b7280"
 
 
@@ -63,8 +68,16 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
             raise MissingExtra(what="memory_timeline", package=package, extra="cli")
     state = state_of(model)
     page = make_environment("tunecompile.report").get_template("memory_timeline.html.jinja")
-    parts = [{"device": str(budget.device), "picture": picture(budget), "totals": totals(budget, state.pulse.step_ms), "rows": rows(budget), "notes": notes(budget)}
-             for budget in planned(state)]
+    parts = [
+        {
+            "device": str(budget.device),
+            "picture": picture(budget),
+            "totals": totals(budget, state.pulse.step_ms),
+            "rows": rows(budget),
+            "notes": notes(budget),
+        }
+        for budget in planned(state)
+    ]
     html = page.render(model=type(state.base()).__name__, devices=parts)
     path = Path(path)
     path.write_text(html, encoding="utf-8")
@@ -82,7 +95,9 @@ def planned(state: State) -> list[RuntimePlanner]:
         return found
     if state.memory is None:
         told = next((note for note in state.notes if note.startswith("no memory plan")), None)
-        raise NoPlan(reason=told or "no budget holds here. Call tunecompile.optimize(model, memory=\"20GiB\"); \"auto\" is for GPUs")
+        raise NoPlan(
+            reason=told or 'no budget holds here. Call tunecompile.optimize(model, memory="20GiB"); "auto" is for GPUs'
+        )
     raise NoPlan(reason=budget.notes[-1] if budget is not None and budget.notes else "run a training step first")
 
 
@@ -94,15 +109,37 @@ def phases(budget: RuntimePlanner) -> list[Phase]:
         measured.setdefault((sample.kind, sample.place), sample.allocated or None)
     held, forwards, backwards, gradients = 0, [], [], sum(option.gradients for option in options if option)
     for place, option in enumerate(options):
-        keeps, ahead, back, own = (option.held, option.forward, option.backward, option.gradients) if option else (0, 0, 0, 0)
+        keeps, ahead, back, own = (
+            (option.held, option.forward, option.backward, option.gradients) if option else (0, 0, 0, 0)
+        )
         moving = copies(options, place, budget.admitted.choice.ahead)
         manner = _manner(option)
         after = held + keeps
-        forwards.append(Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place))))
+        forwards.append(
+            Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place)))
+        )
         gradients -= own  # what is left are later layers'
-        backwards.append(Phase("backward", place, after + gradients, held + gradients + own, after + gradients + moving + back, manner, measured.get(("backward", place))))
+        backwards.append(
+            Phase(
+                "backward",
+                place,
+                after + gradients,
+                held + gradients + own,
+                after + gradients + moving + back,
+                manner,
+                measured.get(("backward", place)),
+            )
+        )
         held = after
-    tail = Phase("tail", None, held, held, held + budget.tail(budget.admitted.tokens), "head and loss", measured.get(("tail", None)))
+    tail = Phase(
+        "tail",
+        None,
+        held,
+        held,
+        held + budget.tail(budget.admitted.tokens),
+        "head and loss",
+        measured.get(("tail", None)),
+    )
     return [*forwards, tail, *reversed(backwards)]
 
 
@@ -130,8 +167,15 @@ def paint(axes: Axes, budget: RuntimePlanner) -> None:
     for i, part in enumerate(parts):
         label = f"while it runs: {part.manner if part.kind == 'tail' else 'a layer that ' + part.manner}"
         known = label in axes.get_legend_handles_labels()[1]
-        axes.fill_between([i, i + 1], levels[i:i + 2], (resident + part.most) / scale, color=COLOURS[part.manner], edgecolor="white", linewidth=0.6,
-                          label=None if known else label)
+        axes.fill_between(
+            [i, i + 1],
+            levels[i : i + 2],
+            (resident + part.most) / scale,
+            color=COLOURS[part.manner],
+            edgecolor="white",
+            linewidth=0.6,
+            label=None if known else label,
+        )
     axes.plot(edges, levels, color="#2563eb", linewidth=1.6, label="predicted between layers")
     if seen := [(i, part.measured / scale) for i, part in enumerate(parts) if part.measured]:
         axes.plot(*zip(*seen), "o", color=INK, markersize=3.4, label=f"measured, step {budget.trace.step}")
@@ -145,7 +189,9 @@ def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: 
     """Budget and peaks. A budget far above is not drawn: the picture would be empty below it."""
     found = [("predicted peak", budget.admitted.peak, "#2563eb", (0, (1, 1.5)))]
     found += [("measured peak", budget.measured, INK, (0, (4, 2)))] if budget.measured else []
-    found += [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
+    found += (
+        [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
+    )
     for name, nbytes, colour, dashes in found:
         axes.axhline(nbytes / scale, color=colour, linewidth=1.1, linestyle=dashes, label=f"{name}, {shown(nbytes)}")
 
@@ -159,27 +205,52 @@ def _label(axes: Axes, parts: list[Phase], first: int) -> None:
     axes.grid(axis="x", visible=False)
     axes.axvline(layers, color="#d1d5db", linewidth=0.8)
     axes.axvline(layers + 1, color="#d1d5db", linewidth=0.8)
-    for middle, text in ((layers / 2, "forward, by layer"), (layers + 0.5, "head, loss"), (1.5 * layers + 1, "backward, by layer")):
-        axes.annotate(text, (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 5), textcoords="offset points", ha="center", color=SOFT)
+    for middle, text in (
+        (layers / 2, "forward, by layer"),
+        (layers + 0.5, "head, loss"),
+        (1.5 * layers + 1, "backward, by layer"),
+    ):
+        axes.annotate(
+            text,
+            (middle, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            color=SOFT,
+        )
 
 
 def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
     """A row for each run of layers that do the same: bytes and milliseconds are of one layer."""
     parts = {part.place: part for part in phases(budget) if part.kind == "forward"}
-    after = {place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part}
+    after = {
+        place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part
+    }
     table = []
-    for (option, _), members in groupby(enumerate(budget.layers), key=lambda item: (budget.options.get(id(item[1])), item[1].region.name)):
+    for (option, _), members in groupby(
+        enumerate(budget.layers), key=lambda item: (budget.options.get(id(item[1])), item[1].region.name)
+    ):
         places = [place for place, _ in members]
         if option is None:
             continue
         again = budget.again(budget.layers[places[0]], option.plan)
         grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
         first, last = (budget.layers[place].place for place in (places[0], places[-1]))
-        table.append({"layers": f"{first} to {last}" if len(places) > 1 else str(first), "number": len(places),
-                      "region": budget.layers[places[0]].region.name, "again": ", ".join(again) or "what is cheap",
-                      "host": shown(option.offloaded) if option.offloaded else "", "held": shown(option.held),
-                      "grown": shown(sum(grown) // len(grown)) if grown else "", "forward": shown(option.forward), "backward": shown(option.backward),
-                      "ms": f"{option.ms:.2f}" if option.ms else ""})
+        table.append(
+            {
+                "layers": f"{first} to {last}" if len(places) > 1 else str(first),
+                "number": len(places),
+                "region": budget.layers[places[0]].region.name,
+                "again": ", ".join(again) or "what is cheap",
+                "host": shown(option.offloaded) if option.offloaded else "",
+                "held": shown(option.held),
+                "grown": shown(sum(grown) // len(grown)) if grown else "",
+                "forward": shown(option.forward),
+                "backward": shown(option.backward),
+                "ms": f"{option.ms:.2f}" if option.ms else "",
+            }
+        )
     return table
 
 
@@ -187,37 +258,57 @@ def totals(budget: RuntimePlanner, steps: float | None) -> list[tuple[str, str, 
     """(what, predicted, measured). steps: milliseconds of the last ones."""
     plan = budget.admitted
     own, again = budget.step_ms(), plan.choice.ms
-    lines = [("Budget, for tensors", shown(budget.summary()["budget"]), ""),
-             ("There anyway: weights, gradients, optimizer", shown(plan.resident), shown(budget.others()) if budget.present else ""),
-             *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
-             ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
-             ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
-             ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", "")]
+    lines = [
+        ("Budget, for tensors", shown(budget.summary()["budget"]), ""),
+        (
+            "There anyway: weights, gradients, optimizer",
+            shown(plan.resident),
+            shown(budget.others()) if budget.present else "",
+        ),
+        *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
+        ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
+        ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
+        ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", ""),
+    ]
     if not budget.offloading:
         return lines
     copies = budget.offload.report()
     moved = sum(copies.get(name, 0.0) for name in ("copied_out_ms", "copied_back_ms"))
     waited = copies.get("exposed_ms", 0.0) + copies["blocked_ms"]
     return lines + [
-        ("Copied to the host, and back", shown(sum(o.offloaded for stack in plan.choice.options for o in stack)), shown(copies["bytes_out"])),
-        ("Copies, ms", "", f"{moved:,.1f}"), ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
-        ("Waited for copies, ms", "", f"{waited:,.1f}")]
+        (
+            "Copied to the host, and back",
+            shown(sum(o.offloaded for stack in plan.choice.options for o in stack)),
+            shown(copies["bytes_out"]),
+        ),
+        ("Copies, ms", "", f"{moved:,.1f}"),
+        ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
+        ("Waited for copies, ms", "", f"{waited:,.1f}"),
+    ]
 
 
 def notes(budget: RuntimePlanner) -> list[str]:
     """How to read the page, as far as this model needs it."""
     said = [f"The plan is for {budget.admitted.tokens:,} tokens a batch."]
     if any(sample.allocated for sample in budget.trace.samples):
-        said.append(f"Measured: bytes in tensors as each layer begins, in step {budget.trace.step}, of {budget.trace.tokens:,} tokens. "
-                    "The measured peak is the allocator's, of the last step that set one; it falls within layers, between the dots.")
+        said.append(
+            f"Measured: bytes in tensors as each layer begins, in step {budget.trace.step}, of {budget.trace.tokens:,} tokens. "
+            "The measured peak is the allocator's, of the last step that set one; it falls within layers, between the dots."
+        )
     else:
-        said.append("Nothing was measured: a CPU keeps no count of its tensors' bytes. The budget bounds what layers hold for the backward pass.")
+        said.append(
+            "Nothing was measured: a CPU keeps no count of its tensors' bytes. The budget bounds what layers hold for the backward pass."
+        )
     if budget.offloading:
-        said.append("Copies under way are part of what a layer needs while it runs, so dots lie above the line where layers wait on the host.")
+        said.append(
+            "Copies under way are part of what a layer needs while it runs, so dots lie above the line where layers wait on the host."
+        )
     if budget.replays is not None and budget.replays.bytes:
-        said.append(f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level.")
-    said.append("The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
-                "what is predicted is by its kernels alone, and by AdamW: on a GPU only.")
+        said.append(
+            f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level."
+        )
+    said.append(
+        "The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
+        "what is predicted is by its kernels alone, and by AdamW: on a GPU only."
+    )
     return said + budget.said()
-
-

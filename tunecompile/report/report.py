@@ -31,7 +31,9 @@ class RegionReport:
     saved_bytes: list[int]  #: bytes a layer that each of its graphs keeps for the backward
     providers: dict[str, int]  #: calls a layer by "op: provider"
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
-    changes: list[Change]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
+    changes: list[
+        Change
+    ]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
     breaks: list[str]  #: why Dynamo made several graphs of it
 
 
@@ -41,9 +43,13 @@ class Report:
 
     model: str  #: its class
     regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
-    matches: list[MatchCount] = field(default_factory=list)  #: a family each, counted a layer, in the last graph compiled of each region
+    matches: list[MatchCount] = field(
+        default_factory=list
+    )  #: a family each, counted a layer, in the last graph compiled of each region
     notes: list[str] = field(default_factory=list)  #: what else there is to say
-    memory: dict[str, Any] | None = None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
+    memory: dict[str, Any] | None = (
+        None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
+    )
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same of the others
 
     @property
@@ -53,9 +59,16 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, ready for JSON; `saved_bytes` is the sum over all layers."""
-        return {"model": self.model, "regions": [asdict(r) for r in self.regions], "matches": [asdict(m) for m in self.matches],
-                "notes": list(self.notes), "memory": self.memory, "elsewhere": self.elsewhere, "compiles": self.compiles,
-                "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None}
+        return {
+            "model": self.model,
+            "regions": [asdict(r) for r in self.regions],
+            "matches": [asdict(m) for m in self.matches],
+            "notes": list(self.notes),
+            "memory": self.memory,
+            "elsewhere": self.elsewhere,
+            "compiles": self.compiles,
+            "saved_bytes": sum(r.saved_bytes[-1] * r.layers for r in self.regions if r.saved_bytes) or None,
+        }
 
     def __str__(self) -> str:
         lines = [f"tunecompile: {self.model}"]
@@ -81,12 +94,19 @@ class Report:
 def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
     measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
     where = f" of {memory['device']}" if of_several else ""
-    lines = [f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"]
+    lines = [
+        f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"
+    ]
     if memory["predicted_ms"]:
         took = f", measured {memory['measured_ms']:.0f} ms" if memory.get("measured_ms") else ""
         lines.append(f"    a step predicted {memory['predicted_ms']:.0f} ms{took}")
     kept = [f"    frozen weights stay dequantised: {shown(memory['kept_weights'])}"] if memory["kept_weights"] else []
-    return lines + plan_lines(memory["plans"]) + kept + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+    return (
+        lines
+        + plan_lines(memory["plans"])
+        + kept
+        + ([f"    costs {memory['recompute_ms']:.1f} ms a step"] if memory["recompute_ms"] else [])
+    )
 
 
 def summarize(state: State) -> Report:
@@ -101,8 +121,11 @@ def summarize(state: State) -> Report:
 def _region_notes(region: Region) -> list[str]:
     contexts = [c for backend in region.backends.values() for c in backend.contexts]
     notes = region.notes() + [note for context in contexts for note in context.notes]
-    return notes + [f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
-                    for c in contexts_of(region) if c.precision is not None and c.providers and not c.reduced]  # no providers: all code came from a cache
+    return notes + [
+        f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
+        for c in contexts_of(region)
+        if c.precision is not None and c.providers and not c.reduced
+    ]  # no providers: all code came from a cache
 
 
 def _region_report(region: Region, layers: int) -> RegionReport:
@@ -110,7 +133,9 @@ def _region_report(region: Region, layers: int) -> RegionReport:
     reasons: dict[str, dict[str, None]] = {}
     for name, said in (item for c in pieces for item in c.reasons.items()):
         reasons.setdefault(name, {}).update(said)
-    saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]  # not by `==`: sizes may be symbols
+    saved = [
+        saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)
+    ]  # not by `==`: sizes may be symbols
     return RegionReport(
         name=region.name,
         layers=layers,
@@ -141,5 +166,3 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
 def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     return sum(size_hint(nbytes) for _, nbytes in saved)
-
-

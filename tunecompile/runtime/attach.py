@@ -17,8 +17,18 @@ from tunecompile.runtime.memory.host_embedding import HostEmbeddings
 from tunecompile.runtime.model_state import ATTRIBUTE, Precision, State, Verify, state_of
 
 
-def attach(model: nn.Module, passes: Sequence[Pass], *, executor: Executor = "inductor", precision: Precision | None = None, memory: Spec = None,
-           host_bytes: int | None = None, offload_dir: Path | None = None, host_embedding: bool = False, verify: Verify | None = None) -> nn.Module:
+def attach(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    *,
+    executor: Executor = "inductor",
+    precision: Precision | None = None,
+    memory: Spec = None,
+    host_bytes: int | None = None,
+    offload_dir: Path | None = None,
+    host_embedding: bool = False,
+    verify: Verify | None = None,
+) -> nn.Module:
     """`optimize`, by these passes. Does nothing to a model that is optimized, or where TUNECOMPILE=0.
 
     Args:
@@ -36,7 +46,17 @@ def attach(model: nn.Module, passes: Sequence[Pass], *, executor: Executor = "in
     linked = link_read_only() if executor == "inductor" else []
     if executor == "inductor" and any(parameter.is_cuda for parameter in model.parameters()):
         start_compile_workers()
-    state = State(model, tuple(passes), executor, precision, memory, host_bytes, offload_dir, HostEmbeddings() if host_embedding else None, verify=verify)
+    state = State(
+        model,
+        tuple(passes),
+        executor,
+        precision,
+        memory,
+        host_bytes,
+        offload_dir,
+        HostEmbeddings() if host_embedding else None,
+        verify=verify,
+    )
     state.notes += linked
     state.attach()
     model.__dict__[ATTRIBUTE] = state

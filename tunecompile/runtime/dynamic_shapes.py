@@ -45,7 +45,9 @@ class DynamicShapes:
         """Rows and length: the leading sizes of the first argument that has any."""
         for _, tensor in tensors:
             if tensor.dim() > 1:
-                return tuple(tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1])
+                return tuple(
+                    tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1]
+                )
         return ()
 
     def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
@@ -67,7 +69,9 @@ class DynamicShapes:
             known = self.following.get(where)
             if known is None:  # which of rows and length a dimension follows: the one it equals
                 known = {dim: sizes.index(size) for dim, size in enumerate(tensor.shape) if size in sizes}
-            self.following[where] = {dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]}
+            self.following[where] = {
+                dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]
+            }
 
 
 def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
@@ -76,5 +80,3 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
         dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
         if dim is not None:
             mark_dynamic(tensor, dim)
-
-

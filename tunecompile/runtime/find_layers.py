@@ -31,7 +31,11 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
             where = f"{path}.{name}" if path else name
             members = tuple(child.children())
             classes = len({type(m) for m in members})
-            repeated = classes < len(members) if isinstance(child, nn.ModuleList) else isinstance(child, nn.Sequential) and classes == 1 < len(members)
+            repeated = (
+                classes < len(members)
+                if isinstance(child, nn.ModuleList)
+                else isinstance(child, nn.Sequential) and classes == 1 < len(members)
+            )
             if repeated and all(next(m.children(), None) is not None for m in members):
                 found.append(LayerStack(where, runner if isinstance(child, nn.ModuleList) else child, members))
             else:
@@ -44,7 +48,11 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
 def find_norms(owner: nn.Module) -> list[nn.Module]:
     """What normalises hidden states outside the owner's layers: children without children whose parameters are vectors."""
     leaves = [child for child in owner.children() if next(child.children(), None) is None]
-    return [leaf for leaf in leaves if (held := list(leaf.parameters(recurse=False))) and all(parameter.dim() == 1 for parameter in held)]
+    return [
+        leaf
+        for leaf in leaves
+        if (held := list(leaf.parameters(recurse=False))) and all(parameter.dim() == 1 for parameter in held)
+    ]
 
 
 def structure(module: nn.Module) -> tuple:

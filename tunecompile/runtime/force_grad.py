@@ -30,18 +30,31 @@ def ask(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
     the node that asks; None where nothing has to."""
     tensors = [(where, t) for where, t in tensors_in(args, kwargs) if t.dim() > 1]
     found = next(iter(tensors), None)
-    if found is None or any(t.requires_grad for _, t in tensors) or not found[1].is_floating_point() or not torch.is_grad_enabled() \
-            or isinstance(found[0], tuple) or not any(parameter.requires_grad for parameter in layer.parameters()):
+    if (
+        found is None
+        or any(t.requires_grad for _, t in tensors)
+        or not found[1].is_floating_point()
+        or not torch.is_grad_enabled()
+        or isinstance(found[0], tuple)
+        or not any(parameter.requires_grad for parameter in layer.parameters())
+    ):
         return args, kwargs, None
     where, hidden = found[0], _AsksForGradient.apply(found[1], torch.empty(0, requires_grad=True))
-    asked = (args, {**kwargs, where: hidden}) if isinstance(where, str) else ((*args[:where], hidden, *args[where + 1:]), kwargs)
+    asked = (
+        (args, {**kwargs, where: hidden})
+        if isinstance(where, str)
+        else ((*args[:where], hidden, *args[where + 1 :]), kwargs)
+    )
     return *asked, hidden.grad_fn
 
 
 def unasked(output: Any, asking: Any) -> Any:
     """What such a layer returned, without a graph where that leads to nothing else: a layer may do without what it has to train (its adapter is merged, or
     disabled), and a step that trains nothing fails as it does in eager code. One look at the node of a compiled layer, which lists its parameters."""
-    seen, pending = {asking}, [get_gradient_edge(t).node for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    seen, pending = (
+        {asking},
+        [get_gradient_edge(t).node for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad],
+    )
     while pending:
         node = pending.pop()
         if type(node).__name__ == "AccumulateGrad":

@@ -37,15 +37,21 @@ class LayerSlot:
         self.step, self.layer, self.region = step, layer, region
         self.place = 0  #: among all layers
         self.checkpoint = False  #: whether the user asks for it
-        self.checkpointed_by: Callable | None = None  #: a function of the user's, called with the layer and its arguments by position
+        self.checkpointed_by: Callable | None = (
+            None  #: a function of the user's, called with the layer and its arguments by position
+        )
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
         self.inside: ModuleSnapshot | None = None
-        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
+        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = (
+            None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
+        )
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused():  # the user compiles the whole model: stay out
+        if (
+            is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused()
+        ):  # the user compiles the whole model: stay out
             return call_original(self.layer, *args, **kwargs)
         if scores:
             return self._gathered(self._scored, args, kwargs)
@@ -78,7 +84,11 @@ class LayerSlot:
         if self.inside is None:
             self._look_around()
         why = self.placement.refused if self.placement is not None else ""
-        if not why and context_parallel.is_shared() and (self.padding is None or not context_parallel.can_run_outside(self.padding.owner)):
+        if (
+            not why
+            and context_parallel.is_shared()
+            and (self.padding is None or not context_parallel.can_run_outside(self.padding.owner))
+        ):
             why = context_parallel.REFUSED
         self.region.refused.update([why] if why else [])
         return bool(why)
@@ -104,7 +114,11 @@ class LayerSlot:
         if self.inside is None:
             self._look_around()
         parameters = list(self.layer.parameters())
-        return bool(parameters) and not isinstance(self.placement, (Zero3Layer, FsdpLayer)) and not any(map(sharded, parameters))
+        return (
+            bool(parameters)
+            and not isinstance(self.placement, (Zero3Layer, FsdpLayer))
+            and not any(map(sharded, parameters))
+        )
 
     def let_go(self) -> None:
         """Undo that."""
@@ -160,10 +174,17 @@ class LayerSlot:
         tensors = list(tensors_in(args, kwargs))
         sizes = DynamicShapes.of(tensors)
         mark(tensors, sizes)
-        return (torch.is_grad_enabled(), context_parallel.is_shared(), self._hooked(), *(size == 1 for size in sizes), *((where, t.dtype, t.requires_grad) for where, t in tensors)), sizes
+        return (
+            torch.is_grad_enabled(),
+            context_parallel.is_shared(),
+            self._hooked(),
+            *(size == 1 for size in sizes),
+            *((where, t.dtype, t.requires_grad) for where, t in tensors),
+        ), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients."""
+
         def run(mark: Callable) -> Any:
             self.variant = self.region.scoring(self._kind(args, kwargs, mark)[0])
             return self._call(args, kwargs)
@@ -181,13 +202,17 @@ class LayerSlot:
     def _flattened(self, run: Callable[[Callable], Any]) -> Any:
         """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
         try:
-            with self.padding.attention():  # a checkpoint around the layer recomputes it when the owner's call is long over
+            with (
+                self.padding.attention()
+            ):  # a checkpoint around the layer recomputes it when the owner's call is long over
                 output = run(lambda tensors, sizes: mark_flat(tensors, sizes[1]))
             if not self.variant.attends:
                 raise CannotFlatten("its layers do not call attention by transformers' attention interface")
             return output
         except CannotFlatten:
-            self.region.variants = {key: variant for key, variant in self.region.variants.items() if variant is not self.variant}
+            self.region.variants = {
+                key: variant for key, variant in self.region.variants.items() if variant is not self.variant
+            }
             raise
 
     def _hooked(self) -> tuple:
@@ -195,12 +220,16 @@ class LayerSlot:
         of_all = global_hooks()
         if not of_all and not any(self.inside.hooks):
             return ()
-        return tuple(getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.inside.hooks) for hook in hooks.values())
+        return tuple(
+            getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.inside.hooks) for hook in hooks.values()
+        )
 
     @property
     def watched(self) -> bool:
         """Whether a hook sees what is inside, and may keep it: others than those of engines, which put the layer's weights in place."""
-        return self.inside.collected or any(not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values())
+        return self.inside.collected or any(
+            not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values()
+        )
 
     def _trains(self) -> bool:
         if in_backward():
@@ -219,7 +248,9 @@ class LayerSlot:
             self.variant.eager += 1
 
 
-LARGE = 256 << 20  #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several such copies
+LARGE = (
+    256 << 20
+)  #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several such copies
 
 
 class NormSlot(LayerSlot):
@@ -229,9 +260,13 @@ class NormSlot(LayerSlot):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None)
-        if is_compiling() or not self.step.active or not torch.is_grad_enabled() or hidden is None or 4 * hidden.numel() < LARGE \
-                or self._refused():
+        if (
+            is_compiling()
+            or not self.step.active
+            or not torch.is_grad_enabled()
+            or hidden is None
+            or 4 * hidden.numel() < LARGE
+            or self._refused()
+        ):
             return call_original(self.layer, *args, **kwargs)
         return self._gathered(self.compiled, args, kwargs)
-
-

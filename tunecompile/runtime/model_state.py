@@ -125,7 +125,9 @@ class State(NotCopied):
         self.unpacked = bitsandbytes.keep_unpacked(self.model)
         self.notes += bitsandbytes.note_packed(self.model)
         stacks = find_layers(self.model)
-        longest = max(reversed(stacks), key=lambda stack: len(stack.members), default=None)  # a decoder rather than its encoder
+        longest = max(
+            reversed(stacks), key=lambda stack: len(stack.members), default=None
+        )  # a decoder rather than its encoder
         for stack in stacks:
             self._attach_layers(stack, counts=stack is longest)
         if not stacks:
@@ -154,7 +156,9 @@ class State(NotCopied):
             self.slots.append(slot)
             self.parametrising += peft_parametrize.keep_from_dynamo(layer)
         self._attach_norms(stack)
-        self.handles.append(stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner, counts), with_kwargs=True))
+        self.handles.append(
+            stack.owner.register_forward_pre_hook(EntryHook(self, stack.owner, counts), with_kwargs=True)
+        )
         if slot_of(stack.owner) is None:
             self._attach_padding(stack)
         elif isinstance(slot := slot_of(stack.owner), OwnerSlot):
@@ -169,7 +173,9 @@ class State(NotCopied):
                 self.norms.append(slot)
 
     def _attach_padding(self, stack: LayerStack) -> None:
-        padding = Unpadding(stack.owner, stack.members, self.step, lambda: not self.heads or len(self.unused_heads()) < len(self.heads))
+        padding = Unpadding(
+            stack.owner, stack.members, self.step, lambda: not self.heads or len(self.unused_heads()) < len(self.heads)
+        )
         fill(stack.owner, OwnerSlot(padding))
         self.paddings.append(padding)
         for slot in self.slots:
@@ -194,8 +200,14 @@ class State(NotCopied):
         if slot_of(module) is not None:
             self.notes.append("the head is compiled already and left as it is")
             return
-        head = Head(module, MatchCount("linear_cross_entropy", found=1), lambda: any(padding.flat for padding in self.paddings), self._logits_are_read,
-                    lambda: causal_labels()[0] is not None, self.step.recovery.attempt if self.step.recovery else self.step.telling)
+        head = Head(
+            module,
+            MatchCount("linear_cross_entropy", found=1),
+            lambda: any(padding.flat for padding in self.paddings),
+            self._logits_are_read,
+            lambda: causal_labels()[0] is not None,
+            self.step.recovery.attempt if self.step.recovery else self.step.telling,
+        )
         fill(module, HeadSlot(self.step, head, self.passes))
         self.heads.append(head)
 
@@ -270,7 +282,11 @@ class State(NotCopied):
             return
         verify, self.verify = self.verify, None
         try:
-            names = [name for name, p in inspect.signature(self.model.forward).parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            names = [
+                name
+                for name, p in inspect.signature(self.model.forward).parameters.items()
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            ]
             if len(args) > len(names):
                 raise CannotVerify(reason="the model's arguments have no names")
             result = verify(self.model, {**dict(zip(names, args)), **kwargs})
@@ -287,8 +303,17 @@ class State(NotCopied):
     def again_with(self, passes: tuple, *notes: str) -> None:
         """Everything anew, with other passes."""
         self.detach()
-        made = State(self.model, passes, self.executor, self.precision, self.memory, self.host_bytes, self.offload_dir, HostEmbeddings() if self.tables else None,
-                     board=self.board)
+        made = State(
+            self.model,
+            passes,
+            self.executor,
+            self.precision,
+            self.memory,
+            self.host_bytes,
+            self.offload_dir,
+            HostEmbeddings() if self.tables else None,
+            board=self.board,
+        )
         self.__dict__.update(made.__dict__)
         self.__post_init__()
         self.notes += notes
@@ -374,5 +399,3 @@ class WholeSlot(LayerSlot):
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, None]:
         """There are no other layers to be like."""
         return args, kwargs, None
-
-

@@ -45,7 +45,9 @@ class ModuleSnapshot:
 
     def owns(self, weights: Sequence[Tensor]) -> bool:
         """Whether they are parameters that are in place now."""
-        return {id(weight) for weight in weights} <= {id(parameter) for held in self.weights if held for parameter in held.values()}
+        return {id(weight) for weight in weights} <= {
+            id(parameter) for held in self.weights if held for parameter in held.values()
+        }
 
     def buffers(self) -> list[Tensor]:
         """Those that are in place now."""

@@ -41,14 +41,26 @@ class Region:
 
     def variant(self, plan: Plan | None, kind: tuple, decide: Decide | None = None) -> Variant:
         """The variant for this plan and this kind of call. Where there is no plan yet, `decide` makes it from the graph."""
-        found = self._variant(plan, kind, self.name + _suffix(plan), lambda name: Backend(name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept))
+        found = self._variant(
+            plan,
+            kind,
+            self.name + _suffix(plan),
+            lambda name: Backend(
+                name, self.passes, self.executor, plan, self.replays, self.precision, decide, self.kept
+            ),
+        )
         if found.backend.plan is None:  # what stands there may be of another device's layers, none of which is trained
             found.backend.decide = decide
         return found
 
     def scoring(self, kind: tuple) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so no plan, and no recording, is about it."""
-        return self._variant(SCORING, kind, f"{self.name}_{SCORING}", lambda name: Backend(name, self.passes, self.executor, precision=self.precision))
+        return self._variant(
+            SCORING,
+            kind,
+            f"{self.name}_{SCORING}",
+            lambda name: Backend(name, self.passes, self.executor, precision=self.precision),
+        )
 
     def _variant(self, way: Plan | str | None, kind: tuple, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, *kind)
@@ -72,19 +84,33 @@ class Region:
     def notes(self) -> list[str]:
         """What did not run as compiled, or not in one piece."""
         said = [failure for backend in self.backends.values() for failure in backend.failures]
-        said += [f"{self.name} is compiled in pieces: {reason}" for variant in self.variants.values() for reason in variant.breaks]
+        said += [
+            f"{self.name} is compiled in pieces: {reason}"
+            for variant in self.variants.values()
+            for reason in variant.breaks
+        ]
         for variant in self.variants.values():
-            if not variant.graphs and not variant.eager:  # its own function ran under Dynamo, but nothing in it could be traced
-                why = f"Dynamo's limit of {graph_limit()} graphs is reached by {variant.full}, which other layers share" if variant.full else \
-                    "it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile"
+            if (
+                not variant.graphs and not variant.eager
+            ):  # its own function ran under Dynamo, but nothing in it could be traced
+                why = (
+                    f"Dynamo's limit of {graph_limit()} graphs is reached by {variant.full}, which other layers share"
+                    if variant.full
+                    else "it is kept from Dynamo (torch.compiler.disable?), or holds nothing to compile"
+                )
                 said.append(f"{self.name} ran eagerly: {why}")
             if variant.eager:
-                why = f"Dynamo could not trace it{variant.refused and f' ({variant.refused})'}" if variant.graphs < graph_limit() else \
-                    f"Dynamo's limit of {graph_limit()} graphs is reached (layers, adapters or arguments differ too much)"
+                why = (
+                    f"Dynamo could not trace it{variant.refused and f' ({variant.refused})'}"
+                    if variant.graphs < graph_limit()
+                    else f"Dynamo's limit of {graph_limit()} graphs is reached (layers, adapters or arguments differ too much)"
+                )
                 said.append(f"{self.name} ran eagerly {variant.eager} times: {why}")
         said += [f"{self.name} ran eagerly {calls} times: {why}" for why, calls in self.refused.items()]
         if self.bypassed:
-            said.append(f"{self.name} ran eagerly: its layers were called without the module that owns them, which begins a training step")
+            said.append(
+                f"{self.name} ran eagerly: its layers were called without the module that owns them, which begins a training step"
+            )
         return said
 
 
@@ -92,8 +118,19 @@ def _suffix(plan: Plan | None) -> str:
     """What tells a plan's variants from those that keep all."""
     if plan is None:
         return ""
-    again = "_checkpointed" if plan.recompute is None else f"_recomputes_{'_'.join(map(str, sorted(plan.recompute)))}" if plan.recompute else ""
-    return again + (f"_in_{plan.tiles}" if plan.tiles > 1 else "") + ("_keeps_weights" if plan.weights else "") + ("_attention" if plan.attention else "")
+    again = (
+        "_checkpointed"
+        if plan.recompute is None
+        else f"_recomputes_{'_'.join(map(str, sorted(plan.recompute)))}"
+        if plan.recompute
+        else ""
+    )
+    return (
+        again
+        + (f"_in_{plan.tiles}" if plan.tiles > 1 else "")
+        + ("_keeps_weights" if plan.weights else "")
+        + ("_attention" if plan.attention else "")
+    )
 
 
 def contexts_of(region: Region) -> list[Context]:
@@ -122,5 +159,3 @@ def merge_tallies(regions: Sequence[MatchCount], heads: Sequence[MatchCount]) ->
     for tally in regions:
         merged[tally.family].places += tally.places
     return list(merged.values())
-
-

@@ -23,8 +23,10 @@ from tunecompile.runtime.unpad.unpad import scores
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
-FULL = "tunecompile: memory ran out, and no budget was given. optimize(model, memory=\"auto\") plans steps that fit: layers compute again, or have wait on the host, " \
-       "as little as that takes. tunecompile.estimate(model, shape, memory=\"auto\") says what such a step takes"
+FULL = (
+    'tunecompile: memory ran out, and no budget was given. optimize(model, memory="auto") plans steps that fit: layers compute again, or have wait on the host, '
+    'as little as that takes. tunecompile.estimate(model, shape, memory="auto") says what such a step takes'
+)
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
@@ -53,7 +55,9 @@ class Step:
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
-    budgets: tuple[RuntimePlanner, ...] = ()  #: of the model's layers, where the user gave one: for each device that they are on
+    budgets: tuple[
+        RuntimePlanner, ...
+    ] = ()  #: of the model's layers, where the user gave one: for each device that they are on
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
 
@@ -95,7 +99,9 @@ class EntryHook(NotCopied):
         self.state, self.counts = state, counts
         self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:  # none where it was taken out meanwhile
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict | None = None
+    ) -> tuple[tuple, dict] | None:  # none where it was taken out meanwhile
         step = self.state.step
         step.enter(module)
         step.scoring = scores(module, self.takes_cache, args, kwargs or {})
@@ -111,7 +117,13 @@ class EntryHook(NotCopied):
         self.state.follow_budget()
         if self.counts:
             self.state.pulse.beat(batch_tokens(args, kwargs or {}))
-        if kwargs is not None and self.takes_cache and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None and len(args) < 3:
+        if (
+            kwargs is not None
+            and self.takes_cache
+            and kwargs.get("use_cache") is None
+            and kwargs.get("past_key_values") is None
+            and len(args) < 3
+        ):
             # A cache holds each layer's index, which would compile every layer anew until Dynamo gives up.
             return args, {**kwargs, "use_cache": False}
         return None
@@ -165,5 +177,3 @@ def only_checkpoints(function: Any) -> bool:
 
 def _identity(value: Any) -> Any:
     return value
-
-

@@ -27,7 +27,9 @@ class Telemetry:
 
     describe: Callable[[], dict]
     steps: int = 0
-    begun: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))  #: (when, tokens) of the last steps
+    begun: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=WINDOW + 1)
+    )  #: (when, tokens) of the last steps
     next_look: float = 0.0
     file: Path | None = None
 
@@ -48,7 +50,11 @@ class Telemetry:
     def step_ms(self) -> float | None:
         """From one step's beginning to the next one's, optimizer and data included: the median, which pauses do not move."""
         times = [begun for begun, _ in self.begun]
-        return 1e3 * statistics.median(after - before for before, after in zip(times, times[1:])) if len(times) > 1 else None
+        return (
+            1e3 * statistics.median(after - before for before, after in zip(times, times[1:]))
+            if len(times) > 1
+            else None
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -59,8 +65,16 @@ class Telemetry:
 
     def status(self) -> telemetry_files.Status:
         pid, rank = os.getpid(), os.environ.get("RANK", "")
-        return telemetry_files.Status(pid=pid, born=telemetry_files.born(pid), updated=time.time(), rank=int(rank) if rank.isdigit() else None, steps=self.steps,
-                             tokens_per_s=self.tokens_per_s, step_ms=self.step_ms, **self.describe())
+        return telemetry_files.Status(
+            pid=pid,
+            born=telemetry_files.born(pid),
+            updated=time.time(),
+            rank=int(rank) if rank.isdigit() else None,
+            steps=self.steps,
+            tokens_per_s=self.tokens_per_s,
+            step_ms=self.step_ms,
+            **self.describe(),
+        )
 
     def stop(self) -> None:
         """The model is no longer optimized."""
@@ -73,9 +87,16 @@ def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
     on, plan = gauge(device), budget and budget.admitted
     peak = budget.measured if budget else on.peak()[0]
-    return {"model": type(model).__name__, "device": str(device), "gpu": _uuid(device), "memory": None if memory is None else str(memory),
-            "budget": budget.limit if budget and budget.limit != "auto" else None, "predicted_peak": plan.peak if plan else None,
-            "measured_peak": peak or None, "allocated": on.allocated() or None}
+    return {
+        "model": type(model).__name__,
+        "device": str(device),
+        "gpu": _uuid(device),
+        "memory": None if memory is None else str(memory),
+        "budget": budget.limit if budget and budget.limit != "auto" else None,
+        "predicted_peak": plan.peak if plan else None,
+        "measured_peak": peak or None,
+        "allocated": on.allocated() or None,
+    }
 
 
 def _uuid(device: torch.device) -> str | None:

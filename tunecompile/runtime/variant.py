@@ -17,7 +17,9 @@ from tunecompile.integrations.varlen_attention import attends
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, so this runs only where Dynamo has given up
+    if (
+        not torch.compiler.is_dynamo_compiling()
+    ):  # a constant where Dynamo traces, so this runs only where Dynamo has given up
         slot_of(layer).note_eager()
     return call_original(layer, *args, **kwargs)
 
@@ -41,12 +43,18 @@ class Variant:
         if not refused:
             try:
                 output = call_whole(self._compiled, layer, *args, **kwargs)
-                if not self.graphs and (code := getattr(type(layer).forward, "__code__", None)) is not None and is_full(code):
+                if (
+                    not self.graphs
+                    and (code := getattr(type(layer).forward, "__code__", None)) is not None
+                    and is_full(code)
+                ):
                     self.full = code.co_name
                 return output
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
-        output = call_original(layer, *args, **kwargs)  # a mistake of the caller's raises here as well, and is forgotten
+        output = call_original(
+            layer, *args, **kwargs
+        )  # a mistake of the caller's raises here as well, and is forgotten
         slot_of(layer).note_eager()
         self.refused = refused
         return output
@@ -55,7 +63,9 @@ class Variant:
         self.graphs += 1
         self.attends = self.attends or attends(gm)
         if (why := recompile_reason()) is not None:
-            self.recompiles.append(why.strip().splitlines()[0].partition(": ")[2][:200])  # without the number of the graph
+            self.recompiles.append(
+                why.strip().splitlines()[0].partition(": ")[2][:200]
+            )  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
@@ -77,5 +87,3 @@ def _one_line(reason: Any) -> str:
     frame = reason.user_stack[-1] if reason.user_stack else None
     text = str(reason.reason).strip().splitlines()[0][:200]
     return f"{text} at {frame.filename}:{frame.lineno}" if frame else text
-
-

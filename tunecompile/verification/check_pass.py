@@ -1,8 +1,8 @@
 """Is a pass right? Five nets for its author: the graphs it makes, other spellings of these, near misses, its ops alone, and a model's training step.
 
-    EXAMPLES = [Example(lambda x: torch.relu(x).square(), lambda dtype: [torch.randn(3, 8, dtype=dtype, requires_grad=True)])]
-    for finding in check([PASS], EXAMPLES):
-        print(finding)
+EXAMPLES = [Example(lambda x: torch.relu(x).square(), lambda dtype: [torch.randn(3, 8, dtype=dtype, requires_grad=True)])]
+for finding in check([PASS], EXAMPLES):
+    print(finding)
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Example:
     """What a pass is for: a plain torch function, and what it is called with. Several examples show several spellings, shapes and layouts."""
 
     function: Callable[..., Any]  #: what the pass has to find, computed by plain torch calls
-    args: Callable[[torch.dtype], Sequence[Any]]  #: (floating dtype) -> tensors of it, and other arguments; those that require a gradient are trained
+    args: Callable[
+        [torch.dtype], Sequence[Any]
+    ]  #: (floating dtype) -> tensors of it, and other arguments; those that require a gradient are trained
     name: str = ""  #: in findings; none: the function's
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  #: in which the pass has to find it
 
@@ -90,7 +92,13 @@ def check(passes: Sequence[Pass], examples: Sequence[Example], seed: int = 0) ->
         Findings, as they are made. A net that raises is one that failed.
     """
     for example in examples:
-        for net, run in (("pass", _graphs), ("spelling", _spellings), ("near miss", _near_misses), ("op", _ops), ("model", _model)):
+        for net, run in (
+            ("pass", _graphs),
+            ("spelling", _spellings),
+            ("near miss", _near_misses),
+            ("op", _ops),
+            ("model", _model),
+        ):
             torch.manual_seed(seed)
             reset()
             try:
@@ -104,6 +112,7 @@ Answer = tuple[str, bool, str]  #: asked, passed, detail
 
 
 # ---------------------------------------------------------------- graphs
+
 
 def rewritten(passes: Sequence[Pass], gm: GraphModule) -> tuple[GraphModule, Context]:
     """A copy as the passes leave it."""
@@ -133,7 +142,9 @@ def compiled(function: Callable, passes: Sequence[Pass], executor: Executor = "i
         A function of the same arguments.
     """
     reset()
-    return torch.compile(function, backend=Backend("example", [*passes, *own_passes.PIPELINE], executor), fullgraph=True, dynamic=False)
+    return torch.compile(
+        function, backend=Backend("example", [*passes, *own_passes.PIPELINE], executor), fullgraph=True, dynamic=False
+    )
 
 
 def captured(function: Callable, args: Sequence[Any]) -> tuple[GraphModule, list[Any]]:
@@ -144,6 +155,7 @@ def captured(function: Callable, args: Sequence[Any]) -> tuple[GraphModule, list
         def run(*inputs: Any) -> Any:
             seen.append((gm, list(inputs)))
             return gm(*inputs)
+
         return run
 
     through(function, keep)(*args)
@@ -152,18 +164,35 @@ def captured(function: Callable, args: Sequence[Any]) -> tuple[GraphModule, list
 
 def gradients(function: Callable, args: Sequence[Any]) -> list[Tensor | None]:
     """Results, and gradients of all arguments that require one, of a loss in which every element has a weight of its own."""
-    leaves = [arg.detach().clone().requires_grad_() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
+    leaves = [
+        arg.detach().clone().requires_grad_() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
+    ]
     made = [value for value in tree_leaves(function(*leaves)) if isinstance(value, Tensor)]
-    loss = sum((value.double() * torch.cos(torch.arange(value.numel(), dtype=torch.float64, device=value.device)).view(value.shape)).sum()
-               for value in made if value.is_floating_point())
+    loss = sum(
+        (
+            value.double()
+            * torch.cos(torch.arange(value.numel(), dtype=torch.float64, device=value.device)).view(value.shape)
+        ).sum()
+        for value in made
+        if value.is_floating_point()
+    )
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
-    return [value.detach() for value in made] + [leaf.grad for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [value.detach() for value in made] + [
+        leaf.grad for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
 
 
 def in_fp64(args: Sequence[Any]) -> list[Any]:
     """The same numbers."""
-    return tree_map(lambda v: v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.is_floating_point() else v, list(args))
+    return tree_map(
+        lambda v: (
+            v.detach().double().requires_grad_(v.requires_grad)
+            if isinstance(v, Tensor) and v.is_floating_point()
+            else v
+        ),
+        list(args),
+    )
 
 
 def distance(value: Tensor | None, exact: Tensor | None) -> float:
@@ -174,11 +203,16 @@ def distance(value: Tensor | None, exact: Tensor | None) -> float:
     return error if error == error else float("inf")
 
 
-def as_exact(made: Sequence[Tensor | None], plain: Sequence[Tensor | None], exact: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[bool, str]:
+def as_exact(
+    made: Sequence[Tensor | None], plain: Sequence[Tensor | None], exact: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[bool, str]:
     """Whether results are as near to fp64's as the plain function's, and the worst of them."""
     for value, other in zip(made, plain):
         if value is not None and other is not None and (value.dtype, value.shape) != (other.dtype, other.shape):
-            return False, f"a result is {value.dtype} {tuple(value.shape)}, and should be {other.dtype} {tuple(other.shape)}"
+            return (
+                False,
+                f"a result is {value.dtype} {tuple(value.shape)}, and should be {other.dtype} {tuple(other.shape)}",
+            )
     floor = CLOSE * torch.finfo(dtype).eps
     errors = [(distance(value, e), distance(other, e)) for value, other, e in zip(made, plain, exact, strict=True)]
     own, plains = max(errors, key=lambda pair: pair[0] / max(pair[1], floor), default=(0.0, 0.0))
@@ -205,6 +239,7 @@ def _own_ops(gm: GraphModule) -> Counter[str]:
 
 # ---------------------------------------------------------------- graphs beside the example's
 
+
 def _spellings(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """What says the same in other words is found as well."""
     count, found, wrong = _varied(passes, example, respelled)
@@ -216,7 +251,11 @@ def _spellings(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
 def _near_misses(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """Whatever becomes of a graph that is nearly an example's, its results stay."""
     count, found, wrong = _varied(passes, example, spoilt)
-    yield f"{count} graphs that are nearly this one stay right", not wrong, "; ".join(wrong[:3]) or f"{sum(map(bool, found.values()))} of them still have the op, and may"
+    yield (
+        f"{count} graphs that are nearly this one stay right",
+        not wrong,
+        "; ".join(wrong[:3]) or f"{sum(map(bool, found.values()))} of them still have the op, and may",
+    )
 
 
 Variants = Callable[[GraphModule], Iterator[tuple[str, GraphModule]]]
@@ -242,7 +281,10 @@ def respelled(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
         if node.target in (operator.add, operator.mul, torch.add, torch.mul) and len(node.args) == 2:
             yield f"operands of {node.name} swapped", _changed(gm, i, lambda n: _swap(n, 0, 1))
         if isinstance(value := node.meta.get("example_value"), Tensor) and value.is_floating_point():
-            yield f"{node.name} cast to its own dtype", _changed(gm, i, lambda n: _through(n, "to", n.meta["example_value"].dtype))
+            yield (
+                f"{node.name} cast to its own dtype",
+                _changed(gm, i, lambda n: _through(n, "to", n.meta["example_value"].dtype)),
+            )
 
 
 def spoilt(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
@@ -255,7 +297,10 @@ def spoilt(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
             yield f"operands of {node.name} swapped", _changed(gm, i, lambda n: _swap(n, *tensors))
         for j, arg in enumerate(node.args):
             if isinstance(arg, float):
-                yield f"{arg} of {node.name} is {1.5 * arg + 0.25}", _changed(gm, i, lambda n, j=j, arg=arg: n.update_arg(j, 1.5 * arg + 0.25))
+                yield (
+                    f"{arg} of {node.name} is {1.5 * arg + 0.25}",
+                    _changed(gm, i, lambda n, j=j, arg=arg: n.update_arg(j, 1.5 * arg + 0.25)),
+                )
         if isinstance(value := node.meta.get("example_value"), Tensor) and value.is_floating_point():
             yield f"{node.name} negated", _changed(gm, i, lambda n: _through(n, operator.neg))
             if value.dim():
@@ -303,6 +348,7 @@ def _returned(node: Node) -> None:
 
 # ---------------------------------------------------------------- ops
 
+
 class _Calls(Interpreter):
     """Runs a graph, and remembers what ops were called with."""
 
@@ -333,10 +379,21 @@ def _ops(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
 
 def _op(op: Op, args: tuple) -> Iterator[Answer]:
     detached = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, args)
-    failed = {name: str(error).strip().splitlines()[0][:200] for name, error in torch.library.opcheck(
-        op.overload, detached, test_utils=("test_schema", "test_faketensor"), raise_exception=False).items() if error != "SUCCESS"}
-    yield f"{op.name}: schema, and shapes without numbers", not failed, "; ".join(f"{name}: {error}" for name, error in failed.items())
-    trained = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point() and arg.requires_grad]
+    failed = {
+        name: str(error).strip().splitlines()[0][:200]
+        for name, error in torch.library.opcheck(
+            op.overload, detached, test_utils=("test_schema", "test_faketensor"), raise_exception=False
+        ).items()
+        if error != "SUCCESS"
+    }
+    yield (
+        f"{op.name}: schema, and shapes without numbers",
+        not failed,
+        "; ".join(f"{name}: {error}" for name, error in failed.items()),
+    )
+    trained = [
+        i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point() and arg.requires_grad
+    ]
 
     def of(*leaves: Tensor) -> tuple[Tensor, ...]:
         given = list(detached)
@@ -347,18 +404,24 @@ def _op(op: Op, args: tuple) -> Iterator[Answer]:
     if trained and op.backward_op is None:
         yield f"{op.name}: has a backward", False, "register one: @op.backward(saves=..., gives=...)"
     elif trained:
-        right = torch.autograd.gradcheck(of, [detached[i].clone().requires_grad_() for i in trained], raise_exception=False)
+        right = torch.autograd.gradcheck(
+            of, [detached[i].clone().requires_grad_() for i in trained], raise_exception=False
+        )
         yield f"{op.name}: gradients are those of its values", right, ""
     for provider in op.providers:
         if (reason := provider.refuses(*detached)) is not None:
             yield f"{op.name} by {provider.name}: as exact as the reference", True, f"not run here: {reason}"
             continue
         with torch.no_grad():
-            made, plain = ([v for v in tree_leaves(run(*detached)) if isinstance(v, Tensor)] for run in (provider.run, op.reference))
+            made, plain = (
+                [v for v in tree_leaves(run(*detached)) if isinstance(v, Tensor)]
+                for run in (provider.run, op.reference)
+            )
         yield f"{op.name} by {provider.name}: as exact as the reference", *as_exact(made, plain, plain, plain[0].dtype)
 
 
 # ---------------------------------------------------------------- a model
+
 
 class _Layer(nn.Module):
     """Whose weights are the example's arguments."""
@@ -366,13 +429,26 @@ class _Layer(nn.Module):
     def __init__(self, example: Example):
         super().__init__()
         args = example.args(torch.float32)
-        self.function, self.given = example.function, [None if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-        self.weights = nn.ParameterList([nn.Parameter(arg.detach().clone(), arg.requires_grad) for arg, given in zip(args, self.given) if given is None])
+        self.function, self.given = (
+            example.function,
+            [None if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args],
+        )
+        self.weights = nn.ParameterList(
+            [
+                nn.Parameter(arg.detach().clone(), arg.requires_grad)
+                for arg, given in zip(args, self.given)
+                if given is None
+            ]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights = iter(self.weights)
         made = self.function(*[next(weights) * x if given is None else given for given in self.given])
-        return x + sum(value.float().mean() for value in tree_leaves(made) if isinstance(value, Tensor) and value.is_floating_point())
+        return x + sum(
+            value.float().mean()
+            for value in tree_leaves(made)
+            if isinstance(value, Tensor) and value.is_floating_point()
+        )
 
 
 class _Model(nn.Module):
@@ -389,12 +465,18 @@ class _Model(nn.Module):
 def _model(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """One training step of two layers, verified as a user's would be."""
     own = {p.name for p in passes}
-    model = attach(_Model(example).train(), (*passes, *(p for p in pipeline(own_passes.PIPELINE) if p.name not in own)), executor="eager")
+    model = attach(
+        _Model(example).train(),
+        (*passes, *(p for p in pipeline(own_passes.PIPELINE) if p.name not in own)),
+        executor="eager",
+    )
     state = state_of(model)
     result = verify(model, {"x": torch.ones(1)}, loss=lambda model, batch: model(**batch))
     found = {tally.family: tally.rewritten for tally in state.matches()}
     if not result.faults:  # for one at fault is switched off by now
-        yield "found in a model's layers", any(found.get(p.name) for p in passes), ", ".join(f"{name} {count}" for name, count in found.items() if count)
+        yield (
+            "found in a model's layers",
+            any(found.get(p.name) for p in passes),
+            ", ".join(f"{name} {count}" for name, count in found.items() if count),
+        )
     yield "a training step is verified", result.passed, result.summary()
-
-

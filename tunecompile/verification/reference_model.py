@@ -47,7 +47,14 @@ class Float64(TorchFunctionMode):
         return function(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
 
 
-def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Of rows with the matrix of their group, in any dtype: torch's has no fp64. a: [T, K]; b: [G, K, N]; offs: [G], int32, where each group ends;
     without it, products one by one."""
     if offs is None:
@@ -69,8 +76,19 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
     `dtype` as long as they run; what is outside of them does for good. dtype None: as they are."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
     bound = (type(None), types.MethodType, functools.partial)  # which a copy binds to itself
-    if (replaced := next((name or "the model" for name, module in model.named_modules() if not isinstance(vars(module).get("forward"), bound)), None)) is not None:
-        raise CannotVerify(reason=f"the forward of {replaced} was replaced by a function that knows this object. Verify before that")
+    if (
+        replaced := next(
+            (
+                name or "the model"
+                for name, module in model.named_modules()
+                if not isinstance(vars(module).get("forward"), bound)
+            ),
+            None,
+        )
+    ) is not None:
+        raise CannotVerify(
+            reason=f"the forward of {replaced} was replaced by a function that knows this object. Verify before that"
+        )
     try:
         twin = copy.deepcopy(model, memo).train(model.training)
     except Exception as error:
@@ -80,7 +98,9 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
     if getattr(getattr(twin, "config", None), "use_cache", None):
         twin.config.use_cache = False  # a layer that is computed again would fill it twice
         for stack in find_layers(twin):
-            stack.owner.register_forward_pre_hook(functools.partial(_as_with_cache, list(stack.members)), with_kwargs=True)
+            stack.owner.register_forward_pre_hook(
+                functools.partial(_as_with_cache, list(stack.members)), with_kwargs=True
+            )
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = False  # layers are checkpointed here
@@ -96,18 +116,32 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
 def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Packed sequences see each other where transformers makes a cache. Without one, a mask has to say so."""
     tokens = args[0] if args and args[0] is not None else tokens_of(kwargs)
-    if tokens is None or kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not None:
+    if (
+        tokens is None
+        or kwargs.get("position_ids") is None
+        or kwargs.get("attention_mask") is not None
+        or kwargs.get("use_cache") is not None
+    ):
         return None
     if keeps_apart(owner, layers, {**kwargs, "use_cache": True}, tokens) is not False:
         return None
     return args, seeing_all(kwargs, tokens)
 
 
-def _layer(layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any) -> Any:
+def _layer(
+    layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any
+) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         # parameters: what PEFT's wrapper of experts puts back is a buffer otherwise, which would stay as it is when the layer is computed again
-        wide = {name: nn.Parameter(p.to(dtype), requires_grad=False) for name, p in layer.named_parameters() if dtype is not None and _is_plain(p)}
-        with mode(dtype), reparametrized(layer, wide):  # the mode here, since a layer is computed again by another thread
+        wide = {
+            name: nn.Parameter(p.to(dtype), requires_grad=False)
+            for name, p in layer.named_parameters()
+            if dtype is not None and _is_plain(p)
+        }
+        with (
+            mode(dtype),
+            reparametrized(layer, wide),
+        ):  # the mode here, since a layer is computed again by another thread
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs)
@@ -159,5 +193,3 @@ class _Dequantized(nn.Module):
         with plain_functions():  # `Float64` would ask for fp64: known_bugs.DEQUANTIZED_IN_FP64
             weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
         return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
-
-

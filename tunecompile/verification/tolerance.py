@@ -33,24 +33,34 @@ def relative_error(gradient: Tensor | None, reference: Tensor, floor: float) -> 
     return error if error == error else float("inf")
 
 
-def compare_gradients(reference: dict[str, Tensor | None], eager: dict[str, Tensor | None], system: dict[str, Tensor | None], dtype: torch.dtype) -> list[dict]:
+def compare_gradients(
+    reference: dict[str, Tensor | None],
+    eager: dict[str, Tensor | None],
+    system: dict[str, Tensor | None],
+    dtype: torch.dtype,
+) -> list[dict]:
     """A row for every trainable parameter that has a gradient in the reference. dtype: what is computed in."""
     wanted = {name: g for name, g in reference.items() if g is not None}
     eps = torch.finfo(dtype).eps
-    floor = eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0) or torch.finfo(torch.float64).tiny  # a batch may mean nothing to what is trained
+    floor = (
+        eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0) or torch.finfo(torch.float64).tiny
+    )  # a batch may mean nothing to what is trained
     rows = []
     for name, exact in wanted.items():
         gradient = system.get(name)
         eager_error = relative_error(eager.get(name), exact, floor)
         norm = 0.0 if gradient is None else float(gradient.double().norm())
-        rows.append({
-            "parameter": name,
-            "error": relative_error(gradient, exact, floor),
-            "eager_error": eager_error,
-            "yardstick": max(eager_error, eps, ORDER),
-            "norm_ratio": norm / max(float(exact.double().norm()), floor),
-            "has_gradient": (gradient is not None and norm > 0) or not _is_any(eager.get(name)),  # of experts that no token reached, say
-        })
+        rows.append(
+            {
+                "parameter": name,
+                "error": relative_error(gradient, exact, floor),
+                "eager_error": eager_error,
+                "yardstick": max(eager_error, eps, ORDER),
+                "norm_ratio": norm / max(float(exact.double().norm()), floor),
+                "has_gradient": (gradient is not None and norm > 0)
+                or not _is_any(eager.get(name)),  # of experts that no token reached, say
+            }
+        )
     return rows
 
 
@@ -65,15 +75,27 @@ def judge_gradients(rows: list[dict]) -> list[Verdict]:
     ratio = worst["error"] / worst["yardstick"]
     missing = [r["parameter"] for r in rows if not r["has_gradient"]]
     return [
-        Verdict("median gradient error is at most eager's", middle <= max(eager_middle, ORDER),
-                f"{middle:.3e} against {eager_middle:.3e} over {len(rows)} parameters"),
-        Verdict(f"no gradient error above {LIMIT} times eager's", ratio <= LIMIT, f"worst {ratio:.3f} at {worst['parameter']}"),
-        Verdict("every trainable parameter got a gradient", not missing,
-                f"{len(rows) - len(missing)} of {len(rows)}" + (f", none at {missing[0]}" if missing else "")),
+        Verdict(
+            "median gradient error is at most eager's",
+            middle <= max(eager_middle, ORDER),
+            f"{middle:.3e} against {eager_middle:.3e} over {len(rows)} parameters",
+        ),
+        Verdict(
+            f"no gradient error above {LIMIT} times eager's",
+            ratio <= LIMIT,
+            f"worst {ratio:.3f} at {worst['parameter']}",
+        ),
+        Verdict(
+            "every trainable parameter got a gradient",
+            not missing,
+            f"{len(rows) - len(missing)} of {len(rows)}" + (f", none at {missing[0]}" if missing else ""),
+        ),
     ]
 
 
-def judge_loss(reference: list[float], eager: list[float], system: list[float], eps: float = torch.finfo(torch.float32).eps) -> Verdict:
+def judge_loss(
+    reference: list[float], eager: list[float], system: list[float], eps: float = torch.finfo(torch.float32).eps
+) -> Verdict:
     """Over the steps that the reference took: is the system as near to it as eager is, or farther by no more than its steps scatter? eps: a relative distance
     that is none.
 
@@ -82,10 +104,18 @@ def judge_loss(reference: list[float], eager: list[float], system: list[float], 
     the second.
     """
     steps = min(len(reference), len(eager), len(system))
-    floor = max(eps, torch.finfo(torch.float32).eps) * max(map(abs, reference[:steps]))  # losses are fp32 in every precision
+    floor = max(eps, torch.finfo(torch.float32).eps) * max(
+        map(abs, reference[:steps])
+    )  # losses are fp32 in every precision
     own, eagers = ([abs(a - b) for a, b in zip(losses[:steps], reference)] for losses in (system, eager))
     beyond = [a - b for a, b in zip(own, eagers)]
-    scatter = min(2**0.5 * stdev(eagers), stdev(beyond)) / steps**0.5 if steps > 1 else 0.0  # of the difference of two means
+    scatter = (
+        min(2**0.5 * stdev(eagers), stdev(beyond)) / steps**0.5 if steps > 1 else 0.0
+    )  # of the difference of two means
     yardstick = max(mean(eagers), floor)
-    return Verdict("loss is as near to the reference as eager's", mean(own) <= TIE * yardstick + ERRORS * scatter,
-                   f"mean distance {mean(own):.2e} against eager's {yardstick:.2e} over {steps} steps" + (f", a standard error of {scatter:.1e}" if scatter else ""))
+    return Verdict(
+        "loss is as near to the reference as eager's",
+        mean(own) <= TIE * yardstick + ERRORS * scatter,
+        f"mean distance {mean(own):.2e} against eager's {yardstick:.2e} over {steps} steps"
+        + (f", a standard error of {scatter:.1e}" if scatter else ""),
+    )

@@ -53,8 +53,12 @@ class Verification:
     losses: dict[str, float]  #: of "optimized", "eager" and "reference"
     gradients: list[dict[str, Any]]  #: a row for each trained parameter
     verdicts: list[Verdict]  #: on the loss and on all gradients
-    untrained: list[str] = field(default_factory=list)  #: parameters that are to be trained and get no gradient, in eager neither: a mistake, perhaps
-    faults: list[dict[str, Any]] = field(default_factory=list)  #: `rewrite`s that make a step wrong, and their `places`: they are switched off
+    untrained: list[str] = field(
+        default_factory=list
+    )  #: parameters that are to be trained and get no gradient, in eager neither: a mistake, perhaps
+    faults: list[dict[str, Any]] = field(
+        default_factory=list
+    )  #: `rewrite`s that make a step wrong, and their `places`: they are switched off
     notes: list[str] = field(default_factory=list)  #: what was done to the model meanwhile
 
     @property
@@ -68,12 +72,21 @@ class Verification:
 
     def summary(self) -> str:
         """In a line."""
-        broken = "; ".join(f"{verdict.name} does not hold ({verdict.detail})" for verdict in self.verdicts if not verdict.passed)
-        return "; ".join([broken, *(fault["said"] for fault in self.faults)]) if broken else f"{len(self.gradients)} gradients are as near to {self.reference} as eager's"
+        broken = "; ".join(
+            f"{verdict.name} does not hold ({verdict.detail})" for verdict in self.verdicts if not verdict.passed
+        )
+        return (
+            "; ".join([broken, *(fault["said"] for fault in self.faults)])
+            if broken
+            else f"{len(self.gradients)} gradients are as near to {self.reference} as eager's"
+        )
 
     def __str__(self) -> str:
-        lines = [f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
-                 "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()), *_table(self.gradients)]
+        lines = [
+            f"tunecompile: one step of {self.model}, against {self.reference}: {'passed' if self.passed else 'FAILED'}",
+            "  loss: " + ", ".join(f"{name} {loss:.7g}" for name, loss in self.losses.items()),
+            *_table(self.gradients),
+        ]
         lines += [f"  {'passed' if v.passed else 'FAILED'}: {v.name} ({v.detail})" for v in self.verdicts]
         lines += [f"  {fault['said']}" for fault in self.faults]
         if self.untrained:
@@ -82,7 +95,13 @@ class Verification:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None, seed: int = 0) -> Verification:
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
+    seed: int = 0,
+) -> Verification:
     """Take one step three ways on the same numbers, and compare loss and every gradient.
 
     The model is left as it was: weights, gradients that have accumulated, buffers, random state. Dropout is off meanwhile. A model that is not
@@ -107,20 +126,34 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
     measure = loss or _own_loss
     wrapper = model if isinstance(model, DistributedDataParallel) else around_now()
     if wrapper is not None and wrapper.static_graph:
-        raise CannotVerify(reason="DistributedDataParallel(static_graph=True) counts every backward pass as one of its graph's. Verify before the model is wrapped")
+        raise CannotVerify(
+            reason="DistributedDataParallel(static_graph=True) counts every backward pass as one of its graph's. Verify before the model is wrapped"
+        )
     model = wrapper.module if wrapper is model else model
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained or not model.training:
-        raise CannotVerify(reason="the model is in evaluation mode: call model.train()" if trained else "nothing in the model is trained")
+        raise CannotVerify(
+            reason="the model is in evaluation mode: call model.train()"
+            if trained
+            else "nothing in the model is trained"
+        )
     if any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in trained):
-        raise CannotVerify(reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added")
+        raise CannotVerify(
+            reason="parameters have hooks that act as soon as they have a gradient, such as an optimizer's step. Verify before they are added"
+        )
     if several() and any(map(sharded, model.parameters())):
-        raise CannotVerify(reason="its weights are shared with other processes (FSDP, ZeRO-3, tensor parallelism), which would have to take each of its steps "
-                                  "together. Verify on one process, before they are")
-    batch = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), dict(batch))  # its makers see no gradient of this
+        raise CannotVerify(
+            reason="its weights are shared with other processes (FSDP, ZeRO-3, tensor parallelism), which would have to take each of its steps "
+            "together. Verify on one process, before they are"
+        )
+    batch = tree_map_only(
+        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), dict(batch)
+    )  # its makers see no gradient of this
     visiting = not is_optimized(model)
     faults: list[dict[str, Any]] = []
-    with _unchanged(model, seed) as notes:  # before twins are made, which then have the same weights and no dropout either
+    with _unchanged(
+        model, seed
+    ) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
             with _watching_autocast(model) as autocast:
                 ours = _step(attach(model, pipeline(own_passes.PIPELINE)) if visiting else model, batch, measure, seed)
@@ -147,7 +180,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[nn.Mod
             faults = _switch_off(model, right, notes)
     losses = {"optimized": ours[0], "eager": eager[0], "reference": exact[0]}
     untrained = [name for name, gradient in exact[1].items() if gradient is None and eager[1].get(name) is None]
-    return Verification(type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, verdicts, untrained, faults, notes)
+    return Verification(
+        type(model).__name__, str(dtype).removeprefix("torch."), losses, rows, verdicts, untrained, faults, notes
+    )
 
 
 def _is_wrong(rows: list[dict]) -> bool:
@@ -183,13 +218,20 @@ def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
         state.again_with(passes, *before)
         said = "it is wrong without any rewrite, too: the fault is in generated code, or in head and loss. tunecompile.restore(model) leaves both out"
         return {"rewrite": None, "places": [], "said": said}
-    lines = sorted(place for place in places if unit.rewrite is not None and place.partition(" at ")[0] == unit.rewrite.name)
-    said = f"the rewrite at fault is {unit.name}" + (f" ({'; '.join(lines)})" if lines else "") + ": it is switched off for this model"
+    lines = sorted(
+        place for place in places if unit.rewrite is not None and place.partition(" at ")[0] == unit.rewrite.name
+    )
+    said = (
+        f"the rewrite at fault is {unit.name}"
+        + (f" ({'; '.join(lines)})" if lines else "")
+        + ": it is switched off for this model"
+    )
     state.again_with(without(passes, unit), *before, said)
     return {"rewrite": unit.name, "places": lines, "said": said}
 
 
 # ---------------------------------------------------------------- the judgement
+
 
 def _table(rows: list[dict]) -> list[str]:
     """The worst parameters first."""
@@ -198,8 +240,12 @@ def _table(rows: list[dict]) -> list[str]:
     lines = [f"  {'parameter':{width}}     error   eager's  of eager's  norm ratio"]
     for row in worst:
         ratio = f"{row['norm_ratio']:12.4f}" if row["has_gradient"] else " no gradient"
-        lines.append(f"  {row['parameter']:{width}}  {row['error']:8.2e}  {row['eager_error']:8.2e}  {row['error'] / row['yardstick']:10.2f}{ratio}")
-    return lines + ([f"  and {len(rows) - SHOWN} parameters that are nearer to the reference"] if len(rows) > SHOWN else [])
+        lines.append(
+            f"  {row['parameter']:{width}}  {row['error']:8.2e}  {row['eager_error']:8.2e}  {row['error'] / row['yardstick']:10.2f}{ratio}"
+        )
+    return lines + (
+        [f"  and {len(rows) - SHOWN} parameters that are nearer to the reference"] if len(rows) > SHOWN else []
+    )
 
 
 SHOWN = 12  #: rows of a printed table
@@ -207,10 +253,13 @@ SHOWN = 12  #: rows of a printed table
 
 # ---------------------------------------------------------------- the three steps
 
+
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     found = getattr(model(**batch), "loss", None)
     if not isinstance(found, Tensor):
-        raise CannotVerify(reason="model(**batch) has no loss. Put labels into the batch, or say how to compute it: verify(model, batch, loss=...)")
+        raise CannotVerify(
+            reason="model(**batch) has no loss. Put labels into the batch, or say how to compute it: verify(model, batch, loss=...)"
+        )
     return found
 
 
@@ -220,7 +269,11 @@ def _step(model: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: i
     model.zero_grad(set_to_none=True)
     loss = measure(model, batch)
     loss.backward()
-    gradients = {name: None if p.grad is None else p.grad.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {
+        name: None if p.grad is None else p.grad.detach().cpu()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     model.zero_grad(set_to_none=True)
     return float(loss.detach().double()), gradients
 
@@ -236,7 +289,9 @@ def _of_a_twin(model: nn.Module, dtype: torch.dtype | None, take: Callable[[nn.M
         return take(twin_of(model, dtype, checkpointed=False))
 
 
-def _in_high_precision(twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype) -> Step:
+def _in_high_precision(
+    twin: nn.Module, batch: Mapping[str, Any], measure: Callable, seed: int, dtype: torch.dtype
+) -> Step:
     kind = next(twin.parameters()).device.type
     batch = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, dict(batch))
     with torch.autocast(kind, enabled=False), mode(dtype):
@@ -275,6 +330,7 @@ def _is_half(model: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------- what is put back
+
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
@@ -327,8 +383,14 @@ def _fill_zeros(model: nn.Module, seed: int, notes: list[str]) -> Callable[[], N
 
 def _without_dropout(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     """Masks differ by design: probabilities are zero, in modules and in what transformers' attention reads."""
-    found = [(module, name, value) for module in model.modules() for name, value in vars(module).items()
-             if isinstance(value, float) and value > 0 and ("dropout" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))]
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and value > 0
+        and ("dropout" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))
+    ]
     for module, name, _ in found:
         setattr(module, name, 0.0)
     if found:

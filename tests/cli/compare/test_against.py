@@ -18,7 +18,9 @@ from tunecompile.cli.main import app
 
 
 def verdicts(old, new, system="tunecompile"):
-    return {row["figure"]: (row["verdict"], row["worse"]) for row in compare_results(old, new) if row["system"] == system}
+    return {
+        row["figure"]: (row["verdict"], row["worse"]) for row in compare_results(old, new) if row["system"] == system
+    }
 
 
 def steps(*ms):
@@ -27,7 +29,11 @@ def steps(*ms):
 
 @pytest.fixture
 def old(result):  # noqa: F811
-    result["runs"] = [run("hf", 100.0, 0.5, **steps(99.0, 100.0, 101.0)), run("tunecompile", 80.0, 10.0, **steps(79.0, 80.0, 81.0)), result["runs"][1]]
+    result["runs"] = [
+        run("hf", 100.0, 0.5, **steps(99.0, 100.0, 101.0)),
+        run("tunecompile", 80.0, 10.0, **steps(79.0, 80.0, 81.0)),
+        result["runs"][1],
+    ]
     return result
 
 
@@ -38,15 +44,33 @@ def new(old):
 
 def test_the_same_again_is_the_same(old, new):
     rows = compare_results(old, new)
-    assert {row["verdict"] for row in rows if row["system"] != "liger"} == {"same"} and not any(row["worse"] for row in rows)
-    assert [row["figure"] for row in rows if row["system"] == "hf"] == ["tokens/s", "peak memory, GiB", "saved for backward, MiB", "last loss", "held-out loss"]
+    assert {row["verdict"] for row in rows if row["system"] != "liger"} == {"same"} and not any(
+        row["worse"] for row in rows
+    )
+    assert [row["figure"] for row in rows if row["system"] == "hf"] == [
+        "tokens/s",
+        "peak memory, GiB",
+        "saved for backward, MiB",
+        "last loss",
+        "held-out loss",
+    ]
 
 
 def test_what_got_worse_and_better_is_named(old, new):
     ours = new["runs"][1]
-    ours |= run("tunecompile", 90.0, 10.0, **steps(89.0, 90.0, 91.0)) | {"peak_gib": 1.6, "saved_bytes": 2**19, "held_out_after": 3.5}
-    assert verdicts(old, new) == {"tokens/s": ("slower", True), "peak memory, GiB": ("more memory", True), "saved for backward, MiB": ("less memory", False),
-                                  "last loss": ("same", False), "held-out loss": ("less exact", True), "gradient error, all parameters": ("same", False)}
+    ours |= run("tunecompile", 90.0, 10.0, **steps(89.0, 90.0, 91.0)) | {
+        "peak_gib": 1.6,
+        "saved_bytes": 2**19,
+        "held_out_after": 3.5,
+    }
+    assert verdicts(old, new) == {
+        "tokens/s": ("slower", True),
+        "peak memory, GiB": ("more memory", True),
+        "saved for backward, MiB": ("less memory", False),
+        "last loss": ("same", False),
+        "held-out loss": ("less exact", True),
+        "gradient error, all parameters": ("same", False),
+    }
     assert verdicts(new, old)["tokens/s"] == ("faster", False)
 
 
@@ -64,7 +88,9 @@ def test_gradients_are_told_by_family_where_one_moved(old, new):
         if "lora_A" in row["parameter"]:
             row["error"] = 2e-3
     found = verdicts(old, new)
-    assert found["gradient error, all parameters"] == found["gradient error, mlp up_proj lora_A"] == ("less exact", True)
+    assert (
+        found["gradient error, all parameters"] == found["gradient error, mlp up_proj lora_A"] == ("less exact", True)
+    )
     assert "gradient error, mlp up_proj lora_B" not in found
     for held, error in ((old, 1e-8), (new, 1e-6)):  # rounding, both of it
         held["gradients"] = [row | {"error": error} for row in held["gradients"]]
@@ -84,7 +110,13 @@ def test_rows_that_cannot_be_compared_are_listed(old, new):
 def test_the_table_is_shown_and_decides(old, new, tmp_path):
     old["versions"] = {"torch": "2.12.0"}
     new["verdicts"] = []
-    new["against"] = {"path": "old.json", "date": old["date"], "commit": None, "versions": old["versions"], "rows": compare_results(old, new)}
+    new["against"] = {
+        "path": "old.json",
+        "date": old["date"],
+        "commit": None,
+        "versions": old["versions"],
+        "rows": compare_results(old, new),
+    }
     assert passed(new)
     new["runs"][1] |= run("tunecompile", 90.0, 10.0, **steps(89.0, 90.0, 91.0))
     new["against"]["rows"] = compare_results(old, new)
@@ -102,9 +134,12 @@ def test_another_machine_model_or_option_is_refused_by_name(old):
     machine = old["machine"]
     check_like("old.json", old, job, "m", machine)
     for changed, model, where, says in (
-            (job, "n", machine, "model was 'm' and is 'n'"), (job.replace(dtype="bfloat16", lr=1.0), "m", machine, "lr was 0.0002 and is 1.0; dtype was"),
-            (job, "m", machine | {"cpu": "another"}, "machine was 'some CPU' and is 'another'"), (job.replace(data="e.jsonl"), "m", machine, "data was 'd.jsonl'"),
-            (job.replace(device="cuda"), "m", machine | {"gpu": "H200"}, "device was 'cpu' and is 'cuda'")):
+        (job, "n", machine, "model was 'm' and is 'n'"),
+        (job.replace(dtype="bfloat16", lr=1.0), "m", machine, "lr was 0.0002 and is 1.0; dtype was"),
+        (job, "m", machine | {"cpu": "another"}, "machine was 'some CPU' and is 'another'"),
+        (job.replace(data="e.jsonl"), "m", machine, "data was 'd.jsonl'"),
+        (job.replace(device="cuda"), "m", machine | {"gpu": "H200"}, "device was 'cpu' and is 'cuda'"),
+    ):
         with pytest.raises(NotComparable, match=says):
             check_like("old.json", old, changed, model, where)
 
@@ -119,13 +154,25 @@ def test_a_file_with_other_rows_under_the_same_name_is_refused(old, tmp_path):
 def test_an_old_result_can_be_repeated(old):
     old["settings"] |= {"seeds": 3, "adapter": "somewhere"}
     job, more = repeated(old)
-    assert job == Job(system="hf", model="m", data="d.jsonl") and more == {"name": "m", "turns": True, "seeds": 3, "check": True, "reference_steps": 2}
+    assert job == Job(system="hf", model="m", data="d.jsonl") and more == {
+        "name": "m",
+        "turns": True,
+        "seeds": 3,
+        "check": True,
+        "reference_steps": 2,
+    }
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ([], "say what to train"), (["--against", "absent.json"], "FileNotFoundError"), (["--against", "{old}", "--steps", "9"], "--steps is 9: without --model"),
-    (["--against", "{old}", "--out", "{folder}"], "give another folder"), (["--against", "{old}", "--model", "llama-tiny"], "model was 'm' and is 'llama-tiny'"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "say what to train"),
+        (["--against", "absent.json"], "FileNotFoundError"),
+        (["--against", "{old}", "--steps", "9"], "--steps is 9: without --model"),
+        (["--against", "{old}", "--out", "{folder}"], "give another folder"),
+        (["--against", "{old}", "--model", "llama-tiny"], "model was 'm' and is 'llama-tiny'"),
+    ],
+)
 def test_mistakes(old, tmp_path, options, says):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(old))

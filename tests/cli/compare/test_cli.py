@@ -27,24 +27,27 @@ def no_config(tmp_path):
     return tmp_path / "empty"
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--model", "./absent"], "no such folder"),
-    (["--model", "absent"], "llama-3.1-8b"),
-    (["--model", "llama-tiny", "--systems", "fast"], "no system 'fast'. Choose from: eager, hf"),
-    (["--model", "llama-tiny", "--systems", ","], "Choose from"),
-    (["--model", "llama-tiny", "--shape", "2by64"], "'2by64' is no shape"),
-    (["--model", "llama-tiny", "--steps", "3"], "at least 4"),
-    (["--model", "llama-tiny", "--qlora", "--full"], "only one of"),
-    (["--model", "llama-tiny", "--trainer", "magic"], "choose from sft, loop"),
-    (["--model", "llama-tiny", "--dtype", "int3"], "choose from auto"),
-    (["--model", "llama-tiny", "--loss", "magic"], "choose from sft, dpo"),
-    (["--model", "llama-tiny", "--loss", "dpo"], "needs rows with prompt, chosen and rejected"),
-    (["--model", "some/model", "--loss", "dpo", "--full"], "use --lora or --qlora"),
-    (["--model", "some/model", "--loss", "dpo", "--batching", "packed"], "its pairs are padded"),
-    (["--model", "some/model", "--batching", "loose"], "choose from padded, packed"),
-    (["--model", "some/model"], "--data is missing"),
-    (["--model", "some/model", "--data", "absent.jsonl"], "no data file at 'absent.jsonl'"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "./absent"], "no such folder"),
+        (["--model", "absent"], "llama-3.1-8b"),
+        (["--model", "llama-tiny", "--systems", "fast"], "no system 'fast'. Choose from: eager, hf"),
+        (["--model", "llama-tiny", "--systems", ","], "Choose from"),
+        (["--model", "llama-tiny", "--shape", "2by64"], "'2by64' is no shape"),
+        (["--model", "llama-tiny", "--steps", "3"], "at least 4"),
+        (["--model", "llama-tiny", "--qlora", "--full"], "only one of"),
+        (["--model", "llama-tiny", "--trainer", "magic"], "choose from sft, loop"),
+        (["--model", "llama-tiny", "--dtype", "int3"], "choose from auto"),
+        (["--model", "llama-tiny", "--loss", "magic"], "choose from sft, dpo"),
+        (["--model", "llama-tiny", "--loss", "dpo"], "needs rows with prompt, chosen and rejected"),
+        (["--model", "some/model", "--loss", "dpo", "--full"], "use --lora or --qlora"),
+        (["--model", "some/model", "--loss", "dpo", "--batching", "packed"], "its pairs are padded"),
+        (["--model", "some/model", "--batching", "loose"], "choose from padded, packed"),
+        (["--model", "some/model"], "--data is missing"),
+        (["--model", "some/model", "--data", "absent.jsonl"], "no data file at 'absent.jsonl'"),
+    ],
+)
 def test_mistakes(options, says, tmp_path):
     result = compare(*options, "--device", "cpu", "--out", tmp_path / "out")
     shown = " ".join(result.output.split())
@@ -64,7 +67,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    )
     result = compare("--model", "llama-tiny", "--out", tmp_path)
     assert result.exit_code == 2 and "pip install 'tunecompile[qlora]'" in " ".join(result.output.split())
 
@@ -72,7 +77,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 def test_names_of_systems():
     names = lambda text, checkpointing=False: [s.name for s in spec.resolve_systems(text, checkpointing)]  # noqa: E731
     assert names("eager, tunecompile,hf") == ["hf", "tunecompile"]
-    assert spec.SYSTEMS["tunecompile-fp8"].precision == "fp8" and spec.SYSTEMS["tunecompile-fp8"].engine == "tunecompile"
+    assert (
+        spec.SYSTEMS["tunecompile-fp8"].precision == "fp8" and spec.SYSTEMS["tunecompile-fp8"].engine == "tunecompile"
+    )
     assert names("eager,liger,compile,unsloth", True) == ["hf-checkpoint", "liger-checkpoint", "compile", "unsloth"]
 
 

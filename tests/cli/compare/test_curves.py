@@ -17,8 +17,13 @@ def test_noise_is_what_another_batch_does():
 
 
 def test_curves_are_held_against_eagers_else_against_tunecompiles():
-    runs = [run("hf", None, status="oom"), run("liger", BF16), run("tunecompile", BF16), run("tunecompile-fp8", [v + 0.01 for v in BF16]),
-            run("tunecompile-fp8", BF16, shape="2x8")]
+    runs = [
+        run("hf", None, status="oom"),
+        run("liger", BF16),
+        run("tunecompile", BF16),
+        run("tunecompile-fp8", [v + 0.01 for v in BF16]),
+        run("tunecompile-fp8", BF16, shape="2x8"),
+    ]
     assert base_of(runs)["system"] == "tunecompile"
     rows = compare_curves(runs)
     assert [r["system"] for r in rows] == ["liger", "tunecompile-fp8"]

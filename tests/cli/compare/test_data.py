@@ -19,7 +19,9 @@ def tokenizer():
     words = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>", "a", "b", "c", "d"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
+    )
 
 
 def write(folder, *rows):
@@ -32,17 +34,24 @@ def chat(question, answer):
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-@pytest.mark.parametrize(("rows", "error", "says"), [
-    ([], errors.EmptyData, "holds no rows"),
-    (["{"], errors.BadJson, "line 1"),
-    (["[1]"], errors.BadJson, "not an object"),
-    ([{"text": "a"}, {"question": "a", "answer": "b"}], errors.WrongColumns, "line 2.*'question', 'answer'"),
-    ([{"prompt": "a"}], errors.WrongColumns, "'prompt'"),
-    ([{"text": ""}], errors.WrongColumns, "'text'"),
-    ([{"messages": []}], errors.BadMessages, "no messages"),
-    ([{"messages": [{"role": "user"}]}], errors.BadMessages, "without role or content"),
-    ([{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}], errors.BadMessages, "no answer"),
-])
+@pytest.mark.parametrize(
+    ("rows", "error", "says"),
+    [
+        ([], errors.EmptyData, "holds no rows"),
+        (["{"], errors.BadJson, "line 1"),
+        (["[1]"], errors.BadJson, "not an object"),
+        ([{"text": "a"}, {"question": "a", "answer": "b"}], errors.WrongColumns, "line 2.*'question', 'answer'"),
+        ([{"prompt": "a"}], errors.WrongColumns, "'prompt'"),
+        ([{"text": ""}], errors.WrongColumns, "'text'"),
+        ([{"messages": []}], errors.BadMessages, "no messages"),
+        ([{"messages": [{"role": "user"}]}], errors.BadMessages, "without role or content"),
+        (
+            [{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}],
+            errors.BadMessages,
+            "no answer",
+        ),
+    ],
+)
 def test_bad_rows_are_refused_with_their_line(tmp_path, rows, error, says):
     with pytest.raises(error, match=says):
         data.read_rows(write(tmp_path, *rows))
@@ -110,12 +119,22 @@ def test_batches_go_round_again_and_random_ones_have_no_special_tokens(tokenizer
 
 def test_padded_batches_have_real_lengths_and_the_same_rows_for_all():
     shape = parse_shape("padded-64x128")
-    padded, flat = (data.random_batches(shape, 1000, Job(system=name, model="m", pad_to=64), seed=0, count=1)[0] for name in ("hf", "unsloth-padding-free"))
+    padded, flat = (
+        data.random_batches(shape, 1000, Job(system=name, model="m", pad_to=64), seed=0, count=1)[0]
+        for name in ("hf", "unsloth-padding-free")
+    )
     mask = padded["attention_mask"].bool()
     lengths = mask.sum(1)
-    assert padded["input_ids"].shape == (64, 128) and lengths.min() >= 45 and lengths.max() <= 128 and 60 < lengths.float().mean() < 100
+    assert (
+        padded["input_ids"].shape == (64, 128)
+        and lengths.min() >= 45
+        and lengths.max() <= 128
+        and 60 < lengths.float().mean() < 100
+    )
     assert (padded["labels"][~mask] == data.IGNORED).all() and (padded["labels"] == padded["input_ids"])[mask].all()
-    assert torch.equal(flat["input_ids"][0], padded["input_ids"][mask]) and torch.equal(flat["packed_seq_lengths"], lengths.int())
+    assert torch.equal(flat["input_ids"][0], padded["input_ids"][mask]) and torch.equal(
+        flat["packed_seq_lengths"], lengths.int()
+    )
     assert (flat["labels"][0][flat["position_ids"][0] == 0] == data.IGNORED).all()
     assert (flat["labels"] != data.IGNORED).sum() == (padded["labels"][:, 1:] != data.IGNORED).sum()
     assert real_tokens(flat) == real_tokens(padded) == lengths.sum()
@@ -136,24 +155,47 @@ def test_packed_rows_begin_anew_at_every_border(tokenizer):
     a, b, c, d, end = (tokenizer.convert_tokens_to_ids(word) for word in ("a", "b", "c", "d", "<end>"))
     assert batch["input_ids"].tolist() == [[a, b, c, end, d, d, end, c, end]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
-    assert batch["labels"].tolist() == [[-100, b, c, end, -100, d, end, -100, end]] and batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert batch["labels"].tolist() == [[-100, b, c, end, -100, d, end, -100, end]] and batch.keys() == {
+        "input_ids",
+        "labels",
+        "position_ids",
+    }
     assert "packed_seq_lengths" in data.make_batches(rows, tokenizer, job.replace(system="unsloth"), 1)[0]
 
 
 def test_pairs_are_text_or_messages_with_the_chosen_answers_first(tokenizer, tmp_path):
     said = [{"role": "assistant", "content": "b"}]
-    rows = [{"prompt": "a ", "chosen": "b", "rejected": "c d"}, {"prompt": [{"role": "user", "content": "a"}], "chosen": said, "rejected": said}]
+    rows = [
+        {"prompt": "a ", "chosen": "b", "rejected": "c d"},
+        {"prompt": [{"role": "user", "content": "a"}], "chosen": said, "rejected": said},
+    ]
     assert data.read_rows(write(tmp_path, *rows), "dpo") == rows
-    batch = data.collate_rows(data.read_rows(write(tmp_path, rows[0], rows[0] | {"chosen": "d"}), "dpo"), tokenizer, Job(system="hf", model="m", pad_to=4))
+    batch = data.collate_rows(
+        data.read_rows(write(tmp_path, rows[0], rows[0] | {"chosen": "d"}), "dpo"),
+        tokenizer,
+        Job(system="hf", model="m", pad_to=4),
+    )
     answers = [[token for token in row if token >= 0] for row in batch["labels"].tolist()]
-    assert [tokenizer.convert_ids_to_tokens(answer) for answer in answers] == [["b", "<end>"], ["d", "<end>"], ["c", "d", "<end>"], ["c", "d", "<end>"]]
+    assert [tokenizer.convert_ids_to_tokens(answer) for answer in answers] == [
+        ["b", "<end>"],
+        ["d", "<end>"],
+        ["c", "d", "<end>"],
+        ["c", "d", "<end>"],
+    ]
     assert len(data.examples_of(rows[1], tokenizer, "m")) == 2
     job = Job(system="hf", model="m", loss="dpo", seq_len=3, batch=1)
     with pytest.raises(errors.RowsTooLong, match="1 of 1 .* 4 tokens"):  # the longer of the two counts
         data.split_rows([rows[0]], tokenizer, job)
 
 
-@pytest.mark.parametrize("row", [{"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "b", "rejected": ""}, {"prompt": "a", "chosen": "b", "rejected": []}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "chosen": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        {"prompt": "a", "chosen": "b", "rejected": []},
+    ],
+)
 def test_half_a_pair_is_refused(tmp_path, row):
     with pytest.raises(errors.WrongPair, match="line 2.*'prompt', 'chosen'"):
         data.read_rows(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row), "dpo")

@@ -33,8 +33,18 @@ def no_trace_of_the_trainer():
 
 @pytest.fixture
 def job(folder):
-    return Job(system="hf", model=str(folder), mode="lora", data=str(folder / "rows.jsonl"), steps=4, batch=4, seq_len=64, held_out=4,
-               lr=1e-2, saved_bytes=True)
+    return Job(
+        system="hf",
+        model=str(folder),
+        mode="lora",
+        data=str(folder / "rows.jsonl"),
+        steps=4,
+        batch=4,
+        seq_len=64,
+        held_out=4,
+        lr=1e-2,
+        saved_bytes=True,
+    )
 
 
 @pytest.mark.parametrize("trainer", ["sft", "loop"])
@@ -47,7 +57,9 @@ def test_a_run_is_measured_and_learns(job, trainer):
 
 
 def test_checkpointing_keeps_less_and_changes_no_loss(job):
-    plain, checkpointed = (worker.data_run(job.replace(trainer="loop", checkpointing=on))["runs"][0] for on in (False, True))
+    plain, checkpointed = (
+        worker.data_run(job.replace(trainer="loop", checkpointing=on))["runs"][0] for on in (False, True)
+    )
     assert checkpointed["losses"] == plain["losses"] and checkpointed["saved_bytes"] < plain["saved_bytes"]
 
 
@@ -67,23 +79,35 @@ def test_the_held_out_loss_does_not_depend_on_the_batch_and_is_that_of_rows_nobo
         return collate(examples, *rest)
 
     runs = [worker.data_run(job.replace(trainer="loop", batch=batch))["runs"][0] for batch in (2, 3, 4)]
-    assert runs[0]["held_out_before"] == pytest.approx(runs[1]["held_out_before"], abs=1e-5) == pytest.approx(runs[2]["held_out_before"], abs=1e-5)
+    assert (
+        runs[0]["held_out_before"]
+        == pytest.approx(runs[1]["held_out_before"], abs=1e-5)
+        == pytest.approx(runs[2]["held_out_before"], abs=1e-5)
+    )
     rows = [{"text": "few " * number} for number in range(1, 13)]
     tokenizer = models.load_tokenizer(job)
     split = data.split_rows(rows, tokenizer, job)
     monkeypatch.setattr(data, "collate", watching)
     data.make_batches(split.train, tokenizer, job, 20)
-    assert len(split.held_out) == 4 and not seen & {tuple(data.tokenise(row, tokenizer, job.model).input_ids) for row in split.held_out}
+    assert len(split.held_out) == 4 and not seen & {
+        tuple(data.tokenise(row, tokenizer, job.model).input_ids) for row in split.held_out
+    }
 
 
 @pytest.mark.parametrize(("trainer", "kind"), [("sft", "prompt"), ("loop", "prompt"), ("loop", "text")])
 def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path):
     """The same documents in every step: neither attention nor the loss crosses from one into the next."""
     if kind == "text":  # the first token of each has a label
-        (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "few " * number}) for number in range(1, 13)))
+        (tmp_path / "rows.jsonl").write_text(
+            "\n".join(json.dumps({"text": "few " * number}) for number in range(1, 13))
+        )
         job = job.replace(data=str(tmp_path / "rows.jsonl"))
-    padded, packed = (worker.data_run(job.replace(trainer=trainer, batching=batching))["runs"][0] for batching in ("padded", "packed"))
-    assert packed["losses"] == pytest.approx(padded["losses"], abs=1e-5) and packed["held_out_after"] == pytest.approx(padded["held_out_after"], abs=1e-5)
+    padded, packed = (
+        worker.data_run(job.replace(trainer=trainer, batching=batching))["runs"][0] for batching in ("padded", "packed")
+    )
+    assert packed["losses"] == pytest.approx(padded["losses"], abs=1e-5) and packed["held_out_after"] == pytest.approx(
+        padded["held_out_after"], abs=1e-5
+    )
     counted = [run["tokens_per_s"] * run["step_ms"]["median"] for run in (padded, packed)]
     assert counted[0] == pytest.approx(counted[1])  # real tokens alone
 
@@ -91,7 +115,10 @@ def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path
 def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
     job = job.replace(batch=20)  # all rows there are: one length, and one compilation
-    eager, ours = (worker.data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0] for system in ("hf", "tunecompile"))
+    eager, ours = (
+        worker.data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0]
+        for system in ("hf", "tunecompile")
+    )
     assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-5)
 
 
@@ -101,7 +128,10 @@ def optimized_without_inductor(model, job):
 
 @pytest.fixture
 def pairs(job, tmp_path):
-    rows = [{"prompt": "a few " * (number % 3 + 1), "chosen": "words", "rejected": "few few " * (number % 2 + 1)} for number in range(24)]
+    rows = [
+        {"prompt": "a few " * (number % 3 + 1), "chosen": "words", "rejected": "few few " * (number % 2 + 1)}
+        for number in range(24)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return job.replace(data=str(tmp_path / "pairs.jsonl"), loss="dpo")
 
@@ -109,7 +139,9 @@ def pairs(job, tmp_path):
 @pytest.mark.parametrize("trainer", ["sft", "loop"])
 def test_dpo_learns_pairs(pairs, trainer):
     run = worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False))["runs"][0]
-    assert run["losses"][0] == pytest.approx(math.log(2)) == pytest.approx(run["held_out_before"])  # a fresh adapter is the reference
+    assert (
+        run["losses"][0] == pytest.approx(math.log(2)) == pytest.approx(run["held_out_before"])
+    )  # a fresh adapter is the reference
     assert run["losses"][-1] < run["losses"][0] and run["held_out_after"] < run["held_out_before"]
 
 
@@ -119,7 +151,9 @@ def test_dpo_of_an_optimized_model_is_eagers(pairs, trainer, monkeypatch, tmp_pa
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
     runs, gradients = [], []
     for system in ("hf", "tunecompile"):
-        made = worker.data_run(pairs.replace(trainer=trainer, system=system, saved_bytes=False, gradients=str(tmp_path / system)))
+        made = worker.data_run(
+            pairs.replace(trainer=trainer, system=system, saved_bytes=False, gradients=str(tmp_path / system))
+        )
         runs.append(made["runs"][0])
         gradients.append(torch.load(tmp_path / system)["gradients"])
     assert made["report"]["compiles"] > 0 and runs[1]["losses"] == pytest.approx(runs[0]["losses"], abs=1e-5)
@@ -131,5 +165,8 @@ def test_trl_and_the_plain_loop_agree_about_dpo(pairs):
     """On the same batch, which is all there is."""
     rows = Path(pairs.data).read_text().splitlines()[:8]
     Path(pairs.data).write_text("\n".join(rows))
-    sft, loop = (worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False, batch=4))["runs"][0]["losses"] for trainer in ("sft", "loop"))
+    sft, loop = (
+        worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False, batch=4))["runs"][0]["losses"]
+        for trainer in ("sft", "loop")
+    )
     assert sft == pytest.approx(loop, abs=1e-5)

@@ -16,25 +16,68 @@ from tunecompile.cli.compare.spec import Job
 
 
 def run(system, ms, first, **more):
-    return {"system": system, "model": "m", "mode": "qlora", "shape": "4x64", "status": "ok", "order": 0, "tokens_per_s": 1e5 / ms,
-            "step_ms": {"median": ms, "min": ms * 0.9, "max": ms * 1.2}, "first_step_s": first, "peak_gib": 1.5, "peak_reserved_gib": None,
-            "saved_bytes": 2**20, "losses": [3.0, 2.5, 2.25], "held_out_before": 3.1, "held_out_after": 2.2, **more}
+    return {
+        "system": system,
+        "model": "m",
+        "mode": "qlora",
+        "shape": "4x64",
+        "status": "ok",
+        "order": 0,
+        "tokens_per_s": 1e5 / ms,
+        "step_ms": {"median": ms, "min": ms * 0.9, "max": ms * 1.2},
+        "first_step_s": first,
+        "peak_gib": 1.5,
+        "peak_reserved_gib": None,
+        "saved_bytes": 2**20,
+        "losses": [3.0, 2.5, 2.25],
+        "held_out_before": 3.1,
+        "held_out_after": 2.2,
+        **more,
+    }
 
 
 @pytest.fixture
 def result():
-    gradients = [{"parameter": f"model.layers.{i}.mlp.up_proj.lora_{ab}.weight", "error": 1e-3, "eager_error": 2e-3, "yardstick": 2e-3,
-                  "norm_ratio": 1.0, "has_gradient": True} for i in range(3) for ab in "AB"]
-    away = {"system": "liger", "model": "m", "mode": "qlora", "shape": "4x64", "status": "not installed", "order": 1, "install": "pip install liger-kernel"}
+    gradients = [
+        {
+            "parameter": f"model.layers.{i}.mlp.up_proj.lora_{ab}.weight",
+            "error": 1e-3,
+            "eager_error": 2e-3,
+            "yardstick": 2e-3,
+            "norm_ratio": 1.0,
+            "has_gradient": True,
+        }
+        for i in range(3)
+        for ab in "AB"
+    ]
+    away = {
+        "system": "liger",
+        "model": "m",
+        "mode": "qlora",
+        "shape": "4x64",
+        "status": "not installed",
+        "order": 1,
+        "install": "pip install liger-kernel",
+    }
     return {
-        "schema": 1, "date": "2026-01-01T00:00:00Z", "commit": "0123456789abcdef", "dirty": True, "command": "tunecompile compare",
-        "machine": {"gpu": None, "gpu_count": 0, "cpu": "some CPU", "memory_gib": 8.0}, "versions": {"torch": "2.13.0"},
+        "schema": 1,
+        "date": "2026-01-01T00:00:00Z",
+        "commit": "0123456789abcdef",
+        "dirty": True,
+        "command": "tunecompile compare",
+        "machine": {"gpu": None, "gpu_count": 0, "cpu": "some CPU", "memory_gib": 8.0},
+        "versions": {"torch": "2.13.0"},
         "runs": [run("hf", 100.0, 0.5), away, run("tunecompile", 80.0, 10.5, break_even_step=501)],
-        "matches": [{"family": "rms_norm", "found": 6, "rewritten": 5, "refused": ["x < y", "x < y"]}], "gradients": gradients,
-        "verdicts": [{"name": "loss", "passed": True, "detail": "1e-6"}, {"name": "<b>bold</b>", "passed": False, "detail": "too slow"}],
+        "matches": [{"family": "rms_norm", "found": 6, "rewritten": 5, "refused": ["x < y", "x < y"]}],
+        "gradients": gradients,
+        "verdicts": [
+            {"name": "loss", "passed": True, "detail": "1e-6"},
+            {"name": "<b>bold</b>", "passed": False, "detail": "too slow"},
+        ],
         "compiler": {"regions": [{"name": "layer", "layers": 3, "compiles": 1}], "notes": ["a note"], "compiles": 1},
         "answers": [{"question": "What?", "before": "b", "after": "That.", "expected": "That.", "reloaded": "That."}],
-        "settings": Job(system="hf", model="m", data="d.jsonl").to_dict() | {"turns": True, "rows": 10, "dropped_rows": 2},
+        "settings": Job(system="hf", model="m", data="d.jsonl").to_dict()
+        | {"turns": True, "rows": 10, "dropped_rows": 2},
         "reference": {"dtype": "float64", "losses": [3.0, 2.5]},
     }
 
@@ -44,7 +87,16 @@ def test_three_files_that_say_the_same(result, tmp_path):
     assert load_result(paths["json"]) == result
     for kind in ("md", "html"):
         text = paths[kind].read_text()
-        for wanted in ("not installed", "step 501", "rms_norm", "a note", "What?", "A check fails", "too slow", "2 longer ones left out"):
+        for wanted in (
+            "not installed",
+            "step 501",
+            "rms_norm",
+            "a note",
+            "What?",
+            "A check fails",
+            "too slow",
+            "2 longer ones left out",
+        ):
             assert wanted in text, (kind, wanted)
     assert "80.0" in run_table(result["runs"])[1][2]
 
@@ -69,7 +121,9 @@ def test_in_a_browser(result, tmp_path):
     page = write_reports(result, tmp_path)["html"]
     seen = chromium.look(page)
     assert seen.addresses == [] and seen.logged == []
-    assert len(seen.pictures) == 6 and all(p["width"] > 300 and p["height"] > 100 and p["drawn"] > 100 for p in seen.pictures)
+    assert len(seen.pictures) == 6 and all(
+        p["width"] > 300 and p["height"] > 100 and p["drawn"] > 100 for p in seen.pictures
+    )
     assert 1 <= chromium.pages_printed(page) <= 6
 
 
@@ -84,7 +138,10 @@ SORT = """(() => {
 def test_tables_sort_by_number_with_what_has_none_last(result, tmp_path):
     result["runs"].append(run("compile", 1090.0, 3.0))  # as text, before the others
     seen = chromium.look(write_reports(result, tmp_path)["html"], SORT)
-    assert seen.logged == [] and seen.answer == [["ascending", "tunecompile", "hf", "compile", "liger"], ["descending", "compile", "hf", "tunecompile", "liger"]]
+    assert seen.logged == [] and seen.answer == [
+        ["ascending", "tunecompile", "hf", "compile", "liger"],
+        ["descending", "compile", "hf", "tunecompile", "liger"],
+    ]
 
 
 def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):
@@ -95,12 +152,20 @@ def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):
 
 def test_a_reduced_precision_is_shown_beside_and_not_judged_by_gradients(result, tmp_path):
     result["runs"].append(run("tunecompile-fp8", 60.0, 11.0, losses=[3.01, 2.49, 2.26]))
-    result |= {"curves": compare_curves(result["runs"]), "reduced_gradients": [{**row, "error": 0.04} for row in result["gradients"]],
-               "verdicts": [asdict(v) for v in judge_curves(result["runs"])]}
+    result |= {
+        "curves": compare_curves(result["runs"]),
+        "reduced_gradients": [{**row, "error": 0.04} for row in result["gradients"]],
+        "verdicts": [asdict(v) for v in judge_curves(result["runs"])],
+    }
     paths = write_reports(result, tmp_path)
     for kind in ("md", "html"):
         text = paths[kind].read_text()
-        assert "Gradients in reduced precision, not judged" in text and "4.00e-02" in text and "Loss beside hf" in text and "1.00e-02" in text
+        assert (
+            "Gradients in reduced precision, not judged" in text
+            and "4.00e-02" in text
+            and "Loss beside hf" in text
+            and "1.00e-02" in text
+        )
     assert "Every check passes" in text
 
 
@@ -108,14 +173,24 @@ def test_gradient_errors_stand_beside_eagers_by_family(result, tmp_path):
     for row in result["gradients"]:
         row["error"] = 1.5e-3 if "lora_A" in row["parameter"] else 1e-3
     rows = {row[0]: row[1:] for row in error_summary(result["gradients"])}
-    assert list(rows) == ["all", "mlp up_proj lora_A", "mlp up_proj lora_B"] and rows["all"][:4] == ["6", "2.00e-03", "1.25e-03", "37.5%"]
-    assert rows["mlp up_proj lora_A"][3:5] == ["25.0%", "0.750"] and rows["mlp up_proj lora_B"][3:5] == ["50.0%", "0.500"]
+    assert list(rows) == ["all", "mlp up_proj lora_A", "mlp up_proj lora_B"] and rows["all"][:4] == [
+        "6",
+        "2.00e-03",
+        "1.25e-03",
+        "37.5%",
+    ]
+    assert rows["mlp up_proj lora_A"][3:5] == ["25.0%", "0.750"] and rows["mlp up_proj lora_B"][3:5] == [
+        "50.0%",
+        "0.500",
+    ]
     assert error_summary([row | {"error": 4e-3} for row in result["gradients"]])[0][4] == "no: 2.00x as far"
     tiny = error_summary([row | {"error": 2e-7, "eager_error": 1e-7} for row in result["gradients"]])
     assert tiny[0][4] == "both are rounding" and error_summary([]) == []
     paths = write_reports(result, tmp_path)
     for kind in ("md", "html"):
-        assert "nearer than eager by" in paths[kind].read_text() and "tunecompile's, median" in paths[kind].read_text().replace("&#39;", "'")
+        assert "nearer than eager by" in paths[kind].read_text() and "tunecompile's, median" in paths[
+            kind
+        ].read_text().replace("&#39;", "'")
 
 
 def test_break_even():

@@ -30,18 +30,26 @@ def test_measured_results_stay_readable():
 
 
 def test_another_version_is_refused_with_the_command_that_makes_it_again(held, tmp_path):
-    with pytest.raises(UnknownSchema, match=r"schema 7, .* reads schema 1\. Make it again .*tunecompile compare --model m"):
+    with pytest.raises(
+        UnknownSchema, match=r"schema 7, .* reads schema 1\. Make it again .*tunecompile compare --model m"
+    ):
         load_result(write(tmp_path, held | {"schema": 7, "command": "tunecompile compare --model m"}))
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda held: "{", "JSONDecodeError"),
-    (lambda held: [held], "no 'schema'"),
-    (lambda held: held | {"runs": []}, "there are no runs"),
-    (lambda held: held | {"machine": {}}, "machine.gpu: Field required"),
-    (lambda held: held | {"runs": [held["runs"][0] | {"tokens_per_s": None}]}, "runs.0: .* a run that is ok needs tokens_per_s"),
-    (lambda held: held | {"runs": [held["runs"][0] | {"losses": ["low"]}]}, r"runs.0.losses.0: "),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda held: "{", "JSONDecodeError"),
+        (lambda held: [held], "no 'schema'"),
+        (lambda held: held | {"runs": []}, "there are no runs"),
+        (lambda held: held | {"machine": {}}, "machine.gpu: Field required"),
+        (
+            lambda held: held | {"runs": [held["runs"][0] | {"tokens_per_s": None}]},
+            "runs.0: .* a run that is ok needs tokens_per_s",
+        ),
+        (lambda held: held | {"runs": [held["runs"][0] | {"losses": ["low"]}]}, r"runs.0.losses.0: "),
+    ],
+)
 def test_what_is_no_result_is_refused_at_its_field(held, tmp_path, change, says):
     with pytest.raises(NotAResult, match=f"report.json is no result .*{says}"):
         load_result(write(tmp_path, change(held)))

@@ -14,7 +14,9 @@ def test_what_is_saved_is_what_is_built(tmp_path, quantise):
     pytest.importorskip("bitsandbytes")
     what = dict(seed=3, device="cpu", layers=2, quantise=quantise)
     save_shape_model("llama-tiny", str(tmp_path), **what)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}).state_dict()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
+    ).state_dict()
     built = build_shape_model("llama-tiny", dtype=torch.bfloat16, **what).state_dict()
     assert set(loaded) == set(built) and all(loaded[name].equal(built[name]) for name in built)
     assert any("quant_map" in name for name in built) == quantise
@@ -24,7 +26,9 @@ def test_what_is_saved_is_what_is_built(tmp_path, quantise):
 def test_eager_is_checked_beside_systems_that_are_timed_without_it(monkeypatch, tmp_path, given):
     """And without a budget what is timed under one."""
     seen = []
-    monkeypatch.setattr(run, "run_jobs", lambda jobs, *rest, **options: seen.extend(job.system for job in jobs) or [{}] * len(jobs))
+    monkeypatch.setattr(
+        run, "run_jobs", lambda jobs, *rest, **options: seen.extend(job.system for job in jobs) or [{}] * len(jobs)
+    )
     monkeypatch.setattr(run, "judge", lambda *rest: None)
     systems = resolve_systems(given, False)
     job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3)

@@ -29,6 +29,7 @@ def test_a_worker_measures_and_talks(tmp_path):
 
 def test_figures_of_steps_outlive_what_does_not_fit_beside_them(monkeypatch):
     """A step that fits under a budget may not, where what it saves is counted and so stays on the GPU."""
+
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 896.00 MiB")
 
@@ -43,11 +44,22 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
     monkeypatch.setenv("TUNECOMPILE", "0")
     job = TINY.replace(layers=None, saved_bytes=False)
     absent = System("liger", "liger", package="a_package_that_nobody_has")
-    result = run_comparison(Comparison([SYSTEMS["hf"], absent, SYSTEMS["tunecompile"], SYSTEMS["tunecompile-fp8"]], job, tmp_path, turns=True))
+    result = run_comparison(
+        Comparison(
+            [SYSTEMS["hf"], absent, SYSTEMS["tunecompile"], SYSTEMS["tunecompile-fp8"]], job, tmp_path, turns=True
+        )
+    )
     assert [r["status"] for r in result["runs"]] == ["ok", "not installed", "ok", "ok"]
-    assert [r["version"] for r in result["runs"]] == [metadata.version("transformers"), None, tunecompile.__version__, tunecompile.__version__]
+    assert [r["version"] for r in result["runs"]] == [
+        metadata.version("transformers"),
+        None,
+        tunecompile.__version__,
+        tunecompile.__version__,
+    ]
     assert result["runs"][1]["install"] == "pip install a-package-that-nobody-has"
-    assert result["runs"][0]["losses"] == result["runs"][2]["losses"] and [row["largest"] for row in result["curves"]] == [0, 0]
+    assert result["runs"][0]["losses"] == result["runs"][2]["losses"] and [
+        row["largest"] for row in result["curves"]
+    ] == [0, 0]
     assert len(result["reduced_gradients"]) == 28
     assert len(result["gradients"]) == 28
     assert all(r["error"] == r["eager_error"] < 1e-5 for r in result["gradients"])
@@ -59,7 +71,9 @@ def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNECOMPILE", "0")  # what is cached does not matter here
     seen = []
     start = Worker.start
-    monkeypatch.setattr(Worker, "start", lambda self: (seen.append((self.job.system, self.job.steps, self.caches)), start(self))[1])
+    monkeypatch.setattr(
+        Worker, "start", lambda self: (seen.append((self.job.system, self.job.steps, self.caches)), start(self))[1]
+    )
     job = TINY.replace(saved_bytes=False)
     result = run_comparison(Comparison([SYSTEMS["hf"], SYSTEMS["tunecompile"]], job, tmp_path, check=False, warm=True))
     (_, _, none), (_, _, first), (name, steps, second) = seen
@@ -104,6 +118,7 @@ def test_the_reference_computes_in_fp64_where_model_code_asks_for_fp32():
 def test_evaluation_leaves_training_as_it_was(quantised):
     """bitsandbytes repacks weights at the first evaluation on some CPUs, and what is packed passes no gradient."""
     ids = torch.tensor([[5, 6, 7, 8]])
+
     def gradient():
         quantised.train().zero_grad(set_to_none=True)
         models.set_initial_adapter(quantised, 0, b_scale=0.01)

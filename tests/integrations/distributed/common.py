@@ -27,7 +27,9 @@ def model(full: bool = False, **changes) -> nn.Module:
 
 def packed() -> nn.Module:
     """In NF4, as loading leaves it: the state of a weight is its module's as well. Stored as floats, since FSDP2 shards no others (torch 2.11)."""
-    made = zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2), storage=torch.bfloat16), r=8).to(DEVICE).train()
+    made = (
+        zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2), storage=torch.bfloat16), r=8).to(DEVICE).train()
+    )
     for module in made.modules():
         if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
             module.quant_state = state
@@ -70,7 +72,9 @@ def part(whole: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, tor
 def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
     """By the names they have without a wrapper; those of shards put together."""
     found = {name.removeprefix("module."): p.grad for name, p in of.named_parameters() if p.grad is not None}
-    return {name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone() for name, grad in found.items()}
+    return {
+        name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone() for name, grad in found.items()
+    }
 
 
 def alike(ours: nn.Module, one: nn.Module, limit: float = 1e-3 if DEVICE == "cuda" else 1e-4) -> None:

@@ -34,7 +34,12 @@ def adapters(rank, ranks):
 
 @slow
 def as_the_readme_says(rank, ranks):
-    steps(of_readme("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}), model(), rank, ranks)
+    steps(
+        of_readme("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}),
+        model(),
+        rank,
+        ranks,
+    )
 
 
 @slow
@@ -86,7 +91,11 @@ def sent_while_the_backward_runs(rank, ranks):
                 wrapped.zero_grad(), there.clear(), counts.clear()
                 wrapped(**part(batch(seed), rank, ranks)).loss.backward()
         (_, _, ours), (_, _, plain) = found
-        assert len(ours) == len(plain) and ours.count(0) == plain.count(0) and (ours.count(0) > 1 if full else len(ours) == 1), (ours, plain)
+        assert (
+            len(ours) == len(plain)
+            and ours.count(0) == plain.count(0)
+            and (ours.count(0) > 1 if full else len(ours) == 1)
+        ), (ours, plain)
 
 
 @slow
@@ -167,7 +176,9 @@ def wrong_on_one_rank(rank, ranks):
         passes.PIPELINE = pipeline
     said = "loss is as near to the reference as eager's does not hold"
     notes = [note for note in tunecompile.report(made).notes if said in note]
-    assert len(notes) == 1 and notes[0].startswith("verified: " if rank == 1 else f"verified on {ranks - 1} of {ranks - 1} other ranks: rank 1: "), notes
+    assert len(notes) == 1 and notes[0].startswith(
+        "verified: " if rank == 1 else f"verified on {ranks - 1} of {ranks - 1} other ranks: rank 1: "
+    ), notes
     assert "the rewrite at fault is planted: wrong" in notes[0]
 
 

@@ -118,7 +118,10 @@ def offloaded(rank, ranks):
     """Shards wait on the host. (Where there is no GPU, that is where they are.)"""
     for make in (model, lambda: model(full=True)):
         torch._dynamo.reset()
-        made, plain = (_sharded(each, offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda")) for each in (optimized(make()), make()))
+        made, plain = (
+            _sharded(each, offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda"))
+            for each in (optimized(make()), make())
+        )
         for each in (made, plain):
             for seed in range(2):
                 each(**part(batch(seed), rank, ranks)).loss.backward()
@@ -178,19 +181,34 @@ def flat_weights(rank, ranks):
             torch._dynamo.reset()
             made, one = model(full=True), model(full=True)
             made = optimized(made) if first else made
-            wrapped = FullyShardedDataParallel(made, auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={type(made.model.layers[0])}), use_orig_params=original,
-                                               device_id=torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+            wrapped = FullyShardedDataParallel(
+                made,
+                auto_wrap_policy=partial(
+                    transformer_auto_wrap_policy, transformer_layer_cls={type(made.model.layers[0])}
+                ),
+                use_orig_params=original,
+                device_id=torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"),
+            )
             made = made if first else optimized(wrapped)
             for each, inputs in ((one, batch()), (wrapped, part(batch(), rank, ranks))):
                 optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
                 each(**inputs).loss.backward()
                 optimizer.step()
             with FullyShardedDataParallel.summon_full_params(wrapped):
-                found = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in wrapped.named_parameters()}
+                found = {
+                    name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in wrapped.named_parameters()
+                }
                 start = dict(model(full=True).named_parameters())
-                worst = zoo.errors(*({name: weights[name] - start[name].detach() for name in start} for weights in (found, {name: p.detach() for name, p in one.named_parameters()})))
+                worst = zoo.errors(
+                    *(
+                        {name: weights[name] - start[name].detach() for name in start}
+                        for weights in (found, {name: p.detach() for name, p in one.named_parameters()})
+                    )
+                )
                 assert max(worst.values()) < 1e-3, max(worst.items(), key=lambda item: item[1])
-            assert "FSDP1" in _refused(made) and not any("came after" in note for note in tunecompile.report(made).notes)
+            assert "FSDP1" in _refused(made) and not any(
+                "came after" in note for note in tunecompile.report(made).notes
+            )
 
 
 @slow
@@ -221,7 +239,9 @@ def a_head_that_stays_gathered_in_other_loops(rank, ranks):
         return output.loss + 1e-2 * output.logits.float().square().mean()
 
     def own(each, inputs):
-        return torch.nn.functional.cross_entropy(each(inputs["input_ids"]).logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            each(inputs["input_ids"]).logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        )
 
     for loss in (beside, own):
         for seed in range(2):
@@ -289,10 +309,14 @@ def out_of_memory(rank, ranks):
         made = optimized(make(), memory="1KiB")
         ours, plain = _sharded(made, **options), _sharded(make(), **options)
         for seed in range(2):
-            faults = [Full(made, 1, WHERE[seed])] if rank == seed else []  # the other layer gives up its graph: there is no smaller plan
+            faults = (
+                [Full(made, 1, WHERE[seed])] if rank == seed else []
+            )  # the other layer gives up its graph: there is no smaller plan
             for each in (ours, plain):
                 each.zero_grad()
-                with patch.object(candidates, "candidate_stages", lambda graph: iter([[KEEP], [RECOMPUTE]])):  # to survey a whole layer takes its time
+                with patch.object(
+                    candidates, "candidate_stages", lambda graph: iter([[KEEP], [RECOMPUTE]])
+                ):  # to survey a whole layer takes its time
                     each(**part(batch(seed), rank, ranks)).loss.backward()
             alike(ours, plain, limit)
             assert all(fault.raised == 1 for fault in faults)
@@ -303,7 +327,10 @@ def out_of_memory(rank, ranks):
 def verification_is_refused(rank, ranks):
     made = _sharded(optimized(model(), verify=True))
     steps(made, model(), rank, ranks, count=1)
-    assert any(note.startswith("not verified: ") and "Verify on one process, before they are" in note for note in tunecompile.report(made).notes)
+    assert any(
+        note.startswith("not verified: ") and "Verify on one process, before they are" in note
+        for note in tunecompile.report(made).notes
+    )
     with pytest.raises(CannotVerify, match="its weights are shared with other processes"):
         tunecompile.verify(made, part(batch(), rank, ranks))
 

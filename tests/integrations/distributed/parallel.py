@@ -59,7 +59,12 @@ def adapters_beside_tensors(rank, ranks):
     from peft import LoraConfig, get_peft_model
 
     one = model(full=True)
-    made, plain = (get_peft_model(_sharded(one), LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights="orthogonal")).train() for _ in range(2))
+    made, plain = (
+        get_peft_model(
+            _sharded(one), LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights="orthogonal")
+        ).train()
+        for _ in range(2)
+    )
     plain.load_state_dict(made.state_dict())
     _same(optimized(made), plain)
     assert any("tensor parallelism" in note for note in tunecompile.report(made).notes)
@@ -71,8 +76,17 @@ def tensors_by_torchs_own_plan(rank, ranks):
 
     mesh, made, one = init_device_mesh(DEVICE, (ranks,)), model(full=True), model(full=True)
     for layer in made.model.layers:
-        parallelize_module(layer, mesh, {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-                           | {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()})
+        parallelize_module(
+            layer,
+            mesh,
+            {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+            | {"self_attn.o_proj": RowwiseParallel()}
+            | {
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(),
+            },
+        )
     _same(optimized(made), one)
     assert not [note for note in tunecompile.report(made).notes if "eagerly" in note], tunecompile.report(made)
 
@@ -137,7 +151,12 @@ def _pipelined(schedule, places, rank, full=False, prepare=optimized):
     from torch.distributed.pipelining import PipelineStage
 
     count = 2 * sum(map(len, places))
-    made, one = (zoo.make("llama", num_hidden_layers=count) if full else zoo.adapt(zoo.make("llama", num_hidden_layers=count), r=8) for _ in range(2))
+    made, one = (
+        zoo.make("llama", num_hidden_layers=count)
+        if full
+        else zoo.adapt(zoo.make("llama", num_hidden_layers=count), r=8)
+        for _ in range(2)
+    )
     made, one = made.to(DEVICE).train(), one.to(DEVICE).train()
     parts = [prepare(_Stage(made, 2 * place, 2 * place + 2).train()) for place in places[rank]]
     device = torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu")
@@ -151,7 +170,13 @@ def _pipelined(schedule, places, rank, full=False, prepare=optimized):
         last = {"target": inputs["labels"]} if count // 2 - 1 in places[rank] else {}
         run.step(*([inputs["input_ids"]] if 0 in places[rank] else []), **last)
         found, expected = gradients(made), gradients(one)
-        own = {name for part in parts for p in part.parameters() for name, q in made.named_parameters() if p is q and q.requires_grad}
+        own = {
+            name
+            for part in parts
+            for p in part.parameters()
+            for name, q in made.named_parameters()
+            if p is q and q.requires_grad
+        }
         assert set(found) == own
         worst = zoo.errors(found, {name: expected[name] for name in found})
         assert max(worst.values()) < (1e-3 if DEVICE == "cuda" else 1e-4), max(worst.items(), key=lambda item: item[1])
@@ -172,7 +197,13 @@ def stages_as_the_readme_says(rank, ranks):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     def prepare(part):
-        names = {"part": part, "PipelineStage": PipelineStage, "index": rank, "stages": ranks, "device": torch.device(DEVICE)}
+        names = {
+            "part": part,
+            "PipelineStage": PipelineStage,
+            "index": rank,
+            "stages": ranks,
+            "device": torch.device(DEVICE),
+        }
         of_readme("PipelineStage(", names)
         return names["part"]
 
@@ -253,7 +284,13 @@ def _shared(made, one, count=3, rows=2, length=32):
         labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         positions = torch.arange(length, device=labels.device)[None].clone()
         with _everywhere(mesh, [inputs["input_ids"].clone(), labels.clone(), positions]) as (tokens, shifted, places):
-            loss = made(input_ids=tokens, position_ids=places, labels=shifted, shift_labels=shifted, num_items_in_batch=int((labels != -100).sum())).loss
+            loss = made(
+                input_ids=tokens,
+                position_ids=places,
+                labels=shifted,
+                shift_labels=shifted,
+                num_items_in_batch=int((labels != -100).sum()),
+            ).loss
             loss.backward()
         for parameter in made.parameters():
             if parameter.grad is not None:
@@ -266,8 +303,12 @@ def sequences(rank, ranks):
     made = optimized(model())
     _shared(made, model())
     report = tunecompile.report(made)
-    assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and any("attention runs outside" in note for note in report.notes), report
-    assert report.compiles <= 4 and not [note for note in report.notes if "eagerly" in note], report  # up to attention and behind it, in two functions
+    assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and any(
+        "attention runs outside" in note for note in report.notes
+    ), report
+    assert report.compiles <= 4 and not [note for note in report.notes if "eagerly" in note], (
+        report
+    )  # up to attention and behind it, in two functions
 
 
 @slow
@@ -289,7 +330,9 @@ class _Attends(nn.Module):
 
     def forward(self, x):
         query, key, value = (part.view(*x.shape[:2], 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 @slow
@@ -298,8 +341,15 @@ def sequences_as_the_readme_says(rank, ranks):
     one(**inputs).loss.backward()
     labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     count = int((labels != -100).sum())
-    names = {"model": made, "tokens": inputs["input_ids"].clone(), "labels": labels.clone(), "count": count, "mesh": init_device_mesh(DEVICE, (ranks,)),
-             "positions": torch.arange(32, device=DEVICE)[None].clone(), "context_parallel": _in_place}
+    names = {
+        "model": made,
+        "tokens": inputs["input_ids"].clone(),
+        "labels": labels.clone(),
+        "count": count,
+        "mesh": init_device_mesh(DEVICE, (ranks,)),
+        "positions": torch.arange(32, device=DEVICE)[None].clone(),
+        "context_parallel": _in_place,
+    }
     of_readme("context_parallel(", names)
     for parameter in made.parameters():
         if parameter.grad is not None:

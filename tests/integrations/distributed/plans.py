@@ -51,7 +51,10 @@ def each_for_its_own_batch(rank, ranks):
             _train(each, rows, rows)
         alike(ours, one)
         assert _plans(made) == [(4, rank == 1)]
-        assert _said(made, f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'compute again'}")
+        assert _said(
+            made,
+            f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'compute again'}",
+        )
 
 
 def _finds_out(where, rank):
@@ -68,7 +71,15 @@ def _finds_out(where, rank):
         _train(each, 4)
     alike(ours, one)
     assert _plans(made) == [(1, True), (3, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
-    assert len(_said(made, "rank 1 ran out of memory: the plan was 4 layers keep" if rank == 0 else "the step ran out of memory")) == 1
+    assert (
+        len(
+            _said(
+                made,
+                "rank 1 ran out of memory: the plan was 4 layers keep" if rank == 0 else "the step ran out of memory",
+            )
+        )
+        == 1
+    )
 
 
 def what_one_finds_out(rank, ranks):
@@ -92,7 +103,9 @@ def a_small_batch_has_room(rank, ranks):
         Full(made, 1, "forward")
     for _ in range(2):
         _train(ours, 4 - 2 * rank)
-    assert _plans(made) == ([(1, True), (3, False)] if rank == 0 else [(4, False)]) and not (rank and _said(made, "ran out of memory"))
+    assert _plans(made) == ([(1, True), (3, False)] if rank == 0 else [(4, False)]) and not (
+        rank and _said(made, "ran out of memory")
+    )
 
 
 def what_one_of_gathered_layers_finds_out(rank, ranks):
@@ -100,12 +113,16 @@ def what_one_of_gathered_layers_finds_out(rank, ranks):
     made = build(int(1.2 * needed()))
     ours, one = _sharded(made), _sharded(build(None))
     _train(ours, 4)
-    faults = [Full(made, *fault) for fault in ((3, "forward"), (2, "behind the backward"), (0, "before the backward", 2))] if rank == 1 else []
+    faults = (
+        [Full(made, *fault) for fault in ((3, "forward"), (2, "behind the backward"), (0, "before the backward", 2))]
+        if rank == 1
+        else []
+    )
     for _ in range(2):
         for each in (ours, one):
             _train(each, 4)
         alike(ours, one)
-        assert [fault.raised for fault in faults] == [1, 1, 2][:len(faults)] and not graphs(made)
+        assert [fault.raised for fault in faults] == [1, 1, 2][: len(faults)] and not graphs(made)
     assert _plans(made) != [(4, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
     assert _said(made, f"{'the step' if rank else 'rank 1'} ran out of memory: the plan was 4 layers keep")
 
@@ -142,6 +159,7 @@ def a_rank_that_cannot_repeat(rank, ranks):
 
 def a_board_that_is_gone(rank, ranks):
     """The store may be that of a rank that has ended."""
+
     class Gone:
         def check(self, keys):
             raise torch.distributed.DistNetworkError("connection was reset")
@@ -161,13 +179,26 @@ def gradients_of_shards(rank, ranks):
         torch._dynamo.reset()
         made = _sharded(build("1GiB"))
         made.set_requires_gradient_sync(sent)
-        layer, beside = made.backbone.layers[1], [*made.head.parameters(), *made.backbone.embed.parameters(), *made.backbone.norm.parameters()]
-        part, whole, root, shards = _bytes(layer.parameters()), _whole(layer.parameters()), _whole(beside), _bytes(made.parameters())
-        with patch.object(RuntimePlanner, "bounds_all", True), patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())):
+        layer, beside = (
+            made.backbone.layers[1],
+            [*made.head.parameters(), *made.backbone.embed.parameters(), *made.backbone.norm.parameters()],
+        )
+        part, whole, root, shards = (
+            _bytes(layer.parameters()),
+            _whole(layer.parameters()),
+            _whole(beside),
+            _bytes(made.parameters()),
+        )
+        with (
+            patch.object(RuntimePlanner, "bounds_all", True),
+            patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())),
+        ):
             _train(made, 4)
         budget = made._tunecompile.step.budget
         assert 2 * part == whole and budget.present == LAYERS * part + (whole - part) + root
-        assert {option.gradients for options in budget.admitted.choice.options for option in options} == {part if sent else whole}
+        assert {option.gradients for options in budget.admitted.choice.options for option in options} == {
+            part if sent else whole
+        }
         assert budget.admitted.resident == budget.present + root + 2 * shards + whole
         assert not _said(made, "without rewrites")
 
@@ -182,4 +213,7 @@ def _whole(parameters):
 
 def parts_of_tensors(rank, ranks):
     mesh, weight = init_device_mesh(DEVICE, (ranks,)), torch.empty(8, 4, device=DEVICE)
-    assert [part_bytes(distribute_tensor(weight, mesh, [placement])) for placement in (Shard(0), Replicate())] == [128 // ranks, 128] and part_bytes(weight) == 128
+    assert [part_bytes(distribute_tensor(weight, mesh, [placement])) for placement in (Shard(0), Replicate())] == [
+        128 // ranks,
+        128,
+    ] and part_bytes(weight) == 128

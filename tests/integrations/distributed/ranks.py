@@ -28,26 +28,55 @@ def slow(case: Callable) -> Callable:
 
 def cases_of(modules: str, slow: bool) -> dict[str, Callable]:
     """By module and name."""
-    return {f"{module}.{name}": value for module in modules.split(",") for name, value in vars(importlib.import_module(module)).items()
-            if callable(value) and value.__module__ == module and not name.startswith("_") and hasattr(value, "slow") == slow}
+    return {
+        f"{module}.{name}": value
+        for module in modules.split(",")
+        for name, value in vars(importlib.import_module(module)).items()
+        if callable(value)
+        and value.__module__ == module
+        and not name.startswith("_")
+        and hasattr(value, "slow") == slow
+    }
 
 
 def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False, timeout: float = TIMEOUT) -> list[str]:
     """What failed: a traceback for each case and rank."""
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    said = [folder / f"{rank}.log" for rank in range(ranks)]  # not pipes: a rank that nobody reads would wait, and the others for it
-    processes = [subprocess.Popen([sys.executable, "-m", __name__, modules, str(int(slow)), str(folder)], stdout=log.open("w"), stderr=subprocess.STDOUT,
-                                  env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank, log in enumerate(said)]
+    said = [
+        folder / f"{rank}.log" for rank in range(ranks)
+    ]  # not pipes: a rank that nobody reads would wait, and the others for it
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, modules, str(int(slow)), str(folder)],
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, log in enumerate(said)
+    ]
     with contextlib.suppress(subprocess.TimeoutExpired):
         for process in processes:
             process.wait(timeout)
     for process in processes:
         process.kill()
-    ended = [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)]
-    return [f"{name}, {outcome.get(name) or f'rank {rank} ended before: {said[rank].read_text()[-3000:]}'}" for name in cases_of(modules, slow)
-            for rank, outcome in enumerate(ended) if outcome.get(name, True)]
+    ended = [
+        json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)
+    ]
+    return [
+        f"{name}, {outcome.get(name) or f'rank {rank} ended before: {said[rank].read_text()[-3000:]}'}"
+        for name in cases_of(modules, slow)
+        for rank, outcome in enumerate(ended)
+        if outcome.get(name, True)
+    ]
 
 
 def main(modules: str, slow: bool, folder: Path) -> None:
@@ -58,7 +87,12 @@ def main(modules: str, slow: bool, folder: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=ranks,
+    )
     outcome = {}
     for name, case in cases_of(modules, slow).items():
         torch._dynamo.reset()

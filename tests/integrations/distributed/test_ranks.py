@@ -10,12 +10,19 @@ from tests.integrations.distributed.ranks import TIMEOUT, run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (f"tests.integrations.distributed.{name}" for name in ("ddp", "fsdp", "parallel", "plans", "startup", "trainers", "zero"))
+DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (
+    f"tests.integrations.distributed.{name}"
+    for name in ("ddp", "fsdp", "parallel", "plans", "startup", "trainers", "zero")
+)
 NEEDED = {ZERO: ("deepspeed",), TRAINERS: ("accelerate", "trl", "datasets")}
 
 
 def check(modules: str, slow: bool, ranks: int, folder, **options):
-    for needed in ("transformers", "peft", *(name for module, names in NEEDED.items() if module in modules for name in names)):
+    for needed in (
+        "transformers",
+        "peft",
+        *(name for module, names in NEEDED.items() if module in modules for name in names),
+    ):
         if importlib.util.find_spec(needed) is None:  # DeepSpeed chooses a device when it is imported
             pytest.skip(f"{needed} is not installed")
     failed = run(modules, slow, ranks, folder, **options)
@@ -25,8 +32,14 @@ def check(modules: str, slow: bool, ranks: int, folder, **options):
 ALL = [pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
-@pytest.mark.parametrize("modules, slow", [(f"{DDP},{FSDP},{PARALLEL},{PLANS},{STARTUP}", False), (ZERO, False), *(pytest.param(module, True, marks=ALL) for module in
-                                                                                                               (DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO))])
+@pytest.mark.parametrize(
+    "modules, slow",
+    [
+        (f"{DDP},{FSDP},{PARALLEL},{PLANS},{STARTUP}", False),
+        (ZERO, False),
+        *(pytest.param(module, True, marks=ALL) for module in (DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO)),
+    ],
+)
 def test_on_two_ranks(modules, slow, tmp_path):
     check(modules, slow, 2, tmp_path, timeout=1200 if slow else TIMEOUT)
 

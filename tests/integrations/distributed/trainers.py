@@ -41,7 +41,11 @@ def _alike(run, make, limit=1e-4):
 
 def _weights(of):
     """What is trained, put together, by the names it has without wrappers."""
-    found = {name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): p.detach() for name, p in of.named_parameters() if p.requires_grad}
+    found = {
+        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): p.detach()
+        for name, p in of.named_parameters()
+        if p.requires_grad
+    }
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
@@ -59,7 +63,9 @@ def trls(rank, ranks):
     """DPO's reference is another adapter, which is switched to for each batch."""
     for kind, rows in (("SFT", texts), ("DPO", pairs)):
         made = _alike(by_trl(kind, rows), model)
-        assert tunecompile.report(made).compiles <= 3 and not [note for note in tunecompile.report(made).notes if "eager" in note or "pieces" in note]
+        assert tunecompile.report(made).compiles <= 3 and not [
+            note for note in tunecompile.report(made).notes if "eager" in note or "pieces" in note
+        ]
 
 
 @slow
@@ -84,8 +90,19 @@ def lightnings(rank, ranks):
 
     def run(make, folder):
         module = Module(make())
-        trainer = lightning.Trainer(max_steps=4, accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=ranks, strategy="ddp_find_unused_parameters_true", accumulate_grad_batches=2, logger=False,
-                                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder)
+        trainer = lightning.Trainer(
+            max_steps=4,
+            accelerator="cpu" if DEVICE == "cpu" else "gpu",
+            devices=ranks,
+            strategy="ddp_find_unused_parameters_true",
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=folder,
+        )
         trainer.fit(module, DataLoader([part(batch(seed), rank, ranks) for seed in range(8)], batch_size=None))
         return module.numbers, module.made
 
@@ -103,7 +120,10 @@ def _by_accelerate(rank, ranks, **options):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         made = accelerate.Accelerator(cpu=DEVICE == "cpu")
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
-        for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):  # it takes plugins for GPUs only
+        for state in (
+            accelerate.state.AcceleratorState,
+            accelerate.state.PartialState,
+        ):  # it takes plugins for GPUs only
             state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
         each = make()
         each, rule = made.prepare(each, torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1))
@@ -112,10 +132,14 @@ def _by_accelerate(rank, ranks, **options):
             loss = each.train()(**part(batch(seed), rank, ranks)).loss
             made.backward(loss)
             norm = made.clip_grad_norm_(each.parameters(), 0.5)
-            numbers |= {f"loss {seed}": loss.item(), f"norm {seed}": (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()}
+            numbers |= {
+                f"loss {seed}": loss.item(),
+                f"norm {seed}": (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item(),
+            }
             rule.step()
             rule.zero_grad()
         return numbers, each
+
     return run
 
 
@@ -130,5 +154,9 @@ def sharded_by_accelerate(rank, ranks):
 @slow
 def sharded_by_accelerate_in_other_ways(rank, ranks):
     """Loaded on one rank, gathered in bf16, and checkpointed by accelerate, which wraps the layers."""
-    for options, limit in (({"cpu_ram_efficient_loading": True}, 1e-4), ({"mixed_precision_policy": "bf16"}, 2e-2), ({"activation_checkpointing": True}, 1e-4)):
+    for options, limit in (
+        ({"cpu_ram_efficient_loading": True}, 1e-4),
+        ({"mixed_precision_policy": "bf16"}, 2e-2),
+        ({"activation_checkpointing": True}, 1e-4),
+    ):
         _alike(_by_accelerate(rank, ranks, **options), lambda: model(full=True), limit)

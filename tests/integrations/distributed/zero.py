@@ -29,9 +29,18 @@ if DEVICE == "cpu":
 
 
 def _config(stage, **options):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **options}  # nothing is so small that it stays whole
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        **options,
+    }  # nothing is so small that it stays whole
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 def _engine(made, config):
@@ -52,16 +61,28 @@ def _gradients(engine):
 def _weights(engine):
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    return {
+        name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad
+    }
 
 
-def _steps(engine, one, rank, ranks, count=3, limit=1e-3 if DEVICE == "cuda" else 1e-4, loss_of=lambda made, inputs: made(**inputs).loss):
+def _steps(
+    engine,
+    one,
+    rank,
+    ranks,
+    count=3,
+    limit=1e-3 if DEVICE == "cuda" else 1e-4,
+    loss_of=lambda made, inputs: made(**inputs).loss,
+):
     """As many as it takes for DeepSpeed to know the order of modules, and gather ahead."""
     optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
     for seed in range(count):
         loss_of(one, batch(seed)).backward()
         engine.backward(loss_of(engine, part(batch(seed), rank, ranks)))
-        worst = zoo.errors(_gradients(engine), {name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+        worst = zoo.errors(
+            _gradients(engine), {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+        )
         assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
         engine.step(), optimizer.step(), optimizer.zero_grad()
     worst = zoo.errors(_weights(engine), {name: p.detach() for name, p in one.named_parameters() if p.requires_grad})
@@ -157,7 +178,11 @@ def no_view_of_a_gathered_weight_is_kept(rank, ranks):
 
     def pack(saved):
         gathered = {p.untyped_storage().data_ptr() for p in made.parameters() if p.numel()}
-        kept.extend([tuple(saved.shape)] if saved.untyped_storage().data_ptr() in gathered and not isinstance(saved, torch.nn.Parameter) else [])
+        kept.extend(
+            [tuple(saved.shape)]
+            if saved.untyped_storage().data_ptr() in gathered and not isinstance(saved, torch.nn.Parameter)
+            else []
+        )
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
@@ -172,7 +197,10 @@ def no_view_of_a_gathered_weight_is_kept(rank, ranks):
 def offloaded(rank, ranks):
     """Weights, gradients and the optimizer's state wait on the host. (Where there is no GPU, that is where they are.)"""
     for stage in (2, 3):
-        options = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+        options = {
+            "offload_optimizer": {"device": "cpu"},
+            **({"offload_param": {"device": "cpu"}} if stage == 3 else {}),
+        }
         for full in (False, True):
             torch._dynamo.reset()
             made = optimized(model(full=full))
@@ -237,7 +265,9 @@ def accumulated(rank, ranks):
         (one(**batch(seed)).loss / 2).backward()
         engine.backward(engine(**part(batch(seed), rank, ranks)).loss)
         if seed == 1:
-            worst = zoo.errors(_gradients(engine), {name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+            worst = zoo.errors(
+                _gradients(engine), {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+            )
             assert max(worst.values()) < 1e-3, max(worst.items(), key=lambda item: item[1])
         engine.step()
 
@@ -245,9 +275,12 @@ def accumulated(rank, ranks):
 @slow
 def a_loss_of_the_loops_own(rank, ranks):
     """The head's logits pass through DeepSpeed's hooks then: they are real, and the report says so."""
+
     def loss_of(made, inputs):
         logits = made(input_ids=inputs["input_ids"]).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten()
+        )
 
     for stage, said in ((2, ""), (3, "gathers its weight for each call, and the model computes no loss")):
         for full in (False, True):
@@ -273,7 +306,9 @@ def logits_read_beside_the_loss(rank, ranks):
 @slow
 def an_adapted_head(rank, ranks):
     def adapted():
-        return zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj", "lm_head"]).to(DEVICE).train()
+        return (
+            zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj", "lm_head"]).to(DEVICE).train()
+        )
 
     made = optimized(adapted())
     _steps(_engine(made, _config(3)), adapted(), rank, ranks)

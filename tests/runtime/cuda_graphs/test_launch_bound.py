@@ -45,12 +45,20 @@ def told(monkeypatch, machine, layers=16):
 
 
 @pytest.mark.parametrize("layers", [16, 3])
-@pytest.mark.parametrize("launching, between, computing, waiting", [
-    (0.67, 0.46, 0.90, True),  # 8B QLoRA on 2x512 tokens, H200: a call is computed in 1.6 times the time to launch it, and the device rests all the same
-    (1.10, 0.70, 0.90, True),  # on a slower host
-    (0.67, 0.46, 1.60, False),
-    (0.67, 0.46, 5.60, False),  # on 4x2048
-])
+@pytest.mark.parametrize(
+    "launching, between, computing, waiting",
+    [
+        (
+            0.67,
+            0.46,
+            0.90,
+            True,
+        ),  # 8B QLoRA on 2x512 tokens, H200: a call is computed in 1.6 times the time to launch it, and the device rests all the same
+        (1.10, 0.70, 0.90, True),  # on a slower host
+        (0.67, 0.46, 1.60, False),
+        (0.67, 0.46, 5.60, False),  # on 4x2048
+    ],
+)
 def test_layers_that_wait_between_calls_are_found(monkeypatch, launching, between, computing, waiting, layers):
     clock = told(monkeypatch, Machine(launching, between, computing), layers)
     assert clock.waiting is waiting

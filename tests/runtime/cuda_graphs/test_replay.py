@@ -25,7 +25,9 @@ class Again:
 
     def record(self, run, pool, device):
         first, second = list(run()), list(run())
-        own = [old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()]
+        own = [
+            old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
+        ]
         for value in own:  # recording computes nothing
             value.fill_(float("nan") if value.is_floating_point() else 1)
 

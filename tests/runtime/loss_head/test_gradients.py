@@ -52,6 +52,7 @@ def test_a_hook_changes_the_gradient(labels):
 
 def test_a_view_and_a_write_pass_a_hook():
     """The view is older than the hook."""
+
     def run(m, seen):
         logits = logits_of(m)
         part = logits[:, 2:]
@@ -92,6 +93,7 @@ def test_a_hook_for_several_tensors_waits_for_logits_that_are_made():
 @pytest.mark.parametrize("part", [lambda logits: logits, Weaker.apply], ids=["logits", "from a function"])
 def test_a_function_took_logits_before_the_hook(part):
     """Hooks on what a function returned are where its gradient is, as under a model's own backward hook."""
+
     def run(m, seen):
         logits = part(logits_of(m))
         found = LogSoftmax.apply(logits)
@@ -142,7 +144,9 @@ def accumulated(logits: Tensor, loss: Tensor) -> Tensor:
 
 def accumulated_untold(logits: Tensor, loss: Tensor) -> Tensor:
     """As `backward(inputs=...)` of versions of torch that ask no subclass."""
-    torch.autograd.graph._engine_run_backward((loss,), (torch.ones(()),), False, False, (logits,), allow_unreachable=True, accumulate_grad=True)
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones(()),), False, False, (logits,), allow_unreachable=True, accumulate_grad=True
+    )
     return logits.grad
 
 
@@ -165,7 +169,10 @@ def older_cast(m: nn.Module) -> tuple[Tensor, Tensor]:
 
 def log_probabilities_of_rows(m: nn.Module) -> tuple[Tensor, Tensor]:
     logits = logits_of(m)
-    rows = [row.log_softmax(-1).gather(-1, labels[:, None]) for row, labels in zip(logits, zoo.batch()["labels"].clamp(min=0))]
+    rows = [
+        row.log_softmax(-1).gather(-1, labels[:, None])
+        for row, labels in zip(logits, zoo.batch()["labels"].clamp(min=0))
+    ]
     return logits, torch.stack(rows).mean()
 
 
@@ -208,6 +215,7 @@ def test_the_hook_outlives_the_logits():
 
 def test_logits_of_one_loss_are_hooked_for_another():
     """That of the model is not differentiated."""
+
     def run(m, seen):
         out = m(**zoo.batch())
         out.logits.register_hook(seen.append)

@@ -41,7 +41,9 @@ def selective_of_newer(logits: Tensor, index: Tensor) -> Tensor:
     if logits.dtype in (torch.float32, torch.float64):
         sums = torch.stack([torch.logsumexp(lg, dim=-1) for lg in logits])
         return (torch.gather(logits, dim=-1, index=index) - sums.unsqueeze(-1)).squeeze(-1)
-    return torch.stack([F.log_softmax(row, dim=-1).gather(dim=-1, index=labels) for row, labels in zip(logits, index, strict=True)]).squeeze(-1)
+    return torch.stack(
+        [F.log_softmax(row, dim=-1).gather(dim=-1, index=labels) for row, labels in zip(logits, index, strict=True)]
+    ).squeeze(-1)
 
 
 def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,33 +52,64 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 #: name -> (logits, labels) -> one number for each token, -log p or log p
 SPELLINGS = {
-    "cross entropy": lambda logits, labels: F.cross_entropy(*flat(logits.float(), labels), reduction="none").view(labels.shape),
-    "cross entropy of logits as they are": lambda logits, labels: nn.CrossEntropyLoss(reduction="none")(*flat(logits, labels)).view(labels.shape),
-    "smoothed": lambda logits, labels: F.cross_entropy(*flat(logits, labels), reduction="none", label_smoothing=0.1, ignore_index=7).view(labels.shape),
-    "nll": lambda logits, labels: F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape),
-    "nll of modules": lambda logits, labels: nn.NLLLoss(reduction="none")(nn.LogSoftmax(-1)(flat(logits, labels)[0]), labels.flatten()).view(labels.shape),
+    "cross entropy": lambda logits, labels: F.cross_entropy(*flat(logits.float(), labels), reduction="none").view(
+        labels.shape
+    ),
+    "cross entropy of logits as they are": lambda logits, labels: nn.CrossEntropyLoss(reduction="none")(
+        *flat(logits, labels)
+    ).view(labels.shape),
+    "smoothed": lambda logits, labels: F.cross_entropy(
+        *flat(logits, labels), reduction="none", label_smoothing=0.1, ignore_index=7
+    ).view(labels.shape),
+    "nll": lambda logits, labels: F.nll_loss(
+        F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(labels.shape),
+    "nll of modules": lambda logits, labels: nn.NLLLoss(reduction="none")(
+        nn.LogSoftmax(-1)(flat(logits, labels)[0]), labels.flatten()
+    ).view(labels.shape),
     "gathered": lambda logits, labels: torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1),
-    "gathered in fp32": lambda logits, labels: logits.log_softmax(dim=-1, dtype=torch.float32).gather(2, labels[..., None])[..., 0],
-    "gathered, flat": lambda logits, labels: torch.gather(F.log_softmax(flat(logits, labels)[0], dim=1), 1, labels.reshape(-1, 1)).view(labels.shape),
-    "taken along": lambda logits, labels: torch.take_along_dim(logits.float().log_softmax(-1), labels.unsqueeze(-1), dim=2).squeeze(-1),
+    "gathered in fp32": lambda logits, labels: logits.log_softmax(dim=-1, dtype=torch.float32).gather(
+        2, labels[..., None]
+    )[..., 0],
+    "gathered, flat": lambda logits, labels: torch.gather(
+        F.log_softmax(flat(logits, labels)[0], dim=1), 1, labels.reshape(-1, 1)
+    ).view(labels.shape),
+    "taken along": lambda logits, labels: torch.take_along_dim(
+        logits.float().log_softmax(-1), labels.unsqueeze(-1), dim=2
+    ).squeeze(-1),
     "selective": selective_log_softmax,
     "selective, newer": selective_of_newer,
     "at a temperature": lambda logits, labels: selective_of_newer(logits / 0.7, labels),
     "at a temperature, in place": lambda logits, labels: selective_of_newer(logits.div_(0.7), labels),
-    "logsumexp": lambda logits, labels: logits.float().gather(-1, labels[..., None]).squeeze(-1) - logits.float().logsumexp(-1),
-    "logsumexp, kept": lambda logits, labels: (logits.gather(-1, labels[..., None]) - torch.logsumexp(logits, -1, keepdim=True))[..., 0],
-    "by row": lambda logits, labels: torch.stack([F.cross_entropy(row, label, reduction="none") for row, label in zip(logits, labels)]),
-    "row by row": lambda logits, labels: torch.stack([row.log_softmax(-1).gather(-1, label[:, None])[:, 0] for row, label in zip(logits, labels)]),
+    "logsumexp": lambda logits, labels: (
+        logits.float().gather(-1, labels[..., None]).squeeze(-1) - logits.float().logsumexp(-1)
+    ),
+    "logsumexp, kept": lambda logits, labels: (
+        logits.gather(-1, labels[..., None]) - torch.logsumexp(logits, -1, keepdim=True)
+    )[..., 0],
+    "by row": lambda logits, labels: torch.stack(
+        [F.cross_entropy(row, label, reduction="none") for row, label in zip(logits, labels)]
+    ),
+    "row by row": lambda logits, labels: torch.stack(
+        [row.log_softmax(-1).gather(-1, label[:, None])[:, 0] for row, label in zip(logits, labels)]
+    ),
 }
 
 
 def weighed(write, slices: bool = False):
     """A loss of the user's own, by tokens' log-probabilities under weights of both signs."""
+
     def loss(model: nn.Module, inputs: dict) -> Tensor:
         logits, labels = model(inputs["input_ids"]).logits, inputs["labels"].clamp(min=0)
-        logits, labels = (logits[:, :-1], labels[:, 1:]) if slices else (logits[..., :-1, :].contiguous(), labels[:, 1:].contiguous())
+        logits, labels = (
+            (logits[:, :-1], labels[:, 1:])
+            if slices
+            else (logits[..., :-1, :].contiguous(), labels[:, 1:].contiguous())
+        )
         each = write(logits, labels).float()
-        return (each * torch.linspace(-0.3, 2, each.numel(), device=each.device).view(each.shape)).sum() - F.logsigmoid(each.mean(1)).mean()
+        return (each * torch.linspace(-0.3, 2, each.numel(), device=each.device).view(each.shape)).sum() - F.logsigmoid(
+            each.mean(1)
+        ).mean()
 
     return loss
 
@@ -139,20 +172,45 @@ READS = {
     "of tokens": lambda logits, labels: logits.log_softmax(-1).gather(1, labels[..., None].clamp(max=3)).squeeze(-1),
     "scaled after": lambda logits, labels: (logits.log_softmax(-1) * 2).gather(-1, labels[..., None]).squeeze(-1),
     "twice": lambda logits, labels: logits.log_softmax(-1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
-    "nll of logits": lambda logits, labels: F.nll_loss(flat(logits, labels)[0], labels.flatten(), reduction="none").view(labels.shape),
-    "normalised again": lambda logits, labels: F.cross_entropy(*flat(logits.log_softmax(-1), labels), reduction="none").view(labels.shape),
-    "other logits": lambda logits, labels: logits.gather(-1, labels[..., None]).squeeze(-1) - (logits * 2).logsumexp(-1),
+    "nll of logits": lambda logits, labels: F.nll_loss(
+        flat(logits, labels)[0], labels.flatten(), reduction="none"
+    ).view(labels.shape),
+    "normalised again": lambda logits, labels: F.cross_entropy(
+        *flat(logits.log_softmax(-1), labels), reduction="none"
+    ).view(labels.shape),
+    "other logits": lambda logits, labels: (
+        logits.gather(-1, labels[..., None]).squeeze(-1) - (logits * 2).logsumexp(-1)
+    ),
     "the other way": lambda logits, labels: logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1),
-    "broadcast": lambda logits, labels: (logits.gather(-1, labels[..., None]) - logits.logsumexp(-1).unsqueeze(1)).mean(-1),
-    "out of order": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in logits.flip(0)]),
-    "rows swapped": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)]),
-    "row twice": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[1].logsumexp(-1)]),
-    "of tokens' rows": lambda logits, labels: logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(0)[:row.shape[0]] for row in logits]),
-    "columns": lambda logits, labels: torch.stack([logits[:, i].logsumexp(-1) for i in range(labels.shape[1])]).t() - logits.gather(-1, labels[..., None])[..., 0],
-    "sum of squares": lambda logits, labels: logits.logsumexp(-1).square() + logits.gather(-1, labels[..., None])[..., 0] * 2,
+    "broadcast": lambda logits, labels: (logits.gather(-1, labels[..., None]) - logits.logsumexp(-1).unsqueeze(1)).mean(
+        -1
+    ),
+    "out of order": lambda logits, labels: (
+        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in logits.flip(0)])
+    ),
+    "rows swapped": lambda logits, labels: (
+        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)])
+    ),
+    "row twice": lambda logits, labels: (
+        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[1].logsumexp(-1)])
+    ),
+    "of tokens' rows": lambda logits, labels: (
+        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(0)[: row.shape[0]] for row in logits])
+    ),
+    "columns": lambda logits, labels: (
+        torch.stack([logits[:, i].logsumexp(-1) for i in range(labels.shape[1])]).t()
+        - logits.gather(-1, labels[..., None])[..., 0]
+    ),
+    "sum of squares": lambda logits, labels: (
+        logits.logsumexp(-1).square() + logits.gather(-1, labels[..., None])[..., 0] * 2
+    ),
     "entropy": lambda logits, labels: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1),
-    "weights": lambda logits, labels: F.cross_entropy(*flat(logits, labels), weight=torch.linspace(0.5, 1, 256), reduction="none").view(labels.shape),
-    "written before": lambda logits, labels: logits.clamp_(max=0.1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
+    "weights": lambda logits, labels: F.cross_entropy(
+        *flat(logits, labels), weight=torch.linspace(0.5, 1, 256), reduction="none"
+    ).view(labels.shape),
+    "written before": lambda logits, labels: (
+        logits.clamp_(max=0.1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+    ),
     "in fp64": lambda logits, labels: logits.double().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
 }
 
@@ -193,7 +251,9 @@ def whole_numbers(logits, labels):
 
 def other_bits(logits, labels):
     bits = logits.bfloat16().view(torch.float16).clamp(-9, 9)
-    return F.cross_entropy(*flat(bits.float(), labels), reduction="none") + F.cross_entropy(*flat(logits.bfloat16().view(torch.int16).float() / 1e4, labels))
+    return F.cross_entropy(*flat(bits.float(), labels), reduction="none") + F.cross_entropy(
+        *flat(logits.bfloat16().view(torch.int16).float() / 1e4, labels)
+    )
 
 
 def test_values_are_those_of_the_moment():
@@ -207,7 +267,11 @@ def test_values_are_those_of_the_moment():
 def behind_log_probabilities(logits, labels):
     logp, twice = logits.log_softmax(-1), logits * 2
     logits[..., 3:].mul_(0.5)
-    return logp.gather(-1, labels[..., None])[..., 0] + logits.logsumexp(-1) + F.cross_entropy(*flat(twice, labels), reduction="none").view(labels.shape)
+    return (
+        logp.gather(-1, labels[..., None])[..., 0]
+        + logits.logsumexp(-1)
+        + F.cross_entropy(*flat(twice, labels), reduction="none").view(labels.shape)
+    )
 
 
 def written_twice(logits, labels):
@@ -215,7 +279,9 @@ def written_twice(logits, labels):
     logits.div_(0.7)
     second = logits[:, 1:]
     second.mul_(2)
-    each = logits.log_softmax(-1) + second.logsumexp(-1).mean() + first[:, 2:].logsumexp(-1).sum() + copy.square().mean()
+    each = (
+        logits.log_softmax(-1) + second.logsumexp(-1).mean() + first[:, 2:].logsumexp(-1).sum() + copy.square().mean()
+    )
     return each.gather(-1, labels[..., None])[..., 0]
 
 
@@ -241,7 +307,11 @@ def metrics_first(logits, labels):
 
 
 def several(logits, labels):
-    return selective_of_newer(logits, labels) + F.cross_entropy(*flat(logits, labels), reduction="none").view(labels.shape) + F.cross_entropy(*flat(logits, labels))
+    return (
+        selective_of_newer(logits, labels)
+        + F.cross_entropy(*flat(logits, labels), reduction="none").view(labels.shape)
+        + F.cross_entropy(*flat(logits, labels))
+    )
 
 
 def without_history(logits, labels):
@@ -254,7 +324,15 @@ def without_history(logits, labels):
 
 def test_uses_beside_each_other():
     model, reference = pair()
-    for write in (behind_log_probabilities, written_twice, written_then_read, with_metrics, metrics_first, several, without_history):
+    for write in (
+        behind_log_probabilities,
+        written_twice,
+        written_then_read,
+        with_metrics,
+        metrics_first,
+        several,
+        without_history,
+    ):
         equal(model, reference, lambda m: weighed(write, True)(m, zoo.batch()))
 
 
@@ -304,7 +382,11 @@ def test_an_index_out_of_range_is_an_error():
 
 
 def test_softcaps_and_heads_with_adapters(made):
-    for build in (lambda: small("gemma2"), lambda: small("granite"), lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"])):
+    for build in (
+        lambda: small("gemma2"),
+        lambda: small("granite"),
+        lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]),
+    ):
         model, reference = pair(build)
         equal(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
         assert not made and tally(model).rewritten == 1, tally(model)
@@ -320,7 +402,16 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta" and type(t) is Tensor)])
+        self.numel = max(
+            [
+                self.numel,
+                *(
+                    t.numel()
+                    for t in tree_leaves(result)
+                    if isinstance(t, Tensor) and t.device.type != "meta" and type(t) is Tensor
+                ),
+            ]
+        )
         return result
 
 
@@ -332,7 +423,10 @@ def test_nothing_of_rows_times_vocabulary_is_made_or_saved(frozen, monkeypatch):
     inputs, saved, size = zoo.batch(rows=4, length=40), [], 4 * 39 * 4096
     for spelling in each_of(SPELLINGS, model):
         logits = model(inputs["input_ids"]).logits
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t), Sizes() as sizes:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t),
+            Sizes() as sizes,
+        ):
             loss = spelling(logits[:, :-1], inputs["labels"][:, 1:].clamp(min=0)).sum()
         assert max(saved) <= 4096 * 64 < size and sizes.numel < size
         with Sizes() as sizes:
@@ -356,8 +450,14 @@ class OfMemory(torch.autograd.Function):
         return ctx.saved_tensors[0].softmax(-1) * grad[..., None]
 
 
-CUTS = {"some tokens": lambda logits: logits[:, :-1, :][:, -8:], "a row": lambda logits: logits[1:2, 2:], "every other": lambda logits: logits[:, ::2] / 0.7,
-        "flat": lambda logits: logits[:, :-1].reshape(-1, logits.shape[-1]), "as they are": lambda logits: logits, "casts": lambda logits: logits.float()[..., 3:]}
+CUTS = {
+    "some tokens": lambda logits: logits[:, :-1, :][:, -8:],
+    "a row": lambda logits: logits[1:2, 2:],
+    "every other": lambda logits: logits[:, ::2] / 0.7,
+    "flat": lambda logits: logits[:, :-1].reshape(-1, logits.shape[-1]),
+    "as they are": lambda logits: logits,
+    "casts": lambda logits: logits.float()[..., 3:],
+}
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)

@@ -58,7 +58,7 @@ def test_an_autograd_function_takes_logits(function):
     def run(m):
         logits = m(zoo.batch()["input_ids"]).logits
         found = function.apply(part(logits))
-        own = F.cross_entropy(found.flatten(0, 1), zoo.batch()["labels"][:, :found.shape[1]].flatten())
+        own = F.cross_entropy(found.flatten(0, 1), zoo.batch()["labels"][:, : found.shape[1]].flatten())
         return found.square().mean() + own + F.cross_entropy(logits.flatten(0, 1), zoo.batch()["labels"].flatten())
 
     for part in (lambda logits: logits, lambda logits: logits[:, :-1] * 0.5, lambda logits: logits.clone().div_(0.7)):
@@ -70,7 +70,11 @@ def test_it_takes_what_is_taken_of_each_row():
 
     def run(m):
         logits, labels = m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"].clamp(min=0)[..., None]
-        return Weaker.apply(logits.logsumexp(-1)).square().mean() + Same.apply(logits[0].log_softmax(-1).gather(-1, labels[0])).sum() + logits.gather(-1, labels).mean()
+        return (
+            Weaker.apply(logits.logsumexp(-1)).square().mean()
+            + Same.apply(logits[0].log_softmax(-1).gather(-1, labels[0])).sum()
+            + logits.gather(-1, labels).mean()
+        )
 
     equal(model, reference, run)
 
@@ -87,7 +91,7 @@ def test_weights_that_change_before_the_backward_pass_are_an_error():
 def test_a_second_derivative_is_refused():
     model, _ = pair()
     loss = Weaker.apply(model(zoo.batch()["input_ids"]).logits).square().mean()
-    gradient, = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.square().sum().backward()
 
@@ -97,7 +101,9 @@ def test_a_compiled_function_takes_logits(monkeypatch):
     complaints = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: complaints.append(str(told.exc_value)))
     model, reference = pair()
-    loss = torch.compile(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), backend="eager")
+    loss = torch.compile(
+        lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), backend="eager"
+    )
     equal(model, reference, lambda m: loss(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]))
     gc.collect()
     assert complaints == []

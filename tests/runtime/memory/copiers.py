@@ -34,11 +34,15 @@ class LateCopier(HostCopyEngine):
         self.lock = threading.RLock()  # the disk's thread synchronizes, too
 
     def out(self, pairs):
-        return self._ask("out", [(device.data_ptr(), room) for device, room in pairs], to_host=True)  # without holding it
+        return self._ask(
+            "out", [(device.data_ptr(), room) for device, room in pairs], to_host=True
+        )  # without holding it
 
     def back(self, rooms):
         devices = [torch.full((room.nbytes,), 255, dtype=torch.uint8) for room in rooms]  # NaN
-        return devices, self._ask("back", [(device.data_ptr(), room) for device, room in zip(devices, rooms)], to_host=False)
+        return devices, self._ask(
+            "back", [(device.data_ptr(), room) for device, room in zip(devices, rooms)], to_host=False
+        )
 
     def wait(self, mark, used=None):
         mark.end.synchronize()

@@ -16,7 +16,12 @@ WHERE = ("forward", "before the backward", "behind the backward")
 class Block(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        self.norm, self.up, self.down, self.drop = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.3)
+        self.norm, self.up, self.down, self.drop = (
+            nn.RMSNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x, scale=None):
         return x + self.drop(self.down(F.silu(self.up(self.norm(x)))))
@@ -92,7 +97,9 @@ def guarded(share=1.2):
     """A model that keeps all, just so; run once, so that there is a plan."""
     model = build(int(share * needed()))
     step(model)
-    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+    assert tunecompile.report(model).memory["plans"] == [
+        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
+    ]
     return model
 
 

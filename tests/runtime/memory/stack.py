@@ -35,7 +35,11 @@ class Stack(nn.Module):
             self.offload.begin_step()
         for index, layer in enumerate(self.layers):
             kept = self.keep_last and index == len(self.layers) - 1
-            with self.offload.layer(index, layer, (lambda tensor: False) if kept else None) if self.offload else contextlib.nullcontext():
+            with (
+                self.offload.layer(index, layer, (lambda tensor: False) if kept else None)
+                if self.offload
+                else contextlib.nullcontext()
+            ):
                 x = layer(x)
         return x.square().mean()
 
@@ -69,4 +73,8 @@ def same(mine, theirs) -> bool:
     """Bit for bit."""
     (loss, gradients), (other, others) = mine, theirs
     names = gradients if isinstance(gradients, dict) else range(len(gradients))
-    return torch.equal(loss, other) and len(gradients) == len(others) and all(torch.equal(gradients[name], others[name]) for name in names)
+    return (
+        torch.equal(loss, other)
+        and len(gradients) == len(others)
+        and all(torch.equal(gradients[name], others[name]) for name in names)
+    )

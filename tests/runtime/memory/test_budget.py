@@ -53,7 +53,13 @@ def plain(dropout=0.0):
     return step(build(None, dropout))
 
 
-@pytest.mark.parametrize("dropout, shares", [(0.0, (1.1, 0.05)), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, (1.1, 0.5, 0.05)), (0.2, (1.1, 0.5, 0.05))))])
+@pytest.mark.parametrize(
+    "dropout, shares",
+    [
+        (0.0, (1.1, 0.05)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.0, (1.1, 0.5, 0.05)), (0.2, (1.1, 0.5, 0.05)))),
+    ],
+)
 def test_any_budget_gives_the_same_bits(dropout, shares):
     reference, whole = plain(dropout), needed(dropout)
     recomputing = set()
@@ -88,7 +94,9 @@ def test_a_budget_takes_the_place_of_checkpointing():
     model = build("1TiB")
     model.gradient_checkpointing_enable()
     same(step(model), plain())
-    assert tunecompile.report(model).memory["plans"] == [{"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
+    assert tunecompile.report(model).memory["plans"] == [
+        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
+    ]
 
 
 def test_what_does_not_fit_is_run_and_told():
@@ -154,7 +162,9 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     for _ in range(3):
         same(step(model), reference)
     memory, offload = tunecompile.report(model).memory, to_the_host[-1]
-    assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(p["layers"] for p in memory["plans"] if p["offload"]) < LAYERS
+    assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(
+        p["layers"] for p in memory["plans"] if p["offload"]
+    ) < LAYERS
     assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
 
 
@@ -187,10 +197,21 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     for _ in range(3):
         same(step(model), reference)
     memory = tunecompile.report(model).memory
-    assert [p for p in memory["plans"] if p["offload"] and p["largest_stays"]] and "all but the largest tensor waits on the host" in str(tunecompile.report(model))
+    assert [
+        p for p in memory["plans"] if p["offload"] and p["largest_stays"]
+    ] and "all but the largest tensor waits on the host" in str(tunecompile.report(model))
     option = next(o for o in model._tunecompile.step.budget.options.values() if o.offloaded and o.held)
-    assert option.leaves(option.held // 2) and not option.leaves(option.held) and not option.leaves(int(0.75 * option.held))
-    assert 0 < memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
+    assert (
+        option.leaves(option.held // 2)
+        and not option.leaves(option.held)
+        and not option.leaves(int(0.75 * option.held))
+    )
+    assert (
+        0
+        < memory["offload"]["bytes_out"]
+        == memory["offload"]["bytes_back"]
+        < sum(option.offloaded + option.held for option in model._tunecompile.step.budget.options.values())
+    )
 
 
 @pytest.mark.slow
@@ -210,7 +231,9 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     for number in range(7):
         same(step(model), reference)
         if not number:
-            assert not state.replays.recorded and all(option.plan == KEEP for option in state.step.budget.options.values())
+            assert not state.replays.recorded and all(
+                option.plan == KEEP for option in state.step.budget.options.values()
+            )
     again = [bool(plan["recompute"]) for plan in tunecompile.report(model).memory["plans"]]
     assert any(again) == pays and state.replays.recorded >= 2 * LAYERS, tunecompile.report(model)
     assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
@@ -303,13 +326,17 @@ def test_batches_of_many_sizes_are_not_planned_each():
 @pytest.mark.slow
 def test_layers_without_anything_trained_survive_a_new_plan(monkeypatch):
     """Their graphs have no backward to plan with; a bigger batch has all graphs seen again."""
-    monkeypatch.setattr(candidates, "plans", lambda graph: [KEEP, RECOMPUTE])  # enough to plan with, and sooner surveyed
+    monkeypatch.setattr(
+        candidates, "plans", lambda graph: [KEEP, RECOMPUTE]
+    )  # enough to plan with, and sooner surveyed
 
     def make(memory):
         model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS)).train()
         for layer in model.get_base_model().model.layers[:2]:
             layer.requires_grad_(False)
-        model.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: None)  # a kind of call that no trained layer has
+        model.get_base_model().model.layers[0].mlp.register_forward_hook(
+            lambda *_: None
+        )  # a kind of call that no trained layer has
         return tunecompile.optimize(model, memory=memory, executor="eager")
 
     whole = make("1TiB")
@@ -328,19 +355,28 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     def follow(self, gm, inputs, kwargs, traced, plan):
         def cut(*args):
             graphs = inner(*args)
-            read[plan] = [{user.args[1] for user in node.users if user.target is getitem}
-                              for node in graphs[1].graph.nodes if node.target is lora_linear.overload]
+            read[plan] = [
+                {user.args[1] for user in node.users if user.target is getitem}
+                for node in graphs[1].graph.nodes
+                if node.target is lora_linear.overload
+            ]
             return graphs
 
         monkeypatch.setattr(partitioner, "_cut", cut)
         return trial(self, gm, inputs, kwargs, traced, plan)
 
     monkeypatch.setattr(partitioner.Partitioner, "_try", follow)
-    narrow = [tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS), r=2).train(), memory=memory, executor="eager")
-              for memory in (None, int(0.3 * needed()))]
+    narrow = [
+        tunecompile.optimize(
+            zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS), r=2).train(), memory=memory, executor="eager"
+        )
+        for memory in (None, int(0.3 * needed()))
+    ]
     same(*map(step, narrow))
     assert sum(map(len, read.values())) > 4
-    assert not any(1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls)  # xa
+    assert not any(
+        1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls
+    )  # xa
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from tests.support import zoo
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-by_heads = importlib.import_module("tunecompile.passes.lower.attention_by_heads")  # the package has the pass by that name
+by_heads = importlib.import_module(
+    "tunecompile.passes.lower.attention_by_heads"
+)  # the package has the pass by that name
 LENGTH = 32768
 
 
@@ -19,13 +21,23 @@ LENGTH = 32768
 def test_the_peak_is_the_predicted_one(share, monkeypatch):
     monkeypatch.setattr(by_heads, "ROOM", 256 << 20)
     monkeypatch.setattr(by_heads, "EACH", 256 << 20)
-    model = zoo.make("llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=4,
-                     vocab_size=4099, max_position_embeddings=LENGTH)
+    model = zoo.make(
+        "llama",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=4099,
+        max_position_embeddings=LENGTH,
+    )
     model = zoo.adapt(model.to("cuda", torch.bfloat16), r=16).train()
     inputs = zoo.batch(4099, 1, LENGTH, "cuda")
     with torch.autocast("cuda", torch.bfloat16):
         whole = tunecompile.estimate(model, (1, LENGTH))
-    memory = whole.weights + whole.gradients + whole.optimizer + int(share * whole.activations) + (1 << 30)  # the GPU's context, and the allocator's share
+    memory = (
+        whole.weights + whole.gradients + whole.optimizer + int(share * whole.activations) + (1 << 30)
+    )  # the GPU's context, and the allocator's share
     tunecompile.optimize(model, memory=memory)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     for _ in range(3):
@@ -36,5 +48,10 @@ def test_the_peak_is_the_predicted_one(share, monkeypatch):
         optimizer.zero_grad()
     report, budget = tunecompile.report(model), model._tunecompile.step.budget
     assert any(plan["recompute"] or plan["offload"] for plan in report.memory["plans"]), report
-    assert budget.surplus < 0.05 * budget.admitted.peak, (budget.surplus, budget.admitted.peak, budget.admitted.choice.peak, str(report))
+    assert budget.surplus < 0.05 * budget.admitted.peak, (
+        budget.surplus,
+        budget.admitted.peak,
+        budget.admitted.choice.peak,
+        str(report),
+    )
     assert not [note for note in report.notes if "without" in note or "eagerly" in note or "ran out" in note], report

@@ -60,7 +60,9 @@ def run(model: Stack, x: torch.Tensor) -> tuple:
 
 
 def inputs(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(tokens, width, generator=torch.Generator("cuda").manual_seed(seed), device="cuda", dtype=torch.bfloat16)
+    return torch.randn(
+        tokens, width, generator=torch.Generator("cuda").manual_seed(seed), device="cuda", dtype=torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("host_mib, on_disk", [(4096, False), (40, False), (96, True)])
@@ -69,7 +71,13 @@ def test_any_timing(host_mib, on_disk, ahead, tmp_path):
     model = stack(24, 512)
     model.layers = nn.ModuleList(Littering(layer) for layer in model.layers)
     expected = [run(model, inputs(2048, 512, seed)) for seed in range(4)]
-    model.offload = Offload(torch.device("cuda"), host_mib * MIB, tmp_path if on_disk else None, ahead, copier=Jitter(torch.device("cuda", 0)))
+    model.offload = Offload(
+        torch.device("cuda"),
+        host_mib * MIB,
+        tmp_path if on_disk else None,
+        ahead,
+        copier=Jitter(torch.device("cuda", 0)),
+    )
     for repeat in range(4):
         for seed, reference in enumerate(expected):
             if repeat % 2:
@@ -120,20 +128,31 @@ def test_copies_hide_behind_the_layers():
     model, x = stack(12, width, keep_last=True), inputs(8192, width)
     offload = model.offload = Offload(torch.device("cuda"), 16 << 30)
     inner = offload.layer
-    offload.layer = lambda index, module, offloads=None: inner(index, module, offloads or (lambda tensor: tensor.shape[-1] == width))
+    offload.layer = lambda index, module, offloads=None: inner(
+        index, module, offloads or (lambda tensor: tensor.shape[-1] == width)
+    )
     for _ in range(3):
         run(model, x)
     report = offload.report()
     copied = report["copied_out_ms"] + report["copied_back_ms"]
-    assert report["bytes_out"] == 10 * 64 * MIB  # the last layer keeps, and the first one's input is ours: it outlives the step
+    assert (
+        report["bytes_out"] == 10 * 64 * MIB
+    )  # the last layer keeps, and the first one's input is ours: it outlives the step
     assert report["exposed_ms"] < 0.05 * copied, report
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "checkpointed"])
 def test_compiled_layers(mode):
     pytest.importorskip("bitsandbytes" if mode == "qlora" else "peft")
-    shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8, vocab_size=4096,
-                 max_position_embeddings=4096)
+    shape = dict(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=4096,
+        max_position_embeddings=4096,
+    )
     model = zoo.make("llama", **shape).to("cuda", torch.bfloat16)
     model = zoo.adapt(zoo.quantize(model, torch.bfloat16) if mode == "qlora" else model, r=16)
     if mode == "checkpointed":

@@ -24,7 +24,10 @@ def test_training_with_kept_weights():
     model = zoo.make("llama", **{**SHAPE, "num_hidden_layers": 4}).to("cuda", torch.bfloat16)
     base = zoo.adapt(zoo.quantize(model, torch.bfloat16), r=16)
     model, reference = tunecompile.optimize(copy.deepcopy(base), memory=0.5), tunecompile.optimize(base)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True)
+        for m in (model, reference)
+    ]
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=128, device="cuda", seed=seed)
         (loss, ours), (expected, theirs) = (backward(m, inputs) for m in (model, reference))

@@ -20,7 +20,10 @@ def test_training_with_moved_weights(length):
     exact = copy.deepcopy(base).float()
     model, reference = tunecompile.optimize(copy.deepcopy(base)), tunecompile.optimize(base)
     reference._tunecompile.kept.moves = False
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True)
+        for m in (model, reference)
+    ]
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=length, device="cuda", seed=seed)
         (loss, ours), (expected, theirs) = (backward(m, inputs) for m in (model, reference))

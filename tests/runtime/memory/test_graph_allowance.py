@@ -8,7 +8,11 @@ import torch
 from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose
 from tunecompile.runtime.memory.graph_allowance import MAX_DROPPED, RECORDED, Recordings
 
-OPTIONS = (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(Plan(None), 20, 0, 0, 1.0), PlanOption(KEEP, 0, 0, 0, 0.5, offloaded=100))
+OPTIONS = (
+    PlanOption(KEEP, 100, 0, 0, 0.0),
+    PlanOption(Plan(None), 20, 0, 0, 1.0),
+    PlanOption(KEEP, 0, 0, 0, 0.5, offloaded=100),
+)
 STACKS = [LayerRun(10, OPTIONS)]
 
 
@@ -69,7 +73,11 @@ def test_what_is_recorded_needs_its_share_of_the_step_no_more():
     made.allow(choose(STACKS, 1200), 1200)
     allowance = made.replays.allowance
     assert allowance.admits(taken=190, recorded=0) and not allowance.admits(taken=200, recorded=0)
-    assert allowance.admits(taken=690, recorded=5) and allowance.admits(taken=1190, recorded=10) and not allowance.admits(taken=1200, recorded=20)
+    assert (
+        allowance.admits(taken=690, recorded=5)
+        and allowance.admits(taken=1190, recorded=10)
+        and not allowance.admits(taken=1200, recorded=20)
+    )
     made.dropped = MAX_DROPPED  # a step of another shape may come again, and finds nothing recorded
     made.allow(choose(STACKS, 1200), 1200)
     assert not made.replays.allowance.admits(taken=690, recorded=5)

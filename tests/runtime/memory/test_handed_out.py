@@ -33,7 +33,9 @@ def hook(model: nn.Module, batch: dict) -> torch.Tensor:
 
 def hook_on_all(model: nn.Module, batch: dict) -> torch.Tensor:
     kept = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: kept.append(output) if "MLP" in type(module).__name__ else None)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: kept.append(output) if "MLP" in type(module).__name__ else None
+    )
     found = model(**batch).loss
     handle.remove()
     return found + sum(activation.square().mean() for activation in kept) / len(kept)
@@ -43,12 +45,23 @@ def train(model: nn.Module, loss, batch: dict) -> tuple[torch.Tensor, dict]:
     model.zero_grad()
     found = loss(model, batch)
     found.backward()
-    return found.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return found.detach(), {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
-@pytest.mark.parametrize("family, loss", [("llama", hook), ("llama", hidden_states), pytest.param("llama", hook_on_all, marks=pytest.mark.slow),
-                                          pytest.param("mixtral", router, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in the first step", "later"])
+@pytest.mark.parametrize(
+    "family, loss",
+    [
+        ("llama", hook),
+        ("llama", hidden_states),
+        pytest.param("llama", hook_on_all, marks=pytest.mark.slow),
+        pytest.param("mixtral", router, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in the first step", "later"]
+)
 def test_a_loss_of_what_a_hook_keeps(family, loss, first):
     """transformers collects router logits and hidden states by hooks, too."""
     reference, model = (zoo.make(family, num_hidden_layers=2).train() for _ in range(2))
@@ -116,7 +129,9 @@ class Listed(nn.Module):
         if self.broken:
             torch._dynamo.graph_break()
         if self.auxiliary:
-            self.losses.append(y.square().mean())  # (by the class's name torch 2.11 appends to nothing, also without us)
+            self.losses.append(
+                y.square().mean()
+            )  # (by the class's name torch 2.11 appends to nothing, also without us)
         return x + y
 
 
@@ -143,4 +158,7 @@ def test_losses_in_a_list(which, broken, monkeypatch):
     for _ in range(3):
         assert max(zoo.errors(run(model), run(reference)).values()) < 1e-5
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
-    assert any("not compiled as one graph" if broken else "beside what they return" in note for note in tunecompile.report(model).notes)
+    assert any(
+        "not compiled as one graph" if broken else "beside what they return" in note
+        for note in tunecompile.report(model).notes
+    )

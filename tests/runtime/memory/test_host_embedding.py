@@ -28,11 +28,18 @@ def test_frozen_tables_that_nothing_else_reads():
     assert moved[0].endswith("embed_tokens.weight") and moved[1] is model.get_input_embeddings().weight and not notes
 
 
-@pytest.mark.parametrize("why, build", [
-    ("it is trained", lambda: zoo.make("llama", tie_word_embeddings=False)),
-    ("another module shares it", lambda: zoo.adapt(zoo.make("llama", tie_word_embeddings=True))),
-    ("it renormalises the rows it reads", lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)).requires_grad_(False)),
-    ("the model has no nn.Embedding", lambda: nn.Linear(2, 2))])
+@pytest.mark.parametrize(
+    "why, build",
+    [
+        ("it is trained", lambda: zoo.make("llama", tie_word_embeddings=False)),
+        ("another module shares it", lambda: zoo.adapt(zoo.make("llama", tie_word_embeddings=True))),
+        (
+            "it renormalises the rows it reads",
+            lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)).requires_grad_(False),
+        ),
+        ("the model has no nn.Embedding", lambda: nn.Linear(2, 2)),
+    ],
+)
 def test_others_stay_and_the_report_says_why(why, build):
     model = build()
     moved, notes = tables(model)
@@ -62,7 +69,11 @@ def test_an_estimate_leaves_them_out():
 @pytest.mark.parametrize("late", [False, True])
 def test_the_same_step_with_less_on_the_gpu(late):
     vocabulary = 32000
-    model = zoo.adapt(zoo.make("llama", vocab_size=vocabulary, hidden_size=512, tie_word_embeddings=False).to("cpu" if late else "cuda", torch.bfloat16))
+    model = zoo.adapt(
+        zoo.make("llama", vocab_size=vocabulary, hidden_size=512, tie_word_embeddings=False).to(
+            "cpu" if late else "cuda", torch.bfloat16
+        )
+    )
     plain, inputs = copy.deepcopy(model).cuda(), zoo.batch(vocabulary, 2, 100, "cuda")
     expected = zoo.step(tunecompile.optimize(plain, executor="eager"), inputs)
     table = model.get_input_embeddings().weight
@@ -75,16 +86,25 @@ def test_the_same_step_with_less_on_the_gpu(late):
     loss, gradients = zoo.step(model, inputs)
     del gradients
     gc.collect()
-    assert torch.cuda.memory_allocated() - before < -0.9 * table.nbytes and table.is_cuda and next(model.parameters()).is_cuda
+    assert (
+        torch.cuda.memory_allocated() - before < -0.9 * table.nbytes
+        and table.is_cuda
+        and next(model.parameters()).is_cuda
+    )
     assert loss == expected[0] and [note for note in tunecompile.report(model).notes if "lies in host memory" in note]
     same(zoo.step(model, inputs), expected)
     assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
     model.eval()
     plain.eval()
     prompt = inputs["input_ids"][:1, :5]
-    assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), plain.generate(input_ids=prompt, max_new_tokens=4, do_sample=False))
+    assert torch.equal(
+        model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False),
+        plain.generate(input_ids=prompt, max_new_tokens=4, do_sample=False),
+    )
     tunecompile.restore(model)
-    assert torch.cuda.memory_allocated() - before > -0.1 * table.nbytes and torch.equal(table.cpu(), state[next(n for n in state if "embed_tokens" in n)])
+    assert torch.cuda.memory_allocated() - before > -0.1 * table.nbytes and torch.equal(
+        table.cpu(), state[next(n for n in state if "embed_tokens" in n)]
+    )
 
 
 def test_taken_once(monkeypatch):

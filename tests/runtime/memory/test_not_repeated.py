@@ -27,7 +27,9 @@ from tunecompile.errors import LayerChanged, NoSecondDerivative, StepLost
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("what", ["hook", *(pytest.param(what, marks=pytest.mark.slow) for what in ("tensor", "object"))])
+@pytest.mark.parametrize(
+    "what", ["hook", *(pytest.param(what, marks=pytest.mark.slow) for what in ("tensor", "object"))]
+)
 def test_what_cannot_be_repeated_runs_as_it_did(what):
     model, reference = guarded(), build(None)
     outside = [torch.ones(16, requires_grad=True) for _ in range(2)]
@@ -124,7 +126,9 @@ def test_layers_that_write_are_not_repeated(kind, retained):
     for m in (model, reference):
         loss(m)
     same(run(model), run(reference))
-    assert not graphs(model) and any("write to their arguments or buffers" in note for note in tunecompile.report(model).notes)
+    assert not graphs(model) and any(
+        "write to their arguments or buffers" in note for note in tunecompile.report(model).notes
+    )
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
 
 
@@ -186,9 +190,16 @@ def test_weights_of_a_functional_call(made):
 @pytest.mark.parametrize("what", ["functional_call", "eval"])
 def test_layers_that_changed_in_between_are_refused(what):
     model = guarded()
-    found = called_with(model, {name: p.detach().requires_grad_() for name, p in model.named_parameters()}) if what == "functional_call" else loss(model)
+    found = (
+        called_with(model, {name: p.detach().requires_grad_() for name, p in model.named_parameters()})
+        if what == "functional_call"
+        else loss(model)
+    )
     recovery(model).make_room(0, 1, model._tunecompile.step.budget)
     if what == "eval":
         model.eval()
-    with pytest.raises(LayerChanged, match="other weights of it are trained" if what == "functional_call" else "between training and evaluation"):
+    with pytest.raises(
+        LayerChanged,
+        match="other weights of it are trained" if what == "functional_call" else "between training and evaluation",
+    ):
         found.backward()

@@ -63,7 +63,10 @@ def test_gradients_are_the_same(ahead, keep_last):
         assert empty(offload)
 
 
-@pytest.mark.parametrize("granules, on_disk", [(64, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9, False), (9, True), (13, True)))])
+@pytest.mark.parametrize(
+    "granules, on_disk",
+    [(64, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9, False), (9, True), (13, True)))],
+)
 def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
     """Small pieces of host memory change hands all the time, and copies come as late as they may."""
     offload = make(granules * GRANULE, copier=LateCopier(), folder=tmp_path if on_disk else None)
@@ -98,11 +101,19 @@ def test_compiled_layers(mode):
     def graphs(model):
         return [variant.graphs for region in model._tunecompile.regions for variant in region.variants.values()]
 
-    expected, later, compiled = zoo.step(model := make_model(), zoo.batch()), zoo.step(model, zoo.batch(length=24)), graphs(model)
+    expected, later, compiled = (
+        zoo.step(model := make_model(), zoo.batch()),
+        zoo.step(model, zoo.batch(length=24)),
+        graphs(model),
+    )
     torch._dynamo.reset()
     model, offload = make_model(), make()
     wrap(model, offload)
-    for batch, reference in ((zoo.batch(), expected), (zoo.batch(), expected), (zoo.batch(length=24), later)):  # compiled under the hooks
+    for batch, reference in (
+        (zoo.batch(), expected),
+        (zoo.batch(), expected),
+        (zoo.batch(length=24), later),
+    ):  # compiled under the hooks
         offload.begin_step()
         assert same(zoo.step(model, batch), reference)
         assert offload.report()["bytes_out"] > 0 and empty(offload)
@@ -124,13 +135,15 @@ def test_weights_and_shared_arguments_are_not_copied_by_each_layer():
 def test_views_of_one_storage_are_copied_once():
     recorder = Recorder()
     run(offloaded(make(copier=recorder), layers=3), inputs())
-    assert [entry for entry in recorder.log if entry[0] == "out"] == [("out", 4)] * 3  # input, up's output, silu's output, product
+    assert [entry for entry in recorder.log if entry[0] == "out"] == [
+        ("out", 4)
+    ] * 3  # input, up's output, silu's output, product
     offload = make()
     base = torch.randn(8, 64, requires_grad=True)
     with offload.layer(0, torch.nn.Identity()):
         doubled = base * 2
         left, right = doubled[:, 3:40:2], doubled.t()
-        result = (left.exp().sum() + (left * left).sum() + right.sin().sum())
+        result = left.exp().sum() + (left * left).sum() + right.sin().sum()
     offload.settle()
     result.backward()
     other = base.detach().requires_grad_()
@@ -189,8 +202,12 @@ def test_part_of_the_backward():
     offload = make()
     stack, reference = offloaded(offload), Stack()
     loss, expected = stack(inputs()), reference(inputs())
-    mine = torch.autograd.grad(loss, list(stack.layers[4].parameters()), retain_graph=True)  # fetches layers ahead that nobody asks for
-    assert all(map(torch.equal, mine, torch.autograd.grad(expected, list(reference.layers[4].parameters()), retain_graph=True)))
+    mine = torch.autograd.grad(
+        loss, list(stack.layers[4].parameters()), retain_graph=True
+    )  # fetches layers ahead that nobody asks for
+    assert all(
+        map(torch.equal, mine, torch.autograd.grad(expected, list(reference.layers[4].parameters()), retain_graph=True))
+    )
     offload.begin_step()
     loss.backward()
     expected.backward()
@@ -270,7 +287,7 @@ def test_device_memory_is_freed():
     storage = weakref.ref(y)
     del y
     before = offload.blocks.values()
-    block, = before
+    (block,) = before
     offload.settle()
     assert storage() is None and block.device is None and block.identity.expired()
     del before, block
@@ -330,8 +347,10 @@ def test_without_pinned_memory_tensors_stay():
 
     offload = make(copier=Poor())
     assert same(run(offloaded(offload), inputs()), plain(inputs()))
-    reason, = offload.report()["refusals"]
-    assert reason == "no more pinned memory than 0 MiB: CUDA error: out of memory" and offload.report()["bytes_out"] == 0
+    (reason,) = offload.report()["refusals"]
+    assert (
+        reason == "no more pinned memory than 0 MiB: CUDA error: out of memory" and offload.report()["bytes_out"] == 0
+    )
 
 
 def test_what_outlives_the_step_is_not_copied_again():
@@ -398,7 +417,7 @@ class TestDisk:
         monkeypatch.setattr("tunecompile.runtime.memory.disk_store._write", fail)
         offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
         assert same(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
-        reason, = offload.report()["refusals"]
+        (reason,) = offload.report()["refusals"]
         assert reason == "no more room on disk: [Errno 28] No space left on device"
         assert empty(offload) and not files(tmp_path)
 

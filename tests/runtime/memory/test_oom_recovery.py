@@ -69,12 +69,22 @@ def test_in_the_very_first_step(where):
 @pytest.mark.slow
 def test_again_and_again():
     model = guarded()
-    faults = [Full(model, 3, "forward"), Full(model, 2, "behind the backward"), Full(model, 0, "before the backward", times=2)]
+    faults = [
+        Full(model, 3, "forward"),
+        Full(model, 2, "behind the backward"),
+        Full(model, 0, "before the backward", times=2),
+    ]
     same(step(model), plain())
     assert [fault.raised for fault in faults] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("where", ["in the model", *(pytest.param(where, marks=pytest.mark.slow) for where in ("in the loop", "in logits that are read"))])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "in the model",
+        *(pytest.param(where, marks=pytest.mark.slow) for where in ("in the loop", "in logits that are read")),
+    ],
+)
 def test_in_head_and_loss(where, monkeypatch):
     def run(model):
         torch.manual_seed(3)
@@ -82,7 +92,11 @@ def test_in_head_and_loss(where, monkeypatch):
             found = loss(model)
         else:
             logits = model(ids())
-            found = F.cross_entropy(logits.float().flatten(0, 1), ids().flatten()) if where == "in the loop" else logits.square().mean()
+            found = (
+                F.cross_entropy(logits.float().flatten(0, 1), ids().flatten())
+                if where == "in the loop"
+                else logits.square().mean()
+            )
         found.backward()
         return found.detach(), gradients(model)
 
@@ -141,7 +155,7 @@ def test_without_a_budget_the_user_hears_what_makes_room(where, monkeypatch, cap
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "tunecompile"), pytest.raises(torch.OutOfMemoryError, match="2.00 KiB"):
             step(model)
-    assert sum("memory=\"auto\"" in record.message for record in caplog.records) == 1
+    assert sum('memory="auto"' in record.message for record in caplog.records) == 1
 
 
 # -- gradients that are there already, and those who watch them ---------------------------------------------------------------
@@ -235,7 +249,9 @@ def test_weights_that_layers_share(part):
             layers[2].mlp = layers[0].mlp
         return model if memory is None else tunecompile.optimize(model, memory=memory, executor="eager")
 
-    batch = zoo.batch() | {"use_cache": False}  # the layer's second call would attend to what its first put into the cache
+    batch = zoo.batch() | {
+        "use_cache": False
+    }  # the layer's second call would attend to what its first put into the cache
     _, reference = zoo.step(make(), batch)
     whole = make("1TiB")
     zoo.step(whole, batch)
@@ -330,7 +346,11 @@ def test_what_waits_on_the_host(to_the_host, where):  # noqa: F811
 def test_a_model_without_layers(where):
     def make(memory):
         torch.manual_seed(0)
-        return tunecompile.optimize(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 8)), memory=memory, executor="eager")
+        return tunecompile.optimize(
+            nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 8)),
+            memory=memory,
+            executor="eager",
+        )
 
     def run(model):
         torch.manual_seed(3)
@@ -379,7 +399,9 @@ def test_layers_are_left_alone_where_there_is_room():
 def test_when_nothing_fits(where):
     model = guarded()
     full = Full(model, 1, where, times=100)
-    with pytest.raises(NothingFits, match="is short of 0.00 MiB. Most would help a smaller batch: about [0-9]+ tokens") as caught:
+    with pytest.raises(
+        NothingFits, match="is short of 0.00 MiB. Most would help a smaller batch: about [0-9]+ tokens"
+    ) as caught:
         step(model)
     assert isinstance(caught.value, torch.OutOfMemoryError) and full.raised <= 4
     full.left = 0

@@ -33,7 +33,10 @@ def spread(monkeypatch):
 def computing_again(model):
     """By device, how many layers do."""
     report = tunecompile.report(model)
-    return {plan["device"]: sum(each["layers"] for each in plan["plans"] if each["recompute"]) for plan in (report.memory, *report.elsewhere)}
+    return {
+        plan["device"]: sum(each["layers"] for each in plan["plans"] if each["recompute"])
+        for plan in (report.memory, *report.elsewhere)
+    }
 
 
 def on_each(model):
@@ -102,7 +105,9 @@ def test_the_error_says_which_device_is_full(monkeypatch):
 
     def full(*args):
         if left and left.pop():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. GPU 1 has a total capacity of 1.00 MiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 KiB. GPU 1 has a total capacity of 1.00 MiB"
+            )
         return whole(*args)
 
     monkeypatch.setattr(per_device, "gauge", Counting)
@@ -119,6 +124,7 @@ def test_the_error_says_which_device_is_full(monkeypatch):
 
 def test_each_device_has_its_own_tries():
     """What fills one fills the others as well: none plans for the least at once because another had to plan anew."""
+
     def again(*layers):
         model = build(int(1.2 * needed()))
         step(model)
@@ -154,7 +160,12 @@ def test_kinds_of_layers_are_surveyed_where_they_are():
     for _ in range(3):
         step(model)
     first, last = on_each(model)
-    assert first.admitted.choice.fits and not first._surveyed()[0].whole and not last.admitted.choice.fits and last._surveyed()[0].whole
+    assert (
+        first.admitted.choice.fits
+        and not first._surveyed()[0].whole
+        and not last.admitted.choice.fits
+        and last._surveyed()[0].whole
+    )
     made = last.plans
     for _ in range(3):
         step(model)
@@ -199,7 +210,9 @@ def test_nothing_is_recorded(monkeypatch):
     model._tunecompile.replays.recorder.device = "cpu"
     step(model)
     assert all(region.replays is None for region in model._tunecompile.regions)
-    assert "no CUDA graph: layers are on several devices, each with a budget of its own" in tunecompile.report(model).notes
+    assert (
+        "no CUDA graph: layers are on several devices, each with a budget of its own" in tunecompile.report(model).notes
+    )
 
 
 def test_host_memory_is_shared(monkeypatch):
@@ -220,7 +233,9 @@ def test_layers_on_a_cpu_beside_gpus_have_no_plan():
     class Placed:
         device: torch.device | None
 
-    gpu, other, cpu, nowhere = (Placed(device) for device in (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu"), None))
+    gpu, other, cpu, nowhere = (
+        Placed(device) for device in (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu"), None)
+    )
     assert per_device.by_device([gpu, other, gpu, cpu, nowhere]) == {gpu.device: [gpu, gpu], other.device: [other]}
     assert per_device.by_device([cpu, nowhere]) == {cpu.device: [cpu]} and per_device.by_device([nowhere]) == {}
 

@@ -16,13 +16,30 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("device, steps, rows, length", [
-    pytest.param("cpu", 8, 6, 40, marks=pytest.mark.slow, id="cpu"), pytest.param("cuda", 200, 8, 512, marks=pytest.mark.gpu, id="gpu")])
+@pytest.mark.parametrize(
+    "device, steps, rows, length",
+    [
+        pytest.param("cpu", 8, 6, 40, marks=pytest.mark.slow, id="cpu"),
+        pytest.param("cuda", 200, 8, 512, marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
 def test_random_shapes_under_a_tight_budget(device, steps, rows, length, monkeypatch):
     monkeypatch.setattr(CudaGauge, "outside", lambda _: 0)  # other processes' memory looks like this one's context
     cuda, shapes = device == "cuda", random.Random(0)
-    sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=4099,
-                 max_position_embeddings=1024) if cuda else dict(num_hidden_layers=4)
+    sizes = (
+        dict(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=6,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            head_dim=64,
+            vocab_size=4099,
+            max_position_embeddings=1024,
+        )
+        if cuda
+        else dict(num_hidden_layers=4)
+    )
     model = zoo.make("llama", **sizes).to(device, torch.bfloat16 if cuda else torch.float32)
     model = zoo.adapt(zoo.quantize(model, torch.bfloat16) if cuda else model, r=8)
     autocast, vocabulary = torch.bfloat16 if cuda else None, sizes.get("vocab_size", 256)
@@ -34,7 +51,11 @@ def test_random_shapes_under_a_tight_budget(device, steps, rows, length, monkeyp
     del roomy
     gc.collect()
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    budget = int(1.1 * (torch.cuda.memory_allocated() + 6 * trained + 0.5 * layers)) if cuda else int(whole["predicted_peak"] - 0.5 * layers)
+    budget = (
+        int(1.1 * (torch.cuda.memory_allocated() + 6 * trained + 0.5 * layers))
+        if cuda
+        else int(whole["predicted_peak"] - 0.5 * layers)
+    )
     tunecompile.optimize(model, memory=budget, executor="inductor" if cuda else "eager")
     pair = [(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3)) for m in (model, reference)]
     curves, held = ([], []), []
@@ -52,7 +73,11 @@ def test_random_shapes_under_a_tight_budget(device, steps, rows, length, monkeyp
         held.append(torch.cuda.memory_allocated() if cuda else 0)
     drift = max(abs(a - b) for a, b in zip(*curves))
     assert drift < (5e-2 if cuda else 1e-3), drift
-    assert max(held[-10:]) <= 1.05 * max(held[steps // 4:steps // 2]) + (1 << 20)  # recordings and plans are made early
+    assert max(held[-10:]) <= 1.05 * max(held[steps // 4 : steps // 2]) + (
+        1 << 20
+    )  # recordings and plans are made early
     report = tunecompile.report(model)
-    assert report.memory["replans"] < steps and not [note for note in report.notes if "memory ran out" in note or "eagerly" in note], report
+    assert report.memory["replans"] < steps and not [
+        note for note in report.notes if "memory ran out" in note or "eagerly" in note
+    ], report
     assert any(plan["recompute"] or plan["offload"] for plan in report.memory["plans"]) or report.memory["replans"] > 1

@@ -20,7 +20,9 @@ SHAPE = dict(rows=2, length=64)
 def joined(monkeypatch):
     """A provider that supports everything, so that the MLP is one op: there is none on a CPU. Fewer pieces are traced sooner."""
     monkeypatch.setattr(candidates, "TILES", (2, 4))
-    monkeypatch.setattr(lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: None)])
+    monkeypatch.setattr(
+        lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: None)]
+    )
 
 
 @pytest.fixture
@@ -60,10 +62,14 @@ def test_a_budget_that_nothing_else_fits(surveyed):
     assert loss.item() == pytest.approx(reference[0].item(), rel=1e-6)
     assert max(zoo.errors(gradients, reference[1]).values()) < 1e-5
     report = tunecompile.report(model)
-    assert all(plan["tiles"] > 1 for plan in plans(model)) and f"MLP in {plans(model)[0]['tiles']} pieces" in str(report)
+    assert all(plan["tiles"] > 1 for plan in plans(model)) and f"MLP in {plans(model)[0]['tiles']} pieces" in str(
+        report
+    )
     assert any("lora_mlp_tiled" in name for region in report.regions for name in region.providers)
     whole, half, quarter = surveyed[RECOMPUTE], surveyed[Plan(None, 2)], surveyed[Plan(None, 4)]
-    assert quarter.forward < half.forward < 0.7 * whole.forward and quarter.backward < half.backward < 0.7 * whole.backward
+    assert (
+        quarter.forward < half.forward < 0.7 * whole.forward and quarter.backward < half.backward < 0.7 * whole.backward
+    )
     assert quarter.returned == half.returned == whole.returned
     assert quarter.back.flops == pytest.approx(whole.back.flops, rel=0.05)
     assert surveyed[Plan(tiles=4)].returned < surveyed[KEEP].returned
@@ -86,12 +92,18 @@ def test_sizes_that_change():
         (loss, ours), (expected, theirs) = (step(m, rows=2, length=length) for m in (model, reference))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and max(zoo.errors(ours, theirs).values()) < 1e-5
     report = tunecompile.report(model)
-    assert all(plan["tiles"] > 1 for plan in plans(model)) and any("lora_mlp_tiled" in name for region in report.regions for name in region.providers)
+    assert all(plan["tiles"] > 1 for plan in plans(model)) and any(
+        "lora_mlp_tiled" in name for region in report.regions for name in region.providers
+    )
     assert not any("eagerly" in note or "without" in note or "failed" in note for note in report.notes), report.notes
 
 
 def test_the_fewest_bytes_in_passing_where_held_bytes_are_equal():
-    options = (PlanOption(KEEP, 10, 100, 100, 0.0), PlanOption(Plan(tiles=4), 10, 30, 30, 0.1), PlanOption(Plan(tiles=16), 10, 10, 10, 0.1))
+    options = (
+        PlanOption(KEEP, 10, 100, 100, 0.0),
+        PlanOption(Plan(tiles=4), 10, 30, 30, 0.1),
+        PlanOption(Plan(tiles=16), 10, 10, 10, 0.1),
+    )
     for room, tiles in ((200, {1}), (100, {4}), (60, {16})):
         choice = choose([LayerRun(4, options)], room)
         assert choice.fits and {o.plan.tiles for o in choice.options[0]} == tiles

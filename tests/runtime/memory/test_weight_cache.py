@@ -22,7 +22,14 @@ ROOMY = "4GiB"
 def gpu_paths(monkeypatch):
     """On a CPU the reference would read W only; these read the whole matrix."""
     for op in (lora_linear, lora_linear.backward_op):
-        monkeypatch.setattr(op, "providers", [dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p for p in op.providers])
+        monkeypatch.setattr(
+            op,
+            "providers",
+            [
+                dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p
+                for p in op.providers
+            ],
+        )
 
 
 def build(memory=ROOMY, **options):
@@ -89,10 +96,14 @@ def equal(model, reference, run=step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}]
+)
 def test_training_is_the_same(options):
     model, reference = build(**options), build("eager" if "lora_dropout" not in options else None, **options)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)
+    ]
 
     for _ in range(3):
         equal(model, reference, accumulated)
@@ -125,7 +136,10 @@ def test_another_adapter_between_forward_and_backward(rank):
 
 @pytest.mark.slow
 def test_adapters_of_other_targets_and_ranks():
-    model, reference = build(target_modules=["q_proj", "k_proj", "v_proj"]), build("eager", target_modules=["q_proj", "k_proj", "v_proj"])
+    model, reference = (
+        build(target_modules=["q_proj", "k_proj", "v_proj"]),
+        build("eager", target_modules=["q_proj", "k_proj", "v_proj"]),
+    )
     for m in (model, reference):
         for name, targets, rank in (("one", ["q_proj"], 4), ("large", ["q_proj", "k_proj", "v_proj"], 70)):
             add(m, name, target_modules=set(targets), r=rank)
@@ -165,7 +179,9 @@ def test_adapters_that_change_as_the_layers_begin():
     equal(model, reference)
     for m in (model, reference):
         inner = m.get_base_model().model
-        inner.register_forward_pre_hook(lambda module, args: [p.data.mul_(1.1) for n, p in module.named_parameters() if "lora_" in n] and None)
+        inner.register_forward_pre_hook(
+            lambda module, args: [p.data.mul_(1.1) for n, p in module.named_parameters() if "lora_" in n] and None
+        )
     equal(model, reference)
     for m in (model, reference):
         for n, p in m.named_parameters():
@@ -221,7 +237,9 @@ def test_matrices_are_freed():
 
 def test_dense_weights_are_not_kept():
     """They may be changed in ways that nothing counts: `weight.data += delta`."""
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=2)).train(), memory=ROOMY, executor="eager")
+    model = tunecompile.optimize(
+        zoo.adapt(zoo.make("llama", num_hidden_layers=2)).train(), memory=ROOMY, executor="eager"
+    )
     step(model)
     assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
 

@@ -24,7 +24,14 @@ def gpu_paths(monkeypatch):
     """On a CPU nothing moves, and the reference would read W only; these read whole matrices."""
     monkeypatch.setattr("tunecompile.runtime.model_state.MOVES_ON", (["cpu"],))
     for op in (lora_linear, lora_linear.backward_op):
-        monkeypatch.setattr(op, "providers", [dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p for p in op.providers])
+        monkeypatch.setattr(
+            op,
+            "providers",
+            [
+                dataclasses.replace(p, refuses=lambda *_: None) if p.name in ("k_extension", "grouped") else p
+                for p in op.providers
+            ],
+        )
 
 
 def build(optimized=True, family="llama", memory=None, **options):
@@ -35,26 +42,44 @@ def build(optimized=True, family="llama", memory=None, **options):
 def moved(model):
     """The layers' weights that are rows of a matrix."""
     assert all(p.is_contiguous() for p in model.parameters())
-    return [name for name, p in model.named_parameters() if ".layers." in name and p.untyped_storage().nbytes() > p.nbytes]
+    return [
+        name for name, p in model.named_parameters() if ".layers." in name and p.untyped_storage().nbytes() > p.nbytes
+    ]
 
 
 def compilations(model):
     return sum(variant.graphs for region in model._tunecompile.regions for variant in region.variants.values())
 
 
-@pytest.mark.parametrize("options", [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in (
-    {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}, {"family": "qwen2"}))])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"lora_dropout": 0.3},
+                {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]},
+                {"family": "qwen2"},
+            )
+        ),
+    ],
+)
 def test_training_is_the_same_and_compiles_once(options):
     model, reference = build(**options), build("lora_dropout" in options, **options)
     if "lora_dropout" in options:
         reference._tunecompile.kept.moves = False
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)
+    ]
 
     for _ in range(3):
         equal(model, reference, accumulated)
         for optimizer in optimizers:
             optimizer.step()
-    assert len(moved(model)) == 2 * len(options.get("target_modules", range(7))) and compilations(model) == 1, tunecompile.report(model)
+    assert len(moved(model)) == 2 * len(options.get("target_modules", range(7))) and compilations(model) == 1, (
+        tunecompile.report(model)
+    )
     assert not kept(model).bytes and not tunecompile.report(model).notes
 
 
@@ -169,7 +194,10 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
     torch.save(model.state_dict(), tmp_path / "state.pt")
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     for name, value in reference.state_dict().items():
-        assert all(torch.equal(held[name], value) for held in (torch.load(tmp_path / "state.pt"), load_file(tmp_path / "state.safetensors"))), name
+        assert all(
+            torch.equal(held[name], value)
+            for held in (torch.load(tmp_path / "state.pt"), load_file(tmp_path / "state.safetensors"))
+        ), name
     model.load_state_dict({name: 2 * value for name, value in reference.state_dict().items()})
     reference.load_state_dict({name: 2 * value for name, value in reference.state_dict().items()})
     equal(model, reference)
@@ -185,9 +213,18 @@ def test_recorded(monkeypatch):
     monkeypatch.setattr(replay, "CudaRecorder", Again)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     model, reference = build(), build(False)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)
+    ]
     copied = []
-    monkeypatch.setattr(replay, "copy_all", lambda targets, sources, real=replay.copy_all: (copied.extend(s.shape for s in sources), real(targets, sources)))
+    monkeypatch.setattr(
+        replay,
+        "copy_all",
+        lambda targets, sources, real=replay.copy_all: (
+            copied.extend(s.shape for s in sources),
+            real(targets, sources),
+        ),
+    )
     for seed in range(9):
         if seed == 7:
             for p in model.parameters():
@@ -233,6 +270,9 @@ def test_weights_that_stay_apart(why, monkeypatch):
     if why == "gathered":
         monkeypatch.setattr("tunecompile.runtime.region.sharded", lambda parameter: True)
     if why == "several devices":
-        monkeypatch.setattr("tunecompile.runtime.model_state.State._devices", lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)})
+        monkeypatch.setattr(
+            "tunecompile.runtime.model_state.State._devices",
+            lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)},
+        )
     equal(model, reference)
     assert not moved(model) and not kept(model).moved

@@ -15,13 +15,15 @@ from tunecompile.ops import varlen_attention
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dim, heads, shared, window", [(64, 9, 3, 0), (128, 8, 8, 0), (128, 8, 2, 40), (256, 4, 1, 0), (72, 4, 2, 17)])
+@pytest.mark.parametrize(
+    "dim, heads, shared, window", [(64, 9, 3, 0), (128, 8, 8, 0), (128, 8, 2, 40), (256, 4, 1, 0), (72, 4, 2, 17)]
+)
 @pytest.mark.parametrize("lengths", [(1, 300, 0, 77), (513,)])
 def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window, lengths):
     torch.manual_seed(0)
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     q, k, v = (torch.randn(sum(lengths), h, dim, device="cuda", dtype=torch.bfloat16) for h in (heads, shared, shared))
-    rest = (offsets, max(lengths) + 50, dim ** -0.5, window)
+    rest = (offsets, max(lengths) + 50, dim**-0.5, window)
     flash = next(p for p in varlen_attention.providers if p.name == "flash")
     back = next(p for p in varlen_attention.backward_op.providers if p.name == "flash")
     assert flash.supports(q, k, v, *rest)
@@ -31,25 +33,40 @@ def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window
     assert (out - exact).norm() < 4e-3 * exact.norm()
     grad = torch.randn_like(out)
     got = back.run(grad, q, k, v, *rest, out, lse)
-    wanted = varlen_attention.backward_op.reference(grad.double(), *(x.double() for x in (q, k, v)), *rest, exact, exact_lse)
+    wanted = varlen_attention.backward_op.reference(
+        grad.double(), *(x.double() for x in (q, k, v)), *rest, exact, exact_lse
+    )
     for mine, right in zip(got, wanted):
         assert mine.shape == right.shape and mine.is_contiguous() and (mine - right).norm() < 1e-2 * right.norm()
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("family, mode, autocast", [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("mistral", "full", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "family, mode, autocast",
+    [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("mistral", "full", torch.bfloat16)],
+)
 def test_no_further_from_fp32_than_eager(family, mode, autocast, side):
     model = build(family, mode)
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
     for seed, (rows, length) in enumerate([(4, 256), (5, 300), (3, 400)]):
         inputs = padded(rows, length, side, seed, "cuda", 4099)
-        (_, exact), (_, eager), (_, ours) = zoo.step(reference, inputs), zoo.step(plain, inputs, autocast), zoo.step(model, inputs, autocast)
+        (_, exact), (_, eager), (_, ours) = (
+            zoo.step(reference, inputs),
+            zoo.step(plain, inputs, autocast),
+            zoo.step(model, inputs, autocast),
+        )
         theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
         assert median(mine.values()) <= 1.02 * median(theirs.values())
         worst = max(mine, key=lambda name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps))
-        assert mine[worst] / max(theirs[worst], torch.finfo(torch.bfloat16).eps) < 1.25, (worst, mine[worst], theirs[worst])
-    assert flattened(model) == 3  # all of more than 512 tokens: fewer are one range of the MLP's sums, and compiled apart
+        assert mine[worst] / max(theirs[worst], torch.finfo(torch.bfloat16).eps) < 1.25, (
+            worst,
+            mine[worst],
+            theirs[worst],
+        )
+    assert (
+        flattened(model) == 3
+    )  # all of more than 512 tokens: fewer are one range of the MLP's sums, and compiled apart
     region = tunecompile.report(model).regions[0]
     assert region.providers["varlen_attention: flash"] and region.providers["varlen_attention_backward: flash"], region
     assert region.compiles <= 2, region
@@ -63,7 +80,11 @@ def test_packed_sequences_no_further_from_fp32_than_eager():
     tunecompile.optimize(model)
     for seed, rows in enumerate([[(300, 1, 500, 223)], [(700, 400), (90, 1010)], [(64,) * 20]]):
         inputs = {name: value.to("cuda") for name, value in packed(*rows, seed=seed, vocabulary=4099).items()}
-        (_, exact), (_, eager), (_, ours) = zoo.step(reference, inputs), zoo.step(plain, inputs, torch.bfloat16), zoo.step(model, inputs, torch.bfloat16)
+        (_, exact), (_, eager), (_, ours) = (
+            zoo.step(reference, inputs),
+            zoo.step(plain, inputs, torch.bfloat16),
+            zoo.step(model, inputs, torch.bfloat16),
+        )
         theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
         assert median(mine.values()) <= 1.02 * median(theirs.values())
     assert batches(model) == 3
@@ -86,7 +107,10 @@ def test_one_compilation_for_all_lengths():
     model = tunecompile.optimize(build("llama", "lora"))
     generator = torch.Generator().manual_seed(0)
     for seed in range(30):
-        rows, length = torch.randint(1, 9, (1,), generator=generator).item(), torch.randint(40, 700, (1,), generator=generator).item()
+        rows, length = (
+            torch.randint(1, 9, (1,), generator=generator).item(),
+            torch.randint(40, 700, (1,), generator=generator).item(),
+        )
         zoo.step(model, padded(rows, length, seed=seed, device="cuda", vocabulary=4099))
     assert flattened(model) == 30 and tunecompile.report(model).compiles <= 3, tunecompile.report(model)
 
@@ -110,7 +134,9 @@ def test_replayed_as_it_is_computed():
     """Launch-bound layers are recorded for a shape that comes back; what the recording reads changes with every batch."""
     from tunecompile.runtime.model_state import state_of
 
-    base = zoo.adapt(zoo.make("llama", hidden_size=256, num_hidden_layers=4, vocab_size=4099).to("cuda", torch.bfloat16))
+    base = zoo.adapt(
+        zoo.make("llama", hidden_size=256, num_hidden_layers=4, vocab_size=4099).to("cuda", torch.bfloat16)
+    )
     model, plain = tunecompile.optimize(copy.deepcopy(base)), tunecompile.optimize(copy.deepcopy(base))
     state_of(plain).replays.recorder.device = "none"
     for seed in range(16):

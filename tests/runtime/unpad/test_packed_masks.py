@@ -21,7 +21,11 @@ def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict
     assert len(set(lengths)) == 1
     batch = zoo.batch(vocabulary, len(rows), lengths[0], seed=seed)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"].masked_fill(positions == 0, -100), "position_ids": positions}
+    return {
+        "input_ids": batch["input_ids"],
+        "labels": batch["input_ids"].masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
 
 
 def batches(model) -> int:
@@ -31,7 +35,10 @@ def batches(model) -> int:
     return int(said.split(TOLD_APART)[1].split("(")[1].split()[0]) if TOLD_APART in said else 0
 
 
-@pytest.mark.parametrize("family, changes", [("gemma3", {"sliding_window": 4}), ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 4})])
+@pytest.mark.parametrize(
+    "family, changes",
+    [("gemma3", {"sliding_window": 4}), ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 4})],
+)
 @pytest.mark.slow
 def test_families(family, changes):
     model, reference = pair(lambda: zoo.make(family, use_cache=False, **changes))
@@ -74,7 +81,9 @@ def test_one_compilation_for_any_number_of_sequences():
     for number, lengths in enumerate([(5, 6), (3, 3, 3, 2), (1,) * 5 + (4,), (12, 30), (16, 1, 1)]):
         equal(model, reference, packed(lengths, seed=number))
     report = tunecompile.report(model)
-    assert batches(model) == 5 and all(region.compiles <= 2 and not region.recompiles for region in report.regions), report
+    assert batches(model) == 5 and all(region.compiles <= 2 and not region.recompiles for region in report.regions), (
+        report
+    )
 
 
 def test_what_is_not_packed_goes_on_as_it_came():
@@ -86,8 +95,13 @@ def test_what_is_not_packed_goes_on_as_it_came():
     assert not batches(model) and "packed" not in notes(model)
 
 
-@pytest.mark.parametrize("family, more, said", [("gemma2", {}, "the attention implementation is eager"),
-                                                ("llama", {"output_hidden_states": True}, "output_hidden_states is asked for")])
+@pytest.mark.parametrize(
+    "family, more, said",
+    [
+        ("gemma2", {}, "the attention implementation is eager"),
+        ("llama", {"output_hidden_states": True}, "output_hidden_states is asked for"),
+    ],
+)
 def test_what_keeps_its_mask_says_why(family, more, said):
     model, reference = pair(lambda: zoo.make(family, use_cache=False))
     inputs = packed((7, 9)) | more
@@ -147,4 +161,8 @@ def test_a_verified_step(use_cache):
     reference = zoo.make("llama", use_cache=use_cache).train()
     expected = reference(**packed((7, 9))).loss.item()
     found = tunecompile.verify(tunecompile.optimize(copy.deepcopy(reference), executor="eager"), packed((7, 9)))
-    assert found.passed and found.losses["optimized"] == pytest.approx(expected, rel=1e-6) and found.losses["eager"] == pytest.approx(expected, rel=1e-6), found
+    assert (
+        found.passed
+        and found.losses["optimized"] == pytest.approx(expected, rel=1e-6)
+        and found.losses["eager"] == pytest.approx(expected, rel=1e-6)
+    ), found

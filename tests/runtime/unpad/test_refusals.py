@@ -25,7 +25,9 @@ def test_noise_on_embeddings_keeps_its_size():
         embed = m.get_input_embeddings()
         embed.neftune_noise_alpha = 5.0
         embed.register_forward_hook(neftune_post_forward_hook)
-        embed.register_forward_hook(lambda mod, a, o: size.append((o - F.embedding(a[0], mod.weight)).abs().max().item()))
+        embed.register_forward_hook(
+            lambda mod, a, o: size.append((o - F.embedding(a[0], mod.weight)).abs().max().item())
+        )
         zoo.step(m, padded(8, 32))
     assert size[0] == pytest.approx(size[1], rel=0.05)
 
@@ -44,7 +46,9 @@ def test_another_loss_beside_the_labels():
 
 
 def every_token(logits: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), zoo.batch(rows=4, length=20)["input_ids"].flatten(), reduction=reduction).mean()
+    return F.cross_entropy(
+        logits.flatten(0, 1), zoo.batch(rows=4, length=20)["input_ids"].flatten(), reduction=reduction
+    ).mean()
 
 
 def after_metrics(logits: torch.Tensor) -> torch.Tensor:
@@ -53,9 +57,19 @@ def after_metrics(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("loss", [pytest.param(loss, marks=pytest.mark.slow) for loss in (every_token,
-    lambda logits: every_token(logits, "none"), after_metrics, lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean())],
-                         ids=["own labels", "no reduction", "after metrics", "joined"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=pytest.mark.slow)
+        for loss in (
+            every_token,
+            lambda logits: every_token(logits, "none"),
+            after_metrics,
+            lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean(),
+        )
+    ],
+    ids=["own labels", "no reduction", "after metrics", "joined"],
+)
 def test_a_loss_of_the_users_own_counts_padding(loss):
     """Beside labels that do not. From the next step on the padding stays, and numbers are right."""
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
@@ -88,12 +102,17 @@ class Pooling(nn.Module):
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        loss = F.cross_entropy(self.inner.lm_head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + self.read(hidden)
+        loss = F.cross_entropy(self.inner.lm_head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + self.read(
+            hidden
+        )
         return SimpleNamespace(loss=loss)
 
 
-@pytest.mark.parametrize("read", [lambda h: h.mean(1).square().mean(), lambda h: h[:, -1].square().mean(), lambda h: h.square().mean()],
-                         ids=["mean over all positions", "last position", "regulariser"])
+@pytest.mark.parametrize(
+    "read",
+    [lambda h: h.mean(1).square().mean(), lambda h: h[:, -1].square().mean(), lambda h: h.square().mean()],
+    ids=["mean over all positions", "last position", "regulariser"],
+)
 def test_a_wrapper_that_reads_hidden_states_at_padding(read):
     """Its labels say nothing of that."""
     model, reference = pair(lambda: Pooling(read))
@@ -103,6 +122,7 @@ def test_a_wrapper_that_reads_hidden_states_at_padding(read):
 
 def test_a_wrapper_that_hands_labels_on():
     """Its loss is the model's own."""
+
     class Handing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -127,7 +147,9 @@ def test_labels_that_a_later_hook_replaces():
 def test_a_loss_function_of_the_users_own():
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     for m in (model, reference):
-        m.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
+        m.loss_function = lambda logits, labels, **_: F.cross_entropy(
+            logits.flatten(0, 1), labels.clamp(min=0).flatten()
+        )
     equal(model, reference, padded())
     assert "its loss_function is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
 
@@ -138,7 +160,9 @@ def test_a_forward_of_the_users_own():
 
     class Centred(tf.LlamaModel):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-            out = super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+            out = super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+            )
             out.last_hidden_state = out.last_hidden_state - out.last_hidden_state.mean(1, keepdim=True)
             return out
 
@@ -184,9 +208,17 @@ def with_hook(model):
     model.lm_head.register_forward_pre_hook(lambda module, args: setattr(module, "kept", args[0]))
 
 
-@pytest.mark.parametrize("change, said", [(squeezed, "a Squeezed whose forward is"), (keeping, "a Keeping whose forward is"), (with_hook, "a hook stands on Linear")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (squeezed, "a Squeezed whose forward is"),
+        (keeping, "a Keeping whose forward is"),
+        (with_hook, "a hook stands on Linear"),
+    ],
+)
 def test_modules_of_the_users_own(change, said):
     """In layers they would see one row of all tokens; in the head, zeros at padding."""
+
     def build():
         torch.manual_seed(0)
         model = zoo.make("llama", num_hidden_layers=2)
@@ -202,7 +234,10 @@ def test_modules_of_the_users_own(change, said):
             losses.append(found + m.lm_head.kept.square().mean() if hasattr(m.lm_head, "kept") else found)
             losses[-1].backward()
         torch.testing.assert_close(*losses)
-        assert max(zoo.errors(*({name: p.grad for name, p in m.named_parameters()} for m in (model, reference))).values()) < 1e-4
+        assert (
+            max(zoo.errors(*({name: p.grad for name, p in m.named_parameters()} for m in (model, reference))).values())
+            < 1e-4
+        )
     assert said in str(tunecompile.report(model).notes)
 
 
@@ -217,7 +252,10 @@ def test_labels_of_which_the_loss_reads_others(monkeypatch):
         return loss_caller.causal_labels()
 
     batch = padded()
-    assert forward(model, batch["labels"], None)[0] is batch["labels"] and forward(model, batch["labels"], batch["labels"])[0] is None
+    assert (
+        forward(model, batch["labels"], None)[0] is batch["labels"]
+        and forward(model, batch["labels"], batch["labels"])[0] is None
+    )
 
 
 def test_labels_of_a_call_that_was_interrupted():
@@ -239,7 +277,9 @@ def test_labels_of_a_call_that_was_interrupted():
 def test_hooks_see_the_padded_batch(where):
     shapes = []
     for m in pair(lambda: zoo.make("llama")):
-        m.get_submodule(where).register_forward_hook(lambda mod, a, o: shapes.append(tuple((o[0] if not isinstance(o, torch.Tensor) else o).shape)))
+        m.get_submodule(where).register_forward_hook(
+            lambda mod, a, o: shapes.append(tuple((o[0] if not isinstance(o, torch.Tensor) else o).shape))
+        )
         zoo.step(m, padded())
     assert shapes[0] == shapes[1]
 
@@ -247,9 +287,11 @@ def test_hooks_see_the_padded_batch(where):
 def test_hooks_on_all_modules_see_the_padded_batch():
     shapes = []
     for m in pair(lambda: zoo.make("llama")):
-        with nn.modules.module.register_module_forward_pre_hook(lambda mod, a: shapes.append(tuple(a[0].shape)) if isinstance(mod, nn.Linear) else None):
+        with nn.modules.module.register_module_forward_pre_hook(
+            lambda mod, a: shapes.append(tuple(a[0].shape)) if isinstance(mod, nn.Linear) else None
+        ):
             zoo.step(m, padded())
-    assert len(shapes) > 2 and shapes[:len(shapes) // 2] == shapes[len(shapes) // 2:]
+    assert len(shapes) > 2 and shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
 
 
 def test_adapters_that_begin_at_a_row_s_place():
@@ -259,7 +301,10 @@ def test_adapters_that_begin_at_a_row_s_place():
 
     def build():
         torch.manual_seed(0)
-        return get_peft_model(zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]))
+        return get_peft_model(
+            zoo.make("llama"),
+            LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]),
+        )
 
     batch = padded()
     batch["input_ids"][0, 6:8] = torch.tensor([5, 6])
@@ -278,7 +323,9 @@ def two_stacks():
             layers, self._modules["layers"] = self.layers, nn.ModuleList([*self.layers, *self.more])
             count, self.config.num_hidden_layers = self.config.num_hidden_layers, 6
             try:
-                return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+                return super().forward(
+                    input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+                )
             finally:
                 self._modules["layers"], self.config.num_hidden_layers = layers, count
 
@@ -295,8 +342,13 @@ def test_checkpoint_with_the_mask_made_inside():
     gradients = []
     for m in pair(lambda: zoo.make("llama", use_cache=False)):
         batch = padded()
-        checkpoint(lambda ids: m.train()(input_ids=ids, attention_mask=batch["attention_mask"].clone(), labels=batch["labels"]).loss,
-                   batch["input_ids"], use_reentrant=False).backward()
+        checkpoint(
+            lambda ids: (
+                m.train()(input_ids=ids, attention_mask=batch["attention_mask"].clone(), labels=batch["labels"]).loss
+            ),
+            batch["input_ids"],
+            use_reentrant=False,
+        ).backward()
         gradients.append(m.model.embed_tokens.weight.grad)
     torch.testing.assert_close(*gradients)
 
@@ -305,8 +357,15 @@ def test_one_mask_two_forwards_under_checkpoints():
     gradients = []
     for m in pair(lambda: zoo.make("llama", use_cache=False)):
         inner = type(m.train().model)
-        m.model.__class__ = type("Checkpointed", (inner,), {
-            "__call__": lambda self, *a, _inner=inner, **k: checkpoint(lambda: _inner.__call__(self, *a, **k), use_reentrant=False)})
+        m.model.__class__ = type(
+            "Checkpointed",
+            (inner,),
+            {
+                "__call__": lambda self, *a, _inner=inner, **k: checkpoint(
+                    lambda: _inner.__call__(self, *a, **k), use_reentrant=False
+                )
+            },
+        )
         batch = padded()
         first = m(**batch).loss
         rest = {k: v for k, v in batch.items() if k != "labels"}
@@ -318,7 +377,9 @@ def test_one_mask_two_forwards_under_checkpoints():
 def test_a_hook_of_the_owner_that_reads_the_mask():
     model, reference = pair(lambda: zoo.make("llama"))
     for m in (model, reference):
-        m.model.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "attention_mask": k["attention_mask"] * 1}), with_kwargs=True)
+        m.model.register_forward_pre_hook(
+            lambda mod, a, k: (a, {**k, "attention_mask": k["attention_mask"] * 1}), with_kwargs=True
+        )
     equal(model, reference, padded())
 
 

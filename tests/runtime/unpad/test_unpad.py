@@ -17,7 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FLATTENED = "padding is left out of the layers"
 
 
-def padded(rows: int = 4, length: int = 20, side: str = "right", seed: int = 0, device: str = "cpu", vocabulary: int = 256) -> dict:
+def padded(
+    rows: int = 4, length: int = 20, side: str = "right", seed: int = 0, device: str = "cpu", vocabulary: int = 256
+) -> dict:
     """Rows of random lengths, one of them full and one of a single token, without labels where a loss would read padding."""
     batch = zoo.batch(vocabulary, rows, length, seed=seed)
     lengths = torch.randint(2, length, (rows,), generator=torch.Generator().manual_seed(seed))
@@ -56,8 +58,21 @@ def flattened(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family, changes", [("llama", {}), pytest.param("qwen3", {}, marks=pytest.mark.slow), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gemma3", {"sliding_window": 4}), ("mistral", {"sliding_window": 4}),
-                                             ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})))])
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {}),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("gemma3", {"sliding_window": 4}),
+                ("mistral", {"sliding_window": 4}),
+                ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+            )
+        ),
+    ],
+)
 def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))
     for seed in range(2):
@@ -69,7 +84,10 @@ def test_families(family, changes, side):
     inputs = padded(side=side)
     assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
     prompt = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
-    assert torch.equal(model.generate(**prompt, max_new_tokens=3, do_sample=False), reference.generate(**prompt, max_new_tokens=3, do_sample=False))
+    assert torch.equal(
+        model.generate(**prompt, max_new_tokens=3, do_sample=False),
+        reference.generate(**prompt, max_new_tokens=3, do_sample=False),
+    )
 
 
 @pytest.mark.slow
@@ -94,17 +112,27 @@ def test_adapters(quantized, wrapped):
         return zoo.adapt(model)
 
     reference = adapt(copy.deepcopy(base))
-    model = tunecompile.optimize(adapt(base), executor="eager") if wrapped == "before" else adapt(tunecompile.optimize(base, executor="eager"))
+    model = (
+        tunecompile.optimize(adapt(base), executor="eager")
+        if wrapped == "before"
+        else adapt(tunecompile.optimize(base, executor="eager"))
+    )
     for seed in range(2):
         equal(model, reference, padded(seed=seed), limit=1e-4)
     assert flattened(model if wrapped == "before" else base) == 2
 
 
-@pytest.mark.parametrize("options", [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_adapter_that_trains_tokens(options):
     """A copy of the table beside the table, or a few rows of it: it still embeds nothing but tokens."""
     pytest.importorskip("peft")
-    model, reference = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options))
+    model, reference = pair(
+        lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options)
+    )
     equal(model, reference, padded(), limit=1e-4)
     assert flattened(model) == 1, notes(model)
 
@@ -139,7 +167,9 @@ def test_hidden_states_at_padding_are_zero():
     model, inputs = tunecompile.optimize(zoo.make("llama"), executor="eager").train(), padded()
     logits = model(**inputs).logits
     assert logits.shape[:2] == inputs["input_ids"].shape
-    assert logits[inputs["attention_mask"] == 0].abs().max() == 0 and logits[inputs["attention_mask"] == 1].abs().max() > 0
+    assert (
+        logits[inputs["attention_mask"] == 0].abs().max() == 0 and logits[inputs["attention_mask"] == 1].abs().max() > 0
+    )
 
 
 # -- any loop -----------------------------------------------------------------------------------------------------------
@@ -161,6 +191,7 @@ def test_gradient_checkpointing(reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_the_users_own(reentrant):
     """Around a layer: recomputed in the backward pass, when no flattened call is under way."""
+
     def around(module, forward):
         return lambda *args, **kwargs: checkpoint(lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant)
 
@@ -168,8 +199,11 @@ def test_checkpoints_of_the_users_own(reentrant):
     for m in (model, reference):
         m.enable_input_require_grads()
         for layer in m.model.layers:
-            layer.__class__ = type("Checkpointed", (type(layer),), {
-                "__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)})
+            layer.__class__ = type(
+                "Checkpointed",
+                (type(layer),),
+                {"__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)},
+            )
     equal(model, reference, padded())
     assert flattened(model) == 1
 
@@ -178,8 +212,15 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
     for m in (model, reference):
         inner = type(m.model)
-        m.model.__class__ = type("Checkpointed", (inner,), {
-            "__call__": lambda self, *a, _inner=inner, **k: checkpoint(lambda: _inner.__call__(self, *a, **k), use_reentrant=False)})
+        m.model.__class__ = type(
+            "Checkpointed",
+            (inner,),
+            {
+                "__call__": lambda self, *a, _inner=inner, **k: checkpoint(
+                    lambda: _inner.__call__(self, *a, **k), use_reentrant=False
+                )
+            },
+        )
     equal(model, reference, padded())
     assert flattened(model) == 0 and any("checkpoint" in note for note in tunecompile.report(model).notes)
 
@@ -201,7 +242,10 @@ def test_one_compilation_for_all_lengths():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
     generator = torch.Generator().manual_seed(0)
     for seed in range(30):
-        rows, length = torch.randint(1, 7, (1,), generator=generator).item(), torch.randint(3, 40, (1,), generator=generator).item()
+        rows, length = (
+            torch.randint(1, 7, (1,), generator=generator).item(),
+            torch.randint(3, 40, (1,), generator=generator).item(),
+        )
         zoo.step(model, padded(rows, length, seed=seed))
     assert flattened(model) == 30
     assert tunecompile.report(model).compiles == 1
@@ -221,7 +265,11 @@ def test_an_exception_leaves_everything_as_it_was():
     handle.remove()
     equal(model, reference, padded())
     tunecompile.restore(model)
-    assert not [m for m in model.modules() if m._compiled_call_impl is not None] and not model._forward_hooks and not model._forward_pre_hooks
+    assert (
+        not [m for m in model.modules() if m._compiled_call_impl is not None]
+        and not model._forward_hooks
+        and not model._forward_pre_hooks
+    )
 
 
 @pytest.mark.slow
@@ -232,8 +280,18 @@ def test_trainer(tmp_path):
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     losses = []
     for m in (model, reference):
-        arguments = tf.TrainingArguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
-                                         use_cpu=True, logging_steps=1, save_strategy="no", learning_rate=1e-2, disable_tqdm=True)
+        arguments = tf.TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            report_to="none",
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            learning_rate=1e-2,
+            disable_tqdm=True,
+        )
         trainer = tf.Trainer(m, arguments, train_dataset=rows)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -258,15 +316,33 @@ def without(inputs: dict, *names: str, **more) -> dict:
     return {key: value for key, value in inputs.items() if key not in names} | more
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda b: without(b, labels=b["input_ids"]), "labels stand at padding"),
-    (lambda b: without(padded(side="left"), labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100)),
-     "labels stand at padding"),
-    pytest.param(lambda b: without(b, attention_mask=b["attention_mask"] * (torch.arange(20) != 3), labels=b["labels"].where(torch.arange(20) > 5, -100)),
-                 "a row is not in one piece", marks=pytest.mark.slow),
-    pytest.param(lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow),
-    pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
-], ids=["unmasked", "first token", "holes", "hidden states", "cache"])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda b: without(b, labels=b["input_ids"]), "labels stand at padding"),
+        (
+            lambda b: without(
+                padded(side="left"),
+                labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100),
+            ),
+            "labels stand at padding",
+        ),
+        pytest.param(
+            lambda b: without(
+                b,
+                attention_mask=b["attention_mask"] * (torch.arange(20) != 3),
+                labels=b["labels"].where(torch.arange(20) > 5, -100),
+            ),
+            "a row is not in one piece",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow
+        ),
+        pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
+    ],
+    ids=["unmasked", "first token", "holes", "hidden states", "cache"],
+)
 def test_batches_that_keep_their_padding(change, said):
     model, reference = pair(lambda: zoo.make("llama"))
     equal(model, reference, change(padded()))
@@ -292,13 +368,20 @@ def beside_tokens(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build, said", [
-    pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
-    (lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "follow the length"),
-    (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
-    (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
-    (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds more than tokens"),
-], ids=["dropout", "dynamic", "eager", "bidirectional", "positions"])
+@pytest.mark.parametrize(
+    "build, said",
+    [
+        pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
+        (
+            lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "follow the length",
+        ),
+        (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
+        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
+        (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds more than tokens"),
+    ],
+    ids=["dropout", "dynamic", "eager", "bidirectional", "positions"],
+)
 def test_models_that_keep_their_padding(build, said):
     model, reference = pair(build)
     for seed in range(2):
@@ -320,7 +403,9 @@ class Deaf(nn.Module):
         self.inner = inner
 
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        return self.inner(hidden_states=hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings)
+        return self.inner(
+            hidden_states=hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings
+        )
 
 
 class Average(nn.Module):
@@ -339,8 +424,15 @@ class Shifted(nn.Module):
         return self.inner(hidden_states=self.mix(hidden_states.transpose(1, 2))[..., :-1].transpose(1, 2), **kwargs)
 
 
-@pytest.mark.parametrize("wrap, said", [(Deaf, "do not hand keyword arguments on"), (lambda inner: Average(), "do not call attention by"),
-                                        (Shifted, "mix tokens by more than attention")], ids=["deaf", "average", "convolution"])
+@pytest.mark.parametrize(
+    "wrap, said",
+    [
+        (Deaf, "do not hand keyword arguments on"),
+        (lambda inner: Average(), "do not call attention by"),
+        (Shifted, "mix tokens by more than attention"),
+    ],
+    ids=["deaf", "average", "convolution"],
+)
 def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     monkeypatch.setattr(refusals, "_foreign", lambda module: "")  # as if they were another package's
 

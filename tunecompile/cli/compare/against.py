@@ -19,9 +19,31 @@ from tunecompile.verification.tolerance import LIMIT, ORDER, TIE
 
 SLACK = 0.02  # clocks, allocators and other processes move a figure by this share from one day to the next
 SAME, APART = "same", "not comparable"
-OPTIONS = ("mode", "trainer", "loss", "steps", "batch", "seq_len", "batching", "pad_to", "too_long", "lr", "seed", "dtype", "checkpointing",
-           "layers", "rank", "alpha", "held_out", "gpus", "parallel")  # other values make another measurement
-CHECKS = (("tunecompile", "gradients"), ("tunecompile-fp8", "reduced_gradients"))  # whose gradients a result has, and where
+OPTIONS = (
+    "mode",
+    "trainer",
+    "loss",
+    "steps",
+    "batch",
+    "seq_len",
+    "batching",
+    "pad_to",
+    "too_long",
+    "lr",
+    "seed",
+    "dtype",
+    "checkpointing",
+    "layers",
+    "rank",
+    "alpha",
+    "held_out",
+    "gpus",
+    "parallel",
+)  # other values make another measurement
+CHECKS = (
+    ("tunecompile", "gradients"),
+    ("tunecompile-fp8", "reduced_gradients"),
+)  # whose gradients a result has, and where
 
 Extent = tuple[float, float, float]  # a figure, and from where to where it spreads
 
@@ -40,6 +62,7 @@ class Figure:
 
 # ---------------------------------------------------------------- before anything runs
 
+
 def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict) -> None:
     """Whether the job measures what the old result did: model, data and options, on the same device.
 
@@ -47,8 +70,11 @@ def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict)
         NotComparable: it does not; every difference is named.
     """
     settings, runs = old["settings"], old["runs"]
-    pairs = [("model", runs[0]["model"], model), ("device", settings.get("device"), job.device),
-             ("machine", device_of(old["machine"], job.device), device_of(machine, job.device))]
+    pairs = [
+        ("model", runs[0]["model"], model),
+        ("device", settings.get("device"), job.device),
+        ("machine", device_of(old["machine"], job.device), device_of(machine, job.device)),
+    ]
     defaults = {field.name: field.default for field in dataclasses.fields(Job)}
     pairs += [(name, settings.get(name, defaults[name]), getattr(job, name)) for name in OPTIONS]
     pairs.append(("data", Path(settings.get("data") or "").name, Path(job.data or "").name))
@@ -67,15 +93,22 @@ def repeated(old: dict) -> tuple[Job, dict]:
     """The job of an old result, and what a Comparison needs beside it: to measure the same again."""
     settings = old["settings"]
     known = {field.name for field in dataclasses.fields(Job)}
-    job = Job(**{name: value for name, value in settings.items() if name in known} | {"adapter": None, "gradients": None})
-    more = {"name": old["runs"][0]["model"], "turns": settings.get("turns", False), "seeds": settings.get("seeds", 1),
-            "check": bool(old["gradients"] or old.get("reduced_gradients"))}
+    job = Job(
+        **{name: value for name, value in settings.items() if name in known} | {"adapter": None, "gradients": None}
+    )
+    more = {
+        "name": old["runs"][0]["model"],
+        "turns": settings.get("turns", False),
+        "seeds": settings.get("seeds", 1),
+        "check": bool(old["gradients"] or old.get("reduced_gradients")),
+    }
     if "reference" in old:
         more["reference_steps"] = len(old["reference"]["losses"])
     return job, more
 
 
 # ---------------------------------------------------------------- afterwards
+
 
 def compare_results(old: dict, new: dict) -> list[dict]:
     """A row for every figure of every system and shape of either result: `verdict` is what became of it, `worse` whether that is bad."""
@@ -129,13 +162,24 @@ def judged(figure: Figure, old: Extent, new: Extent, slack: float, least: float 
     distance = max(new[0], least) - max(old[0], least)
     beyond = abs(distance) > slack * abs(max(old[0], least)) and (new[1] > old[2] or new[2] < old[1])
     worse = beyond and sign * distance > 0
-    return {"figure": figure.name, "before": shown(figure, old), "now": shown(figure, new), "change": new[0] / old[0] - 1 if old[0] else 0.0,
-            "verdict": (figure.worse if worse else figure.better) if beyond else SAME, "worse": worse}
+    return {
+        "figure": figure.name,
+        "before": shown(figure, old),
+        "now": shown(figure, new),
+        "change": new[0] / old[0] - 1 if old[0] else 0.0,
+        "verdict": (figure.worse if worse else figure.better) if beyond else SAME,
+        "worse": worse,
+    }
 
 
 def apart(name: str, form: str, other: str, old: Extent | None, new: Extent | None) -> dict:
-    return {"figure": name, "before": format(old[0], form) if old else "not measured", "now": format(new[0], other) if new else "not measured",
-            "verdict": APART, "worse": False}
+    return {
+        "figure": name,
+        "before": format(old[0], form) if old else "not measured",
+        "now": format(new[0], other) if new else "not measured",
+        "verdict": APART,
+        "worse": False,
+    }
 
 
 def shown(figure: Figure, extent: Extent) -> str:
@@ -144,6 +188,7 @@ def shown(figure: Figure, extent: Extent) -> str:
 
 
 # ---------------------------------------------------------------- figures and their spread
+
 
 def point(value: float) -> Extent:
     return value, value, value
@@ -170,6 +215,7 @@ def plain(key: str, scale: float = 1) -> Callable[[dict], Extent | None]:
 
 def loss(key: str, read: Callable[[dict], float | None]) -> Callable[[dict], Extent | None]:
     """Of several seeds from the lowest to the highest; of one, what another batch would have done to it."""
+
     def extent(run: dict) -> Extent | None:
         value = read(run)
         if value is None:
@@ -185,6 +231,12 @@ FIGURES = (
     Figure("peak memory, GiB", plain("peak_gib"), "more memory", "less memory"),
     Figure("saved for backward, MiB", plain("saved_bytes", 2**20), "more memory", "less memory", form=",.1f"),
     Figure("last loss", loss("last_loss", lambda run: run["losses"][-1]), "less exact", "more exact", form=".4f"),
-    Figure("held-out loss", loss("held_out_after", lambda run: run.get("held_out_after")), "less exact", "more exact", form=".4f"),
+    Figure(
+        "held-out loss",
+        loss("held_out_after", lambda run: run.get("held_out_after")),
+        "less exact",
+        "more exact",
+        form=".4f",
+    ),
 )
 ERROR = Figure("gradient error", point, "less exact", "more exact", form=".2e")

@@ -25,8 +25,14 @@ class Bars:
         self.bars: dict[tuple[str, str], int] = {}
         self.quiet_until: dict[str, float] = {}
         self.progress = Progress(
-            TextColumn("{task.description:<24}"), BarColumn(bar_width=32), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal)
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
 
     def __enter__(self):
         self.progress.start()
@@ -44,15 +50,23 @@ class Bars:
                 waiting = self.progress.add_task(system, total=total, state="")
             self.bars[key] = waiting
         if total:
-            self.progress.update(self.bars[key], total=total, description=system if label in ("", "train") else f"{system} {label}")
+            self.progress.update(
+                self.bars[key], total=total, description=system if label in ("", "train") else f"{system} {label}"
+            )
         return self.bars[key]
 
     def listen(self, system: str, event: str, fields: dict) -> None:
         if event == "step":
             loss = "" if fields["loss"] is None else f"loss {fields['loss']:.3f}  "
             state = f"{loss}{fields['seconds']:.2f} s a step"
-            self.progress.update(self.bar(system, fields["label"], fields["steps"]), completed=fields["step"], state=state)
-            self.line(system, f"step {fields['step']} of {fields['steps']}  {state}", often=fields["step"] not in (1, fields["steps"]))
+            self.progress.update(
+                self.bar(system, fields["label"], fields["steps"]), completed=fields["step"], state=state
+            )
+            self.line(
+                system,
+                f"step {fields['step']} of {fields['steps']}  {state}",
+                often=fields["step"] not in (1, fields["steps"]),
+            )
         elif event in ("phase", "done"):
             text = fields.get("text") or fields["status"]
             latest = [task for (name, _), task in self.bars.items() if name == system]
@@ -82,12 +96,17 @@ def show_summary(result: dict, paths: dict[str, Path], console: Console | None =
     console.print()
     for verdict in result["verdicts"]:
         mark = "[green]pass[/]" if verdict["passed"] else "[bold red]FAIL[/]"
-        console.print(f"{mark}  {escape(verdict['name'])}: [dim]{escape(verdict['detail'])}[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"{mark}  {escape(verdict['name'])}: [dim]{escape(verdict['detail'])}[/]", highlight=False, soft_wrap=True
+        )
     if "against" in result:
         show_against(result, console)
     for answer in result["answers"]:
-        console.print(f"\n[bold]{escape(answer['question'])}[/]\n  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
-                      highlight=False, soft_wrap=True)
+        console.print(
+            f"\n[bold]{escape(answer['question'])}[/]\n  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(f"\nThe report: {paths['html']}", highlight=False, soft_wrap=True)
 
 
@@ -98,7 +117,15 @@ def show_against(result: dict, console: Console) -> None:
     for place, name in enumerate(head):
         table.add_column(name, justify="left" if place in (0, 1, 2, len(head) - 1) else "right")
     for cells, row in zip(rows, result["against"]["rows"]):
-        style = "bold red" if row["worse"] else "dim" if row["verdict"] == APART else "" if row["verdict"] == SAME else "green"
+        style = (
+            "bold red"
+            if row["worse"]
+            else "dim"
+            if row["verdict"] == APART
+            else ""
+            if row["verdict"] == SAME
+            else "green"
+        )
         table.add_row(*map(escape, cells), style=style)
     console.print()
     console.print(table)

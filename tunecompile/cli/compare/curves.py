@@ -26,8 +26,17 @@ def compare_curves(runs: list[dict]) -> list[dict]:
         if base is None or run is base or run["status"] != "ok" or run["shape"] != base["shape"]:
             continue
         apart = differences(run, base)
-        rows.append({"system": run["system"], "base": base["system"], "steps": len(apart), "mean": sum(apart) / len(apart),
-                     "mean_size": sum(map(abs, apart)) / len(apart), "largest": max(map(abs, apart)), "last": apart[-1]})
+        rows.append(
+            {
+                "system": run["system"],
+                "base": base["system"],
+                "steps": len(apart),
+                "mean": sum(apart) / len(apart),
+                "mean_size": sum(map(abs, apart)) / len(apart),
+                "largest": max(map(abs, apart)),
+                "last": apart[-1],
+            }
+        )
     return rows
 
 
@@ -45,9 +54,17 @@ def judge_curves(runs: list[dict]) -> list[Verdict]:
         if system(row["system"]).precision is None:
             continue
         noise = batch_noise(base["losses"])
-        others = [f"{other['system']}'s {other['mean_size']:.1e}" for other in rows if system(other["system"]).precision is None]
+        others = [
+            f"{other['system']}'s {other['mean_size']:.1e}"
+            for other in rows
+            if system(other["system"]).precision is None
+        ]
         beside = f", {', '.join(others)}" if others else ""
-        verdicts.append(Verdict(
-            f"{row['system']}: loss differs from {row['base']}'s by less than from batch to batch", row["mean_size"] <= noise,
-            f"mean distance {row['mean_size']:.1e} over {row['steps']} steps (with sign {row['mean']:+.1e}){beside}; a batch's noise is {noise:.1e}"))
+        verdicts.append(
+            Verdict(
+                f"{row['system']}: loss differs from {row['base']}'s by less than from batch to batch",
+                row["mean_size"] <= noise,
+                f"mean distance {row['mean_size']:.1e} over {row['steps']} steps (with sign {row['mean']:+.1e}){beside}; a batch's noise is {noise:.1e}",
+            )
+        )
     return verdicts

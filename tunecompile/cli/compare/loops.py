@@ -45,7 +45,9 @@ def to_device(batch: Batch, device: str) -> Batch:
 def enable_checkpointing(model: nn.Module, job: Job) -> None:
     """As a user's loop does it. Unsloth has switched its own on while loading."""
     if job.checkpoints and job.engine != "unsloth":
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the name that older transformers have alone
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )  # the name that older transformers have alone
         enable({"use_reentrant": False})
         if job.mode != "full":
             model.enable_input_require_grads()
@@ -74,10 +76,22 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
 def make_trainer(job: Job, folder: str):
     """TRL's trainer for the loss, and its settings."""
     common = dict(
-        output_dir=folder, max_steps=job.steps, per_device_train_batch_size=job.batch, learning_rate=job.lr, lr_scheduler_type="constant",
-        gradient_checkpointing=job.checkpoints, gradient_checkpointing_kwargs={"use_reentrant": False},
-        bf16=job.dtype == "bfloat16" and job.engine != REFERENCE, use_cpu=job.device == "cpu", dataloader_pin_memory=job.device == "cuda",
-        seed=job.draw, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=10)
+        output_dir=folder,
+        max_steps=job.steps,
+        per_device_train_batch_size=job.batch,
+        learning_rate=job.lr,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=job.checkpoints,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=job.dtype == "bfloat16" and job.engine != REFERENCE,
+        use_cpu=job.device == "cpu",
+        dataloader_pin_memory=job.device == "cuda",
+        seed=job.draw,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=10,
+    )
     padded = dict(max_length=job.seq_len, pad_to_multiple_of=job.pad_to)
     if job.loss == "dpo":
         from trl import DPOConfig, DPOTrainer

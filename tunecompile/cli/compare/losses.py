@@ -33,4 +33,8 @@ def answer_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = batch["labels"][:, 1:]
-    return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none").view(labels.shape).sum(1)
+    return (
+        -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        .view(labels.shape)
+        .sum(1)
+    )

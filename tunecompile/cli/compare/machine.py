@@ -42,7 +42,12 @@ def describe_machine() -> dict:
     import torch
 
     gpus = torch.cuda.device_count()
-    return {"gpu": torch.cuda.get_device_name(0) if gpus else None, "gpu_count": gpus, "cpu": cpu_name(), "memory_gib": memory_gib()}
+    return {
+        "gpu": torch.cuda.get_device_name(0) if gpus else None,
+        "gpu_count": gpus,
+        "cpu": cpu_name(),
+        "memory_gib": memory_gib(),
+    }
 
 
 def version_of(package: str) -> str | None:
@@ -62,14 +67,23 @@ def describe_source() -> dict:
     """The commit of the tree that was measured, where it is one."""
     folder = str(Path(__file__).resolve().parent)
     commit = output_of("git", "-C", folder, "rev-parse", "HEAD")
-    return {"commit": commit, "dirty": bool(output_of("git", "-C", folder, "status", "--porcelain")) if commit else None}
+    return {
+        "commit": commit,
+        "dirty": bool(output_of("git", "-C", folder, "status", "--porcelain")) if commit else None,
+    }
 
 
 def header() -> dict:
     """The part of a result that every file begins with."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {"schema": SCHEMA, "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), **describe_source(),
-            "command": command, "machine": describe_machine(), "versions": describe_versions()}
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **describe_source(),
+        "command": command,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
 
 
 def gpu_clock_mhz() -> int | None:

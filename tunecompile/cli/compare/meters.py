@@ -64,7 +64,14 @@ class StepClock:
         if len(self.host_ms) == WARMUP and not self.cuda:
             reset_peak_rss()  # the compiler's own memory is not the step's
         shown = None if self.cuda else round(float(loss.detach()), 4)
-        say("step", label=self.label, step=len(self.host_ms), steps=self.total, loss=shown, seconds=self.host_ms[-1] / 1e3)
+        say(
+            "step",
+            label=self.label,
+            step=len(self.host_ms),
+            steps=self.total,
+            loss=shown,
+            seconds=self.host_ms[-1] / 1e3,
+        )
 
     def step_ms(self) -> list[float]:
         if self.cuda:
@@ -99,6 +106,7 @@ def median(values: list[float]) -> float:
 
 # ---------------------------------------------------------------- memory
 
+
 def reset_peak_rss() -> None:
     with contextlib.suppress(OSError):  # only Linux can
         Path("/proc/self/clear_refs").write_text("5")
@@ -124,12 +132,16 @@ def memory_figures(device: str) -> dict:
     """Of the GPU on which this process needed most."""
     if device == "cuda":
         gpus = range(torch.cuda.device_count())
-        return {"peak_gib": max(map(torch.cuda.max_memory_allocated, gpus)) / GIB, "peak_reserved_gib": max(map(torch.cuda.max_memory_reserved, gpus)) / GIB}
+        return {
+            "peak_gib": max(map(torch.cuda.max_memory_allocated, gpus)) / GIB,
+            "peak_reserved_gib": max(map(torch.cuda.max_memory_reserved, gpus)) / GIB,
+        }
     return {"peak_gib": peak_rss() / GIB, "peak_reserved_gib": None}
 
 
 def resident_storages(model: torch.nn.Module) -> set[int]:
     """Storages that live with or without a step: parameters, buffers and a quantised weight's statistics."""
+
     def storages(tensor):
         yield tensor.untyped_storage().data_ptr()
         state = getattr(tensor, "quant_state", None)

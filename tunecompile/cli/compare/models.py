@@ -21,6 +21,7 @@ from tunecompile.verification.reference_model import Float64
 
 def check_model(model: str) -> None:
     """Say what is wrong with a model's name before anything is started."""
+
     def missing(reason: str):
         return ModelNotFound(model=model, reason=reason, shapes=", ".join(SHAPES))
 
@@ -29,7 +30,9 @@ def check_model(model: str) -> None:
         return
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise missing("the path exists but has no config.json" if folder.is_dir() else "that is a file, not a folder")
+            raise missing(
+                "the path exists but has no config.json" if folder.is_dir() else "that is a file, not a folder"
+            )
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise missing("no such folder")
 
@@ -50,23 +53,43 @@ def load_tokenizer(job: Job):
 def load_base(job: Job) -> nn.Module:
     """The base model on the device, NF4 with double quantisation for qlora."""
     dtype = getattr(torch, job.dtype)
-    storage = dtype if job.processes > 1 and job.parallel in ("fsdp2", "zero3") else torch.uint8  # these shard floats only
+    storage = (
+        dtype if job.processes > 1 and job.parallel in ("fsdp2", "zero3") else torch.uint8
+    )  # these shard floats only
     if is_shape(job.model):
-        return build_shape_model(job.model, quantise=job.mode == "qlora", dtype=dtype, device=job.device, gpus=job.gpus if job.placed else 1,
-                                 seed=job.seed, layers=job.layers, storage=storage)
+        return build_shape_model(
+            job.model,
+            quantise=job.mode == "qlora",
+            dtype=dtype,
+            device=job.device,
+            gpus=job.gpus if job.placed else 1,
+            seed=job.seed,
+            layers=job.layers,
+            storage=storage,
+        )
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantisation = None
     if job.mode == "qlora":
-        quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                          bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage)
-    return AutoModelForCausalLM.from_pretrained(job.model, quantization_config=quantisation, dtype=dtype, **placement(job))
+        quantisation = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=storage,
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        job.model, quantization_config=quantisation, dtype=dtype, **placement(job)
+    )
 
 
 def placement(job: Job) -> dict:
     """Where loading puts the layers: all on this process's device, or as much on each of its GPUs."""
     if job.placed and job.device == "cuda":
-        return {"device_map": "balanced", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(job.gpus)}}
+        return {
+            "device_map": "balanced",
+            "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(job.gpus)},
+        }
     return {"device_map": {"": torch.cuda.current_device() if job.device == "cuda" else job.device}}
 
 
@@ -78,8 +101,10 @@ def add_adapter(model: nn.Module, job: Job) -> nn.Module:
 
     present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     targets = [name for name in TARGETS if name in present] or "all-linear"
-    return get_peft_model(model, LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, target_modules=targets,
-                                            task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model,
+        LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"),
+    )
 
 
 def load_unsloth(job: Job) -> nn.Module:
@@ -87,13 +112,24 @@ def load_unsloth(job: Job) -> nn.Module:
     from unsloth import FastLanguageModel
 
     checkpointing = "unsloth" if job.checkpoints else False
-    model, _ = FastLanguageModel.from_pretrained(job.model, max_seq_length=max(job.seq_len, 32768), load_in_4bit=job.mode == "qlora",
-                                                 dtype=getattr(torch, job.dtype), full_finetuning=job.mode == "full",
-                                                 use_gradient_checkpointing=checkpointing)
+    model, _ = FastLanguageModel.from_pretrained(
+        job.model,
+        max_seq_length=max(job.seq_len, 32768),
+        load_in_4bit=job.mode == "qlora",
+        dtype=getattr(torch, job.dtype),
+        full_finetuning=job.mode == "full",
+        use_gradient_checkpointing=checkpointing,
+    )
     if job.mode == "full":
         return model
-    return FastLanguageModel.get_peft_model(model, r=job.rank, lora_alpha=job.alpha, lora_dropout=0, target_modules=list(TARGETS),
-                                            use_gradient_checkpointing=checkpointing)
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=job.rank,
+        lora_alpha=job.alpha,
+        lora_dropout=0,
+        target_modules=list(TARGETS),
+        use_gradient_checkpointing=checkpointing,
+    )
 
 
 def load_model(job: Job) -> nn.Module:
@@ -149,6 +185,7 @@ def evaluating(model: nn.Module):
 
 # ---------------------------------------------------------------- the adapter's values
 
+
 def named_values(name: str, like: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
     """Random values fixed by the parameter's name and exact in bfloat16: equal in every process and precision."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
@@ -171,10 +208,13 @@ def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> No
         if "lora_A" in name:
             parameter.copy_(named_values(short_name(name), parameter, (3 * parameter.shape[1]) ** -0.5, seed))
         elif "lora_B" in name:
-            parameter.copy_(named_values(short_name(name), parameter, b_scale, seed) if b_scale else torch.zeros_like(parameter))
+            parameter.copy_(
+                named_values(short_name(name), parameter, b_scale, seed) if b_scale else torch.zeros_like(parameter)
+            )
 
 
 # ---------------------------------------------------------------- the reference
+
 
 def reference_dtype(job: Job) -> torch.dtype:
     """fp32 judges bf16, fp64 judges fp32. TRL keeps QLoRA adapters in bf16, which fp32 judges."""

@@ -42,14 +42,21 @@ def zero(model: nn.Module, job: Job) -> nn.Module:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-              "bf16": {"enabled": job.dtype == "bfloat16"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": job.dtype == "bfloat16"},
+    }
     deepspeed.init_distributed("nccl" if job.device == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed.initialize(model=model, optimizer=adamw(model, job), config=config)[0]
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.lr, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=job.lr, weight_decay=0.0, fused=True
+    )
 
 
 @dataclass(frozen=True)

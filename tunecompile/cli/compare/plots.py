@@ -6,9 +6,20 @@ from tunecompile.cli.compare.curves import differences
 from tunecompile.cli.compare.seeds import timed
 from tunecompile.report.html import draw
 
-COLOURS = {"hf": "#6b7280", "hf-checkpoint": "#6b7280", "compile": "#d97706", "compile-layers": "#fbbf24", "liger": "#7c3aed", "liger-checkpoint": "#7c3aed",
-           "unsloth": "#059669", "unsloth-no-checkpoint": "#34d399", "unsloth-padding-free": "#34d399", "tunecompile": "#2563eb",
-           "tunecompile-fp8": "#db2777", "reference": "#111827"}
+COLOURS = {
+    "hf": "#6b7280",
+    "hf-checkpoint": "#6b7280",
+    "compile": "#d97706",
+    "compile-layers": "#fbbf24",
+    "liger": "#7c3aed",
+    "liger-checkpoint": "#7c3aed",
+    "unsloth": "#059669",
+    "unsloth-no-checkpoint": "#34d399",
+    "unsloth-padding-free": "#34d399",
+    "tunecompile": "#2563eb",
+    "tunecompile-fp8": "#db2777",
+    "reference": "#111827",
+}
 
 
 def colour(system: str) -> str:
@@ -18,17 +29,26 @@ def colour(system: str) -> str:
 
 def loss_curves(runs: list[dict], reference: dict | None) -> str:
     """All systems over each other, in the band of their seeds: where they agree the curves hide one another, so each is thinner than the one before."""
+
     def paint(axes):
         for run in runs:
             if band := run.get("band"):
-                axes.fill_between(range(1, len(band) + 1), *zip(*band), color=colour(run["system"]), alpha=0.12, linewidth=0)
+                axes.fill_between(
+                    range(1, len(band) + 1), *zip(*band), color=colour(run["system"]), alpha=0.12, linewidth=0
+                )
         curves = [(r["system"], r["losses"]) for r in runs]
         if reference:
             curves.append(("reference", reference["losses"]))
         for rank, (name, losses) in enumerate(curves):
             label = f"reference ({reference['dtype']})" if name == "reference" else name
-            axes.plot(range(1, len(losses) + 1), losses, label=label, color=colour(name), linewidth=max(1.4, 5 - 1.8 * rank),
-                      linestyle=(0, (3, 2)) if name == "reference" else "-")
+            axes.plot(
+                range(1, len(losses) + 1),
+                losses,
+                label=label,
+                color=colour(name),
+                linewidth=max(1.4, 5 - 1.8 * rank),
+                linestyle=(0, (3, 2)) if name == "reference" else "-",
+            )
         axes.set(xlabel="step", ylabel="training loss")
         axes.legend()
 
@@ -37,25 +57,39 @@ def loss_curves(runs: list[dict], reference: dict | None) -> str:
 
 def loss_differences(runs: list[dict], base: dict, noise: float) -> str:
     """Each system's loss less that of the base, and the band that a batch's noise fills."""
+
     def paint(axes):
         steps = range(1, len(base["losses"]) + 1)
         axes.axhspan(-noise, noise, color="#e5e7eb", zorder=0, label="noise of a batch")
         for run in runs:
             apart = differences(run, base)
-            axes.plot(steps[:len(apart)], apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
+            axes.plot(steps[: len(apart)], apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
         axes.set(xlabel="step", ylabel=f"training loss, less that of {base['system']}")
         axes.legend()
 
     return draw(paint)
 
 
-def bars(labels: list[str], systems: list[str], values: list[float], unit: str, errors: list[tuple[float, float]] | None = None) -> str:
+def bars(
+    labels: list[str],
+    systems: list[str],
+    values: list[float],
+    unit: str,
+    errors: list[tuple[float, float]] | None = None,
+) -> str:
     """Horizontal bars with their figures."""
+
     def paint(axes):
         places = range(len(values))
         spread = list(zip(*errors)) if errors else None
-        axes.barh(places, values, color=[colour(s) for s in systems], height=0.62, xerr=spread,
-                  error_kw={"ecolor": "#9ca3af", "elinewidth": 1, "capsize": 3})
+        axes.barh(
+            places,
+            values,
+            color=[colour(s) for s in systems],
+            height=0.62,
+            xerr=spread,
+            error_kw={"ecolor": "#9ca3af", "elinewidth": 1, "capsize": 3},
+        )
         axes.set_yticks(places, labels)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -73,7 +107,13 @@ def step_time_bars(runs: list[dict]) -> str:
     """Medians with their quartiles: the slowest step of a shared machine would set the scale otherwise."""
     values = [r["step_ms"]["median"] for r in runs]
     spread = [quartile_distances(r) for r in runs]
-    return bars([label(r, runs) for r in runs], [r["system"] for r in runs], values, "ms a step (median, with quartiles)", spread)
+    return bars(
+        [label(r, runs) for r in runs],
+        [r["system"] for r in runs],
+        values,
+        "ms a step (median, with quartiles)",
+        spread,
+    )
 
 
 def quartile_distances(run: dict) -> tuple[float, float]:
@@ -81,7 +121,9 @@ def quartile_distances(run: dict) -> tuple[float, float]:
     times = sorted(timed(run))
     if not times:
         return middle - run["step_ms"]["min"], run["step_ms"]["max"] - middle
-    return middle - min(middle, times[len(times) // 4]), max(middle, times[(3 * len(times)) // 4 - (len(times) % 4 == 0)]) - middle
+    return middle - min(middle, times[len(times) // 4]), max(
+        middle, times[(3 * len(times)) // 4 - (len(times) % 4 == 0)]
+    ) - middle
 
 
 def memory_bars(runs: list[dict], key: str, scale: float, unit: str) -> str:
@@ -96,21 +138,44 @@ def label(run: dict, runs: list[dict]) -> str:
 
 def gradient_scatter(rows: list[dict], limit: float) -> str:
     """One dot a parameter: left of the line it is nearer to the reference than eager's."""
+
     def paint(axes):
         smallest = min((v for r in rows for v in (r["error"], r["eager_error"]) if v > 0), default=1e-8)
         x = [max(r["eager_error"], smallest) for r in rows]
         y = [max(r["error"], smallest) for r in rows]
         low, high = min(x + y) * 0.7, max(x + y) * 1.4
         axes.plot([low, high], [low, high], color="#6b7280", linewidth=1, label="as exact as eager")
-        axes.plot([low, high], [low * limit, high * limit], color="#dc2626", linewidth=1, linestyle=":", label=f"{limit} times eager's error")
+        axes.plot(
+            [low, high],
+            [low * limit, high * limit],
+            color="#dc2626",
+            linewidth=1,
+            linestyle=":",
+            label=f"{limit} times eager's error",
+        )
         for kind, tone in (("lora_A", "#2563eb"), ("lora_B", "#0ea5e9"), ("", "#2563eb")):
-            picked = [i for i, r in enumerate(rows) if (kind in r["parameter"] if kind else "lora_" not in r["parameter"])]
+            picked = [
+                i for i, r in enumerate(rows) if (kind in r["parameter"] if kind else "lora_" not in r["parameter"])
+            ]
             if picked:
-                axes.scatter([x[i] for i in picked], [y[i] for i in picked], s=12, color=tone, alpha=0.6, linewidths=0,
-                             label=kind or "weights", rasterized=False)
-        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="eager's error", ylabel="tunecompile's error")
+                axes.scatter(
+                    [x[i] for i in picked],
+                    [y[i] for i in picked],
+                    s=12,
+                    color=tone,
+                    alpha=0.6,
+                    linewidths=0,
+                    label=kind or "weights",
+                    rasterized=False,
+                )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=(low, high),
+            ylim=(low, high),
+            xlabel="eager's error",
+            ylabel="tunecompile's error",
+        )
         axes.legend(loc="upper left")
 
     return draw(paint, width=5.2, height=4.4)
-
-

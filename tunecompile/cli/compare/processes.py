@@ -35,8 +35,12 @@ class Worker:
 
     @property
     def stem(self) -> str:
-        return f"{self.job.system}-{self.task}" + (f"-{self.job.layers}-layers" if self.job.layers else "") \
-            + ("-warm" if self.job.steps == 1 else "") + (f"-repeat-{self.job.repeat}" if self.job.repeat else "")
+        return (
+            f"{self.job.system}-{self.task}"
+            + (f"-{self.job.layers}-layers" if self.job.layers else "")
+            + ("-warm" if self.job.steps == 1 else "")
+            + (f"-repeat-{self.job.repeat}" if self.job.repeat else "")
+        )
 
     def start(self) -> None:
         spec = self.folder / f"{self.stem}.job.json"
@@ -52,7 +56,12 @@ class Worker:
             environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         self.process = subprocess.Popen(
             [*ranks.command(self.job), "tunecompile.cli.compare.worker", str(spec), str(self.result)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+        )
 
     def run_turn(self) -> bool:
         """Let it run until it hands over or ends. True while it lives."""

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 
 from tunecompile.cli.compare.spec import Job
 
-LARGEST = ("peak_gib", "peak_reserved_gib", "first_step_s", "host_ms_per_step")  # figures of which the worst rank's counts
+LARGEST = (
+    "peak_gib",
+    "peak_reserved_gib",
+    "first_step_s",
+    "host_ms_per_step",
+)  # figures of which the worst rank's counts
 
 
 def command(job: Job) -> list[str]:
@@ -53,5 +58,11 @@ def together(figures: dict, job: Job) -> dict:
     dist.all_gather_object(every, figures)
     slowest = max(every, key=lambda own: own["step_ms"]["median"])
     tokens = sum(own["tokens_per_s"] * own["step_ms"]["median"] for own in every)
-    return slowest | {name: max(own[name] for own in every) for name in LARGEST if slowest.get(name) is not None} | {
-        "tokens_per_s": tokens / slowest["step_ms"]["median"], "losses": [sum(step) / job.processes for step in zip(*(own["losses"] for own in every))]}
+    return (
+        slowest
+        | {name: max(own[name] for own in every) for name in LARGEST if slowest.get(name) is not None}
+        | {
+            "tokens_per_s": tokens / slowest["step_ms"]["median"],
+            "losses": [sum(step) / job.processes for step in zip(*(own["losses"] for own in every))],
+        }
+    )

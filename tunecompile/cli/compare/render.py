@@ -52,7 +52,11 @@ def break_even_text(run: dict) -> str:
 
 
 def held_out_text(run: dict) -> str:
-    return f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}{spread(run, 'held_out_after', '.3f')}" if "held_out_after" in run else ""
+    return (
+        f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}{spread(run, 'held_out_after', '.3f')}"
+        if "held_out_after" in run
+        else ""
+    )
 
 
 def run_table(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
@@ -73,22 +77,45 @@ def facts(result: dict) -> list[tuple[str, str]]:
     """What was run, on what: the lines under the title."""
     settings, machine, run = result["settings"], result["machine"], result["runs"][0]
     where = f"{machine['gpu_count']} x {machine['gpu']}; {machine['cpu']}" if machine["gpu"] else machine["cpu"]
-    how = {"qlora": "QLoRA: NF4 base, double-quantised, ", "lora": "LoRA, ", "full": "full fine-tuning, "}[settings["mode"]]
+    how = {"qlora": "QLoRA: NF4 base, double-quantised, ", "lora": "LoRA, ", "full": "full fine-tuning, "}[
+        settings["mode"]
+    ]
     adapter = "" if settings["mode"] == "full" else f"r={settings['rank']}, alpha={settings['alpha']}, "
-    shape = ", ".join(settings["shapes"]) if settings["shapes"] else (
-        f"{settings['batch']} rows a step, at most {settings['seq_len']} tokens, " + (
-            "packed into one without padding" if settings.get("batching") == "packed" else f"padded to multiples of {settings['pad_to']} for every system"))
+    shape = (
+        ", ".join(settings["shapes"])
+        if settings["shapes"]
+        else (
+            f"{settings['batch']} rows a step, at most {settings['seq_len']} tokens, "
+            + (
+                "packed into one without padding"
+                if settings.get("batching") == "packed"
+                else f"padded to multiples of {settings['pad_to']} for every system"
+            )
+        )
+    )
     source = "random tokens" if settings["shapes"] else f"{settings['rows']:,} rows of {Path(settings['data']).name}"
     if settings["dropped_rows"]:
         source += f" ({settings['dropped_rows']} longer ones left out)"
     lines = [
         ("Model", f"{run['model']}. {how}{adapter}computed in {settings['dtype']}"),
-        ("Training", f"{settings['steps']} steps by {trainer_text(settings)}, "
-                     f"lr {settings['lr']:g}, {seeds_text(settings)}" + (", gradient checkpointing" if settings["checkpointing"] else "")),
+        (
+            "Training",
+            f"{settings['steps']} steps by {trainer_text(settings)}, "
+            f"lr {settings['lr']:g}, {seeds_text(settings)}"
+            + (", gradient checkpointing" if settings["checkpointing"] else ""),
+        ),
         ("Data", f"{source}; {shape}"),
         ("Machine", f"{where}; {machine['memory_gib']} GiB"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
-        ("Measured", f"{result['date']}" + (f", commit {result['commit'][:12]}{' with changes' if result['dirty'] else ''}" if result["commit"] else "")),
+        (
+            "Measured",
+            f"{result['date']}"
+            + (
+                f", commit {result['commit'][:12]}{' with changes' if result['dirty'] else ''}"
+                if result["commit"]
+                else ""
+            ),
+        ),
     ]
     return lines
 
@@ -108,25 +135,36 @@ def seeds_text(settings: dict) -> str:
 def method(result: dict) -> list[str]:
     """How the figures came about, in sentences."""
     settings = result["settings"]
-    turns = ("The systems' processes take turns, one step each, so that whatever else the machine does falls on all alike."
-             if settings["turns"] else "The systems' processes run one after the other, each alone.")
-    lines = ["Every system trains on the same batches in the same order, in its own process, from the same adapter values, "
-             "with cold compiler caches. " + turns,
-             "Step time is the median from the fourth step on; tokens/s counts real tokens, not padding.",
-             "Saved for backward: storages that autograd keeps between forward and backward, each once, parameters left out; "
-             "counted in one extra step that is not timed."]
+    turns = (
+        "The systems' processes take turns, one step each, so that whatever else the machine does falls on all alike."
+        if settings["turns"]
+        else "The systems' processes run one after the other, each alone."
+    )
+    lines = [
+        "Every system trains on the same batches in the same order, in its own process, from the same adapter values, "
+        "with cold compiler caches. " + turns,
+        "Step time is the median from the fourth step on; tokens/s counts real tokens, not padding.",
+        "Saved for backward: storages that autograd keeps between forward and backward, each once, parameters left out; "
+        "counted in one extra step that is not timed.",
+    ]
     if any(r["system"] in ("hf", "hf-checkpoint") for r in result["runs"]):
         lines.insert(1, "hf is the Hugging Face model as it comes: eager, the yardstick for speed and for error.")
     if result["gradients"]:
         where = "a two-layer model of the same shape" if settings["shapes"] else "the model"
-        lines.append(f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
-                     "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero.")
+        lines.append(
+            f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
+            "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero."
+        )
     if settings.get("loss") == "dpo":
-        lines.append("DPO's reference is the model without its adapter, run without gradients in every step; tokens/s counts those of the pairs, once.")
+        lines.append(
+            "DPO's reference is the model without its adapter, run without gradients in every step; tokens/s counts those of the pairs, once."
+        )
     if settings.get("seeds", 1) > 1:
-        lines.append("Each seed draws the adapters, the order of the rows and dropout anew, in processes of its own; held-out rows are the same. Figures are the "
-                     "median over the seeds, with the lowest and the highest; losses are the mean of each step, in a band from the lowest to the highest. "
-                     "Gradients are those of the first seed.")
+        lines.append(
+            "Each seed draws the adapters, the order of the rows and dropout anew, in processes of its own; held-out rows are the same. Figures are the "
+            "median over the seeds, with the lowest and the highest; losses are the mean of each step, in a band from the lowest to the highest. "
+            "Gradients are those of the first seed."
+        )
     if any(r.get("peak_reserved_gib") is None and r["status"] == "ok" for r in result["runs"]):
         lines.append("Peak memory on a CPU is resident memory from the fourth step on, with Python and all libraries.")
     return lines
@@ -134,10 +172,28 @@ def method(result: dict) -> list[str]:
 
 def curve_table(rows: list[dict]) -> list[list[str]]:
     """Distances of loss curves, in text."""
-    return [[row["system"], f"{row['mean_size']:.2e}", f"{row['mean']:+.2e}", f"{row['largest']:.2e}", f"{row['last']:+.2e}"] for row in rows]
+    return [
+        [
+            row["system"],
+            f"{row['mean_size']:.2e}",
+            f"{row['mean']:+.2e}",
+            f"{row['largest']:.2e}",
+            f"{row['last']:+.2e}",
+        ]
+        for row in rows
+    ]
 
 
-ERROR_HEAD = ("parameters", "number", "eager's error, median", "{}'s, median", "nearer than eager by", "of eager's, median", "of eager's, worst", "with gradient")
+ERROR_HEAD = (
+    "parameters",
+    "number",
+    "eager's error, median",
+    "{}'s, median",
+    "nearer than eager by",
+    "of eager's, median",
+    "of eager's, worst",
+    "with gradient",
+)
 
 
 def error_summary(gradients: list[dict]) -> list[list[str]]:
@@ -146,8 +202,18 @@ def error_summary(gradients: list[dict]) -> list[list[str]]:
     for name, rows in ({"all": gradients} | families(gradients)).items() if gradients else ():
         ratios = [r["error"] / r["yardstick"] for r in rows]
         eager, ours = (median([r[key] for r in rows]) for key in ("eager_error", "error"))
-        table.append([name, str(len(rows)), f"{eager:.2e}", f"{ours:.2e}", nearer(eager, ours), f"{median(ratios):.3f}", f"{max(ratios):.3f}",
-                      f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}"])
+        table.append(
+            [
+                name,
+                str(len(rows)),
+                f"{eager:.2e}",
+                f"{ours:.2e}",
+                nearer(eager, ours),
+                f"{median(ratios):.3f}",
+                f"{max(ratios):.3f}",
+                f"{sum(r['has_gradient'] for r in rows)} of {len(rows)}",
+            ]
+        )
     return table
 
 
@@ -161,15 +227,31 @@ def nearer(eager: float, ours: float) -> str:
 def against_title(result: dict) -> str:
     """Which older result, and what is of another version since."""
     old, new = result["against"]["versions"], result["versions"]
-    moved = [f"{name} {old.get(name, 'none')} → {new.get(name, 'none')}" for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-    since = f"Since {result['against']['date'][:10]}" + (f", commit {result['against']['commit'][:12]}" if result["against"]["commit"] else "")
+    moved = [
+        f"{name} {old.get(name, 'none')} → {new.get(name, 'none')}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+    since = f"Since {result['against']['date'][:10]}" + (
+        f", commit {result['against']['commit'][:12]}" if result["against"]["commit"] else ""
+    )
     return since + (f": {', '.join(moved)}" if moved else "")
 
 
 def against_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     head = ["system", "shape", "figure", "before", "now", "change", "verdict"]
-    return head, [[row["system"], row["shape"], row["figure"], row["before"], row["now"], f"{row['change']:+.1%}" if "change" in row else "", row["verdict"]]
-                  for row in rows]
+    return head, [
+        [
+            row["system"],
+            row["shape"],
+            row["figure"],
+            row["before"],
+            row["now"],
+            f"{row['change']:+.1%}" if "change" in row else "",
+            row["verdict"],
+        ]
+        for row in rows
+    ]
 
 
 def figures(result: dict) -> list[tuple[str, str]]:
@@ -180,10 +262,20 @@ def figures(result: dict) -> list[tuple[str, str]]:
         return []
     cuda = bool(result["machine"]["gpu"]) and ok[0].get("peak_reserved_gib") is not None
     shape = ok[0]["shape"]
-    made = [("Loss, laid over each other", plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")))]
+    made = [
+        (
+            "Loss, laid over each other",
+            plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")),
+        )
+    ]
     base = curves.base_of(together)
     if others := [r for r in ok if base and r is not base and r["shape"] == base["shape"]]:
-        made.append((f"Loss, less that of {base['system']}", plots.loss_differences(others, base, curves.batch_noise(base["losses"]))))
+        made.append(
+            (
+                f"Loss, less that of {base['system']}",
+                plots.loss_differences(others, base, curves.batch_noise(base["losses"])),
+            )
+        )
     if result["gradients"]:
         made.append(("Gradient error of every trainable parameter", plots.gradient_scatter(result["gradients"], LIMIT)))
     made.append(("Time of a step", plots.step_time_bars(ok)))
@@ -198,10 +290,20 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     out.mkdir(parents=True, exist_ok=True)
     runs = merge_seeds(result["runs"])
     head, rows = run_table(runs)
-    fields = {"result": result, "runs": runs, "facts": facts(result), "method": method(result), "head": head, "rows": rows,
-              "errors": error_summary(result["gradients"]), "error_head": ERROR_HEAD,
-              "reduced": error_summary(result.get("reduced_gradients", [])), "curves": curve_table(result.get("curves", [])), "passed": all(v["passed"] for v in result["verdicts"]),
-              "worse": sum(row["worse"] for row in result.get("against", {}).get("rows", []))}
+    fields = {
+        "result": result,
+        "runs": runs,
+        "facts": facts(result),
+        "method": method(result),
+        "head": head,
+        "rows": rows,
+        "errors": error_summary(result["gradients"]),
+        "error_head": ERROR_HEAD,
+        "reduced": error_summary(result.get("reduced_gradients", [])),
+        "curves": curve_table(result.get("curves", [])),
+        "passed": all(v["passed"] for v in result["verdicts"]),
+        "worse": sum(row["worse"] for row in result.get("against", {}).get("rows", [])),
+    }
     if "against" in result:
         since_head, since_rows = against_table(result["against"]["rows"])
         fields |= {"since": against_title(result), "since_head": since_head, "since_rows": since_rows}
@@ -212,5 +314,3 @@ def write_reports(result: dict, out: Path) -> dict[str, Path]:
     html = environment.get_template("report.html.jinja").render(fields, figures=figures(result))
     paths["html"].write_text(html, encoding="utf-8")
     return paths
-
-

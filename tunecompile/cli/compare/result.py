@@ -64,7 +64,11 @@ class Run(Part):
 
     @model_validator(mode="after")
     def has_figures(self) -> Run:
-        missing = [name for name in ("tokens_per_s", "step_ms", "peak_gib", "first_step_s", "losses") if getattr(self, name) is None]
+        missing = [
+            name
+            for name in ("tokens_per_s", "step_ms", "peak_gib", "first_step_s", "losses")
+            if getattr(self, name) is None
+        ]
         if self.status == "ok" and missing:
             raise ValueError(f"a run that is ok needs {', '.join(missing)}")
         return self
@@ -122,7 +126,9 @@ def load_result(path: str | Path) -> dict:
     if not isinstance(held, dict) or "schema" not in held:
         raise NotAResult(path=path, reason="it has no 'schema'")
     if held["schema"] != SCHEMA:
-        raise UnknownSchema(path=path, found=held["schema"], known=SCHEMA, command=held.get("command", "tunecompile compare"))
+        raise UnknownSchema(
+            path=path, found=held["schema"], known=SCHEMA, command=held.get("command", "tunecompile compare")
+        )
     try:
         Result.model_validate(held)
     except ValidationError as error:

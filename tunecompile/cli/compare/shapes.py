@@ -29,10 +29,19 @@ def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype
     """A bitsandbytes NF4 linear with double quantisation, the quantisation done on the weight's own device. Its bytes are kept as `storage`."""
     import bitsandbytes as bnb
 
-    new = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=dtype,
-                            compress_statistics=True, quant_type="nf4", quant_storage=storage, device="meta")
-    new.weight = bnb.nn.Params4bit(weight.to(dtype), requires_grad=False, quant_type="nf4",
-                                   compress_statistics=True, quant_storage=storage).to(weight.device)
+    new = bnb.nn.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=dtype,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=storage,
+        device="meta",
+    )
+    new.weight = bnb.nn.Params4bit(
+        weight.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True, quant_storage=storage
+    ).to(weight.device)
     new.quant_state = new.weight.quant_state  # as loading leaves it: a shard of the weight has none
     return new
 
@@ -42,18 +51,34 @@ def places(layers: int, device: str, gpus: int) -> dict[str, str]:
     if gpus == 1 or device == "cpu":
         return {"": device}
     last = f"cuda:{gpus - 1}"
-    return {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", **{f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)},
-            "model.norm": last, "lm_head": last}
+    return {
+        "model.embed_tokens": "cuda:0",
+        "model.rotary_emb": "cuda:0",
+        **{f"model.layers.{layer}": f"cuda:{layer * gpus // layers}" for layer in range(layers)},
+        "model.norm": last,
+        "lm_head": last,
+    }
 
 
-def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: str, seed: int, layers: int | None = None,
-                      storage: torch.dtype = torch.uint8, gpus: int = 1):
+def build_shape_model(
+    name: str,
+    *,
+    quantise: bool,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    layers: int | None = None,
+    storage: torch.dtype = torch.uint8,
+    gpus: int = 1,
+):
     """A random model of that shape on the device, or over so many GPUs, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
     config = shape_config(name, layers)
     model = empty_model(config)
     where = places(config.num_hidden_layers, device, gpus)
     for path, module in list(model.named_modules()):
-        device = next((place for prefix, place in where.items() if f"{path}.".startswith(prefix and f"{prefix}.")), device)
+        device = next(
+            (place for prefix, place in where.items() if f"{path}.".startswith(prefix and f"{prefix}.")), device
+        )
         if quantise and isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS:
             parent, _, child = path.rpartition(".")
             weight = random_weight(f"{path}.weight", module.weight.shape, seed, device)
@@ -76,7 +101,9 @@ def build_shape_model(name: str, *, quantise: bool, dtype: torch.dtype, device: 
     return model
 
 
-def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False) -> None:
+def save_shape_model(
+    name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False
+) -> None:
     """The same weights as a folder of safetensors, one file a layer, for systems that only load from disk: bfloat16, and the linears of decoder layers in NF4
     if asked, as bitsandbytes saves them. (In bfloat16 a model of 70B parameters exceeds most machines' memory.)
     """
@@ -90,7 +117,12 @@ def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: 
     if quantise:
         from transformers import BitsAndBytesConfig
 
-        config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+        config.quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
     config.save_pretrained(out)
     groups: dict[str, list[str]] = {}
     for path, _ in empty.named_parameters():  # tied weights appear once
@@ -99,7 +131,11 @@ def save_shape_model(name: str, folder: str, *, seed: int, device: str, layers: 
     index = {}
     for group, members in groups.items():
         file = f"model-{group}.safetensors"
-        tensors = {key: value.cpu() for path in members for key, value in saved_weight(empty, path, seed, device, quantise).items()}
+        tensors = {
+            key: value.cpu()
+            for path in members
+            for key, value in saved_weight(empty, path, seed, device, quantise).items()
+        }
         save_file(tensors, out / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
@@ -113,7 +149,11 @@ def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: 
     if not quantise or key != "weight" or owner.rpartition(".")[2] not in TARGETS:
         return {path: weight}
     linear = quantised_linear(empty.get_submodule(owner), weight, torch.bfloat16, torch.uint8)
-    return {f"{owner}.{name}": value for name, value in linear.state_dict().items() if name.startswith(key) and not value.is_meta}
+    return {
+        f"{owner}.{name}": value
+        for name, value in linear.state_dict().items()
+        if name.startswith(key) and not value.is_meta
+    }
 
 
 def save_tiny_tokenizer(folder: Path) -> None:
@@ -125,7 +165,6 @@ def save_tiny_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     special = ["<s>", "</s>", "<pad>", "<unk>"]
     tokenizer.train_from_iterator(["a few words"], trainers.BpeTrainer(special_tokens=special, vocab_size=300))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-                            unk_token="<unk>").save_pretrained(folder)
-
-
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from tunecompile.cli.compare.errors import BadShape, UnknownSystem
 
 REFERENCE = "reference"  # the high-precision run that the others are judged against; not a system a user picks
-PARALLEL = ("ddp", "fsdp2", "zero3", "device_map", "alone")  # what joins several GPUs; alone: nothing does, and each trains a model of its own
+PARALLEL = (
+    "ddp",
+    "fsdp2",
+    "zero3",
+    "device_map",
+    "alone",
+)  # what joins several GPUs; alone: nothing does, and each trains a model of its own
 
 
-DISTRIBUTIONS = {"compile": "torch", "compile-layers": "torch", "tunecompile": "tunecompile"}  # of engines that need no package of their own; others are transformers' code
+DISTRIBUTIONS = {
+    "compile": "torch",
+    "compile-layers": "torch",
+    "tunecompile": "tunecompile",
+}  # of engines that need no package of their own; others are transformers' code
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,10 @@ def resolve_systems(names: str, checkpointing: bool) -> list[System]:
         except KeyError:
             found = None
         if found is None or name == REFERENCE:
-            raise UnknownSystem(name=name, known=", ".join(["eager", *(n for n in SYSTEMS if n != REFERENCE), "tunecompile@20GiB (any budget)"]))
+            raise UnknownSystem(
+                name=name,
+                known=", ".join(["eager", *(n for n in SYSTEMS if n != REFERENCE), "tunecompile@20GiB (any budget)"]),
+            )
         if found not in chosen:
             chosen.append(found)
     if not chosen:

@@ -42,11 +42,18 @@ def random_runs(job: Job) -> dict:
     runs = []
     for shape in job.shapes:
         torch.manual_seed(job.draw)
-        batches = data.random_batches(parse_shape(shape), vocabulary, job, job.draw + OTHER_ROWS * ranks.rank(), job.steps)
-        runs.append({"shape": shape, "seed": job.draw} | guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape))))
+        batches = data.random_batches(
+            parse_shape(shape), vocabulary, job, job.draw + OTHER_ROWS * ranks.rank(), job.steps
+        )
+        runs.append(
+            {"shape": shape, "seed": job.draw}
+            | guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape)))
+        )
         if shape != job.shapes[-1]:
             models.set_initial_adapter(model, job.draw)
-    if job.engine == "tunecompile" and job.gpus == 1:  # last: what it measures on the GPU must not spare the first step anything
+    if (
+        job.engine == "tunecompile" and job.gpus == 1
+    ):  # last: what it measures on the GPU must not spare the first step anything
         for run in runs:
             run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
@@ -81,7 +88,7 @@ def data_run(job: Job) -> dict:
         if job.trainer == "sft":
             return loops.train_trl(model, tokenizer, split.train, job, "train")
         batches = data.make_batches(split.train, tokenizer, job, job.steps * job.processes)
-        return loops.train_loop(trained, batches[ranks.rank()::job.processes], job, "train")
+        return loops.train_loop(trained, batches[ranks.rank() :: job.processes], job, "train")
 
     run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
     if held_out:
@@ -94,8 +101,12 @@ def data_run(job: Job) -> dict:
         meters.say("phase", text="gradient check")
         batch = data.make_batches(split.train, tokenizer, job, 1)[0]
         gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients, initial)
-    return result | {"runs": [run], "answers": answers, "attention": model.config._attn_implementation,
-                     "report": compiler_report(model, job)}
+    return result | {
+        "runs": [run],
+        "answers": answers,
+        "attention": model.config._attn_implementation,
+        "report": compiler_report(model, job),
+    }
 
 
 def measured(model, job: Job, train) -> dict:
@@ -106,14 +117,23 @@ def measured(model, job: Job, train) -> dict:
     trained = train()
     figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
     if (report := compiler_report(model, job)) and report["memory"]:
-        figures["memory"] = report["memory"]  # before further steps, which keep what they save where it is counted, need more
+        figures["memory"] = report[
+            "memory"
+        ]  # before further steps, which keep what they save where it is counted, need more
     counted = job.engine != REFERENCE and job.gpus == 1  # of a step that one process takes by itself
     if counted and job.launches and job.device == "cuda":
         figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
     if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
-        figures |= more("saved_bytes", "measuring what is saved for the backward", lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)))
+        figures |= more(
+            "saved_bytes",
+            "measuring what is saved for the backward",
+            lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)),
+        )
         model.zero_grad(set_to_none=True)
-    return figures | {"status": "ok", "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)}  # ZeRO-3 leaves a part, and says how much it was
+    return figures | {
+        "status": "ok",
+        "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad),
+    }  # ZeRO-3 leaves a part, and says how much it was
 
 
 def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
@@ -155,8 +175,13 @@ def held_out_loss(model, batches: list[dict], job: Job) -> float:
     from tunecompile.cli.compare.models import evaluating, precision
 
     with evaluating(model), precision(job):
-        counts = [len(batch["labels"]) if job.loss == "dpo" else int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
-        return sum(float(loss_of(model, to_device(batch, job.device), job)) * count for batch, count in zip(batches, counts)) / sum(counts)
+        counts = [
+            len(batch["labels"]) if job.loss == "dpo" else int((batch["labels"][:, 1:] != IGNORED).sum())
+            for batch in batches
+        ]
+        return sum(
+            float(loss_of(model, to_device(batch, job.device), job)) * count for batch, count in zip(batches, counts)
+        ) / sum(counts)
 
 
 def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
@@ -170,9 +195,15 @@ def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
     for row in rows:
         ids = torch.tensor([render_prompt(row["prompt"], tokenizer, job.model)], device=job.device)
         with evaluating(model), precision(job):
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
-                                 use_cache=True, pad_token_id=tokenizer.pad_token_id)
-        texts.append(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True).strip())
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=40,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return texts
 
 
@@ -228,10 +259,14 @@ def guarded(work) -> dict:
         return {"status": "oom"}
     except TunecompileError as error:
         traceback.print_exc()
-        return {"status": f"error: {error}"} | ({"user_error": str(error)} if type(error).__module__ == errors.__name__ else {})
+        return {"status": f"error: {error}"} | (
+            {"user_error": str(error)} if type(error).__module__ == errors.__name__ else {}
+        )
     except Exception as error:  # noqa: BLE001: whatever a system raises is that system's row
         traceback.print_exc()
-        return {"status": f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+        return {
+            "status": f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        }
 
 
 def main(job_path: str, result_path: str) -> None:

@@ -70,8 +70,14 @@ class Nvml:
         nvml = self.library
         memory = self._told(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._told(nvml.nvmlDeviceGetUtilizationRates, handle)
-        return GpuReading(index, _text(self._told(nvml.nvmlDeviceGetUUID, handle)), _text(self._told(nvml.nvmlDeviceGetName, handle)),
-                   memory and memory.used, memory and memory.total, rates and rates.gpu)
+        return GpuReading(
+            index,
+            _text(self._told(nvml.nvmlDeviceGetUUID, handle)),
+            _text(self._told(nvml.nvmlDeviceGetName, handle)),
+            memory and memory.used,
+            memory and memory.total,
+            rates and rates.gpu,
+        )
 
     def _told(self, ask: Callable, handle: Any) -> Any:
         """None where the driver refuses, as it does for some figures of some devices."""
@@ -95,7 +101,13 @@ class MachineReader:
     def look(self, now: float) -> MachineSnapshot:
         """Raises UnsafeFolder where the folder that processes write to is somebody else's."""
         host = _host()
-        return MachineSnapshot(now, self.nvml.gpus(), self.nvml.missing, tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()), *host)
+        return MachineSnapshot(
+            now,
+            self.nvml.gpus(),
+            self.nvml.missing,
+            tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()),
+            *host,
+        )
 
 
 def _host() -> tuple[int | None, int | None]:

@@ -14,12 +14,20 @@ from tunecompile.cli.monitor.gpu import GpuReading, MachineSnapshot, Process
 GPU = (  # name, what it is, how to read it
     ("gpu_memory_used_bytes", "Device memory in use, by all processes.", lambda gpu: gpu.used),
     ("gpu_memory_total_bytes", "Device memory in all.", lambda gpu: gpu.total),
-    ("gpu_utilization_ratio", "Share of the last moments in which a kernel ran.", lambda gpu: None if gpu.busy is None else gpu.busy / 100),
+    (
+        "gpu_utilization_ratio",
+        "Share of the last moments in which a kernel ran.",
+        lambda gpu: None if gpu.busy is None else gpu.busy / 100,
+    ),
 )
 TRAINING = (
     ("training_steps", "Training forwards of the model since it was optimized.", lambda p: p.status.steps),
     ("training_tokens_per_second", "Tokens through the layers, over the last steps.", lambda p: p.status.tokens_per_s),
-    ("training_step_seconds", "From one training forward to the next, the median of the last steps.", lambda p: _seconds(p.status.step_ms)),
+    (
+        "training_step_seconds",
+        "From one training forward to the next, the median of the last steps.",
+        lambda p: _seconds(p.status.step_ms),
+    ),
     ("training_updated_timestamp_seconds", "When the process last told its figures.", lambda p: p.status.updated),
     ("memory_allocated_bytes", "In tensors on the device.", lambda p: p.status.allocated),
     ("memory_budget_bytes", "What the user allows.", lambda p: p.status.budget),
@@ -46,10 +54,14 @@ class Collector:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         snapshot = self.look()
         yield from _families(GPU, snapshot.gpus, ("gpu", "uuid", "name"), _gpu_labels)
-        yield from _families(TRAINING, snapshot.processes, ("pid", "model", "device", "gpu_uuid", "rank"), _process_labels)
+        yield from _families(
+            TRAINING, snapshot.processes, ("pid", "model", "device", "gpu_uuid", "rank"), _process_labels
+        )
 
 
-def _families(table: tuple, items: tuple, labels: tuple[str, ...], values: Callable[[Any], tuple[str, ...]]) -> Iterator[GaugeMetricFamily]:
+def _families(
+    table: tuple, items: tuple, labels: tuple[str, ...], values: Callable[[Any], tuple[str, ...]]
+) -> Iterator[GaugeMetricFamily]:
     """What nobody counts is left out, as Prometheus wants it."""
     for name, text, read in table:
         family = GaugeMetricFamily(f"tunecompile_{name}", text, labels=labels)
@@ -79,4 +91,6 @@ def serve(look: Callable[[], MachineSnapshot], host: str, port: int) -> WSGIServ
     try:
         return start_http_server(port, host, registry)[0]
     except OSError as error:
-        raise BadOption(option="--prometheus", value=f"{host}:{port}", reason=f"nobody can listen there ({error.strerror or error})") from error
+        raise BadOption(
+            option="--prometheus", value=f"{host}:{port}", reason=f"nobody can listen there ({error.strerror or error})"
+        ) from error

@@ -18,8 +18,14 @@ ASK_EVERY = telemetry_files.PATIENCE / 3
 Show = Callable[[MachineSnapshot], object]
 
 
-def watch(console: Console, interval: float, once: bool = False, json: bool = False, address: tuple[str, int] | None = None,
-          sleep: Callable[[float], object] = time.sleep) -> None:
+def watch(
+    console: Console,
+    interval: float,
+    once: bool = False,
+    json: bool = False,
+    address: tuple[str, int] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
     """Show what the training processes of this user do, until interrupted.
 
     Args:

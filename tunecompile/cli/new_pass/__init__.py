@@ -15,7 +15,12 @@ from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import NoSuchPass
 from tunecompile.verification.check_pass import Example
 
-FILES = {"pyproject.toml": "pyproject.toml", "package.py": "{name}/__init__.py", "test.py": "test_{name}.py", "benchmark.py": "benchmark.py"}
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "package.py": "{name}/__init__.py",
+    "test.py": "test_{name}.py",
+    "benchmark.py": "benchmark.py",
+}
 
 
 def write(name: str, folder: Path) -> list[Path]:
@@ -25,7 +30,9 @@ def write(name: str, folder: Path) -> list[Path]:
         NoSuchPass: the name is no Python identifier, or the folder holds something.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
-        raise NoSuchPass(given=name, reason="it is no name of a Python package: use lower case letters, digits and underscores")
+        raise NoSuchPass(
+            given=name, reason="it is no name of a Python package: use lower case letters, digits and underscores"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise NoSuchPass(given=name, reason=f"{folder} is not empty. Give another --out")
     made = []
@@ -50,7 +57,9 @@ def load(target: str) -> tuple[list[Pass], Sequence[Example]]:
         raise NoSuchPass(given=target, reason="it has no PASSES, a list of `tunecompile.Pass`")
     examples = getattr(module, "EXAMPLES", ())
     if not examples or not all(isinstance(example, Example) for example in examples):
-        raise NoSuchPass(given=target, reason="it has no EXAMPLES, a list of `tunecompile.Example`, to check its passes with")
+        raise NoSuchPass(
+            given=target, reason="it has no EXAMPLES, a list of `tunecompile.Example`, to check its passes with"
+        )
     return passes, examples
 
 
@@ -66,7 +75,9 @@ def _imported(target: str) -> ModuleType:
         if not file.is_file():
             return importlib.import_module(target)
         name = path.stem if path.is_dir() or path.stem != "__init__" else path.parent.name
-        spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(path)] if path.is_dir() else None)
+        spec = importlib.util.spec_from_file_location(
+            name, file, submodule_search_locations=[str(path)] if path.is_dir() else None
+        )
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -12,7 +12,9 @@ class Recorder(Protocol):
 
     device: str
 
-    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
+    def record(
+        self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
         """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
 
     def mark(self, device: torch.device) -> Any:
@@ -40,8 +42,12 @@ class CudaRecorder:
         self.pools: dict[tuple, Any] = {}
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def record(self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device) -> tuple[Sequence[Any], Callable[[], None]]:
-        with torch.cuda.device(device):  # kernels for another device than the stream's would run now, and be missing from the graph
+    def record(
+        self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
+        with torch.cuda.device(
+            device
+        ):  # kernels for another device than the stream's would run now, and be missing from the graph
             handle = self.pools.setdefault((pool, device), torch.cuda.graph_pool_handle())
             stream = self.streams.setdefault(device, torch.cuda.Stream())
             graph = torch.cuda.CUDAGraph()

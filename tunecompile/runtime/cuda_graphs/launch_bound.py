@@ -39,7 +39,9 @@ class Clock:
         self.waiting: bool | None = None
         self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
 
-    def time(self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int) -> Sequence[Any]:
+    def time(
+        self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int
+    ) -> Sequence[Any]:
         if self.waiting is False or len(self.calls) > SAMPLES:
             return run(inputs)
         begun, begin = time.perf_counter(), self.recorder.mark(device)
@@ -56,7 +58,9 @@ class Clock:
             spans = spans or [(call.host, call.begin, call.end) for call in calls]  # a layer alone
             device = [self.recorder.elapsed(begin, end) for _, begin, end in spans]
             if None not in device:
-                self._conclude(min(device) < WAITING * min(host for host, *_ in spans), min(call.host for call in calls))
+                self._conclude(
+                    min(device) < WAITING * min(host for host, *_ in spans), min(call.host for call in calls)
+                )
         return bool(self.waiting)
 
     def _conclude(self, waiting: bool, launching: float) -> None:

@@ -86,7 +86,9 @@ class Recording:
         for i, position in self.passed.items():
             source, view = inputs[position], given[i]
             offset = source.storage_offset() + view.storage_offset()  # buffers begin at their storage's beginning
-            given[i] = source if view is self._buffer(position) else source.as_strided(view.shape, view.stride(), offset)
+            given[i] = (
+                source if view is self._buffer(position) else source.as_strided(view.shape, view.stride(), offset)
+            )
         self.lent = [given[i].detach() for i in self.saved]
         for i, value in zip(self.saved, self.lent):
             given[i] = value
@@ -112,7 +114,9 @@ class ShapeSlot:
 
     def observe(self, inputs: Sequence[Any]) -> None:
         self.seen += 1
-        self.inputs = [ref if ref is not None and ref() is _identity(value) else None for ref, value in zip(self.inputs, inputs)]
+        self.inputs = [
+            ref if ref is not None and ref() is _identity(value) else None for ref, value in zip(self.inputs, inputs)
+        ]
 
     def fixed(self) -> set[int]:
         return {i for i, ref in enumerate(self.inputs) if ref is not None}
@@ -170,7 +174,9 @@ class GraphReplays:
     def launching(self) -> float:
         """Milliseconds in which the host launches the forwards of one step, of layers whose kernels wait for it; 0 as long as that is not known."""
         found: dict[tuple, float] = {}
-        for graph in self.graphs:  # a layer has several, one for each plan it has followed, and each may have run under several shapes
+        for graph in (
+            self.graphs
+        ):  # a layer has several, one for each plan it has followed, and each may have run under several shapes
             for shape, *pointers in graph.places:
                 layer = tuple(pointers)
                 found[layer] = max(found.get(layer, 0.0), graph.clocks[shape].launching)
@@ -195,9 +201,15 @@ class GraphReplays:
             self.recorder.release()  # once: what comes next is recorded
         return admitted
 
-    def record(self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None) -> Recording | None:
+    def record(
+        self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None
+    ) -> Recording | None:
         """Record one call. None where it cannot be recorded; the reason is kept."""
-        copied = [(i, self._buffer(graph, i, value)) for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in fixed]
+        copied = [
+            (i, self._buffer(graph, i, value))
+            for i, value in enumerate(inputs)
+            if isinstance(value, Tensor) and i not in fixed
+        ]
         arguments = list(inputs)
         for position, buffer in copied:
             arguments[position] = buffer
@@ -210,23 +222,36 @@ class GraphReplays:
             return None
         outputs = list(outputs)
         handed = len(outputs) if handed is None else handed
-        storages = {i: _storage(value) for i, value in enumerate(outputs) if isinstance(value, Tensor) and value.numel()}
-        buffers, foreign = {_storage(buffer): position for position, buffer in copied}, {_storage(inputs[i]) for i in fixed}
+        storages = {
+            i: _storage(value) for i, value in enumerate(outputs) if isinstance(value, Tensor) and value.numel()
+        }
+        buffers, foreign = (
+            {_storage(buffer): position for position, buffer in copied},
+            {_storage(inputs[i]) for i in fixed},
+        )
         passed = {i: buffers[storage] for i, storage in storages.items() if storage in buffers}
-        saved = [i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign]
+        saved = [
+            i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign
+        ]
         self.recorded += 1
         self.bytes += max(0, self.recorder.memory(device)[0] - before)
-        return Recording(self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved)
+        return Recording(
+            self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved
+        )
 
     def leave_out(self, device: torch.device) -> None:
         """Say why layers are not recorded."""
         if device.type == self.recorder.device:
-            self.failures.append("no CUDA graph: several processes share the layers' weights, which lie elsewhere at every call")
+            self.failures.append(
+                "no CUDA graph: several processes share the layers' weights, which lie elsewhere at every call"
+            )
 
     def notes(self) -> list[str]:
         said = list(dict.fromkeys(self.failures))
         if self.recorded:
-            said.append(f"launch-bound layers are replayed as CUDA graphs ({self.recorded} recordings, {self.bytes / 2**20:.0f} MiB)")
+            said.append(
+                f"launch-bound layers are replayed as CUDA graphs ({self.recorded} recordings, {self.bytes / 2**20:.0f} MiB)"
+            )
         return said
 
     def _buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
@@ -267,8 +292,12 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 def recordable(inputs: Sequence[Any], kind: str) -> bool:
     """Whether all tensors lie on one device of that kind, and none overlaps itself."""
     device = _device(inputs)
-    return device.type == kind and all(value.device == device and not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride()))
-               for value in inputs if isinstance(value, Tensor))
+    return device.type == kind and all(
+        value.device == device
+        and not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride()))
+        for value in inputs
+        if isinstance(value, Tensor)
+    )
 
 
 class Forward:
@@ -293,8 +322,17 @@ class Forward:
             return self.run(inputs)
         place = self._place(shape, inputs)
         if not clock.decide():
-            return clock.time(self.run, inputs, _device(inputs), self.shared.passes) if clock.first or place.seen > 1 else self.run(inputs)
-        if place.seen > launch_bound.SAMPLES + 1 and place.recording is None and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
+            return (
+                clock.time(self.run, inputs, _device(inputs), self.shared.passes)
+                if clock.first or place.seen > 1
+                else self.run(inputs)
+            )
+        if (
+            place.seen > launch_bound.SAMPLES + 1
+            and place.recording is None
+            and recordable(inputs, self.shared.recorder.device)
+            and self._room(shape, inputs)
+        ):
             self._record(place, inputs)  # all layers in the same step, however many of them share this graph
         recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
@@ -308,7 +346,10 @@ class Forward:
         return outputs
 
     def _place(self, shape: tuple, inputs: list) -> ShapeSlot:
-        key = (shape, *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)))
+        key = (
+            shape,
+            *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)),
+        )
         place = self.places.get(key)
         if place is None:
             place = self.places[key] = ShapeSlot(inputs)
@@ -317,7 +358,9 @@ class Forward:
         return place
 
     def _room(self, shape: tuple, inputs: list) -> bool:
-        return len({key[0] for key, place in self.places.items() if place.recording} | {shape}) <= MAX_SHAPES and self.shared.room(inputs)
+        return len(
+            {key[0] for key, place in self.places.items() if place.recording} | {shape}
+        ) <= MAX_SHAPES and self.shared.room(inputs)
 
     def _record(self, place: ShapeSlot, inputs: list) -> Recording | None:
         owners = self.shared.owners
@@ -347,7 +390,11 @@ class Backward:
     def _call(self, inputs: list) -> Sequence[Any]:
         self.shared.passes += 1
         owners = self.shared.owners
-        forward = next((owners[at] for v in inputs if isinstance(v, Tensor) and (at := v.data_ptr()) in owners), None) if owners else None
+        forward = (
+            next((owners[at] for v in inputs if isinstance(v, Tensor) and (at := v.data_ptr()) in owners), None)
+            if owners
+            else None
+        )
         if forward is None or not self.enabled:
             return self.run(inputs)
         if forward.backward is None and self.shared.room(inputs):
@@ -365,5 +412,3 @@ class Backward:
             fixed = {i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() in stays}
             forward.backward = self.shared.record(self, inputs, fixed, None)
         self.enabled = forward.backward is not None
-
-

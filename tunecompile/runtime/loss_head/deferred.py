@@ -67,7 +67,10 @@ class _History(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recipe: DeferredValue, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.recipe, ctx.inputs = recipe, (hidden, *parameters)  # not saved as tensors are: no value of theirs is needed that is not kept otherwise
+        ctx.recipe, ctx.inputs = (
+            recipe,
+            (hidden, *parameters),
+        )  # not saved as tensors are: no value of theirs is needed that is not kept otherwise
         ctx.versions = [t._version for t in ctx.inputs]
         return LazyTensor(recipe)
 
@@ -75,7 +78,9 @@ class _History(torch.autograd.Function):
     @once_differentiable  # another graph than the caller's is walked
     def backward(ctx, grad: Tensor) -> tuple:
         if ctx.versions != [t._version for t in ctx.inputs]:
-            raise RuntimeError("what logits are made of has been modified by an inplace operation between the forward and the backward pass")
+            raise RuntimeError(
+                "what logits are made of has been modified by an inplace operation between the forward and the backward pass"
+            )
         hidden, needed = ctx.inputs[0], ctx.needs_input_grad[1:]
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_(hidden.requires_grad)
@@ -106,7 +111,9 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, recipe: DeferredValue):
         like = recipe.meta
-        return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=recipe.hidden.device)
+        return Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=recipe.hidden.device
+        )
 
     def __init__(self, recipe: DeferredValue):
         self.recipe = recipe
@@ -160,15 +167,46 @@ class LazyTensor(Tensor):
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout",
-                                                        "is_sparse", "is_leaf", "ndim", "is_meta", "is_quantized", "_base")}
-_METADATA |= {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.get_device, Tensor.__len__, Tensor.is_complex,
-              Tensor.__hash__, Tensor.__repr__, Tensor.element_size, Tensor.stride}
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_cuda",
+        "is_cpu",
+        "layout",
+        "is_sparse",
+        "is_leaf",
+        "ndim",
+        "is_meta",
+        "is_quantized",
+        "_base",
+    )
+}
+_METADATA |= {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.is_floating_point,
+    Tensor.numel,
+    Tensor.get_device,
+    Tensor.__len__,
+    Tensor.is_complex,
+    Tensor.__hash__,
+    Tensor.__repr__,
+    Tensor.element_size,
+    Tensor.stride,
+}
 
 
 def lazily(recipe: DeferredValue) -> LazyTensor:
     """What `recipe` makes, deferred."""
-    return _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters()) if recipe.trained else LazyTensor(recipe)
+    return (
+        _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters())
+        if recipe.trained
+        else LazyTensor(recipe)
+    )
 
 
 def recipe_of(value: Any) -> Any:
@@ -211,11 +249,16 @@ def pass_by(made: Tensor, line: Iterable[GradientProbe]) -> Tensor:
 
 def passed_by(outputs: Iterable[Tensor]) -> set[GradientProbe]:
     """The places at which the gradient of `outputs` does not arrive, or not all of it."""
-    nodes, places = {natively(Tensor.grad_fn.__get__, output) for output in outputs if isinstance(output, Tensor)} - {None}, set()
+    nodes, places = (
+        {natively(Tensor.grad_fn.__get__, output) for output in outputs if isinstance(output, Tensor)} - {None},
+        set(),
+    )
     ahead = list(nodes)
     while ahead:
         node = ahead.pop()
-        places.update(node.metadata.get(_PASSED_BY, ()) if not isinstance(node, _History._backward_cls) else node.recipe.line)
+        places.update(
+            node.metadata.get(_PASSED_BY, ()) if not isinstance(node, _History._backward_cls) else node.recipe.line
+        )
         new = {behind for behind, _ in node.next_functions if behind is not None} - nodes
         nodes |= new
         ahead += new
@@ -224,7 +267,11 @@ def passed_by(outputs: Iterable[Tensor]) -> set[GradientProbe]:
 
 def _line(tree: Any) -> tuple[GradientProbe, ...]:
     """Of all deferred tensors there, each place once."""
-    return tuple(dict.fromkeys(place for leaf in pytree.tree_leaves(tree) if isinstance(leaf, LazyTensor) for place in leaf.recipe.line))
+    return tuple(
+        dict.fromkeys(
+            place for leaf in pytree.tree_leaves(tree) if isinstance(leaf, LazyTensor) for place in leaf.recipe.line
+        )
+    )
 
 
 def _record_line(made: Any, given: Any) -> Any:
@@ -253,7 +300,9 @@ def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
     if not torch.is_grad_enabled():
         return
     for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, LazyTensor) and leaf.recipe.padded and not (func in MASKS and MASKS[func](leaf, args, kwargs)):
+        if (
+            isinstance(leaf, LazyTensor)
+            and leaf.recipe.padded
+            and not (func in MASKS and MASKS[func](leaf, args, kwargs))
+        ):
             leaf.recipe.head.read()
-
-

@@ -27,7 +27,9 @@ def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     lazy, given = args[0], args[1] if len(args) == 2 else None
     if is_its_own(given) and not lazy.adopted:
         return _tell_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
-    if lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL):  # it has read `grad_fn`, and waits for that node
+    if (
+        lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL)
+    ):  # it has read `grad_fn`, and waits for that node
         raise NoGradient(asked=_SEVERAL, reason="they are not made yet")
     return _ask_at(lazy, func, args, kwargs)
 
@@ -73,7 +75,10 @@ def grad(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
     kept = natively(Tensor.retains_grad.__get__, lazy)
     found = natively(func, lazy) if kept or lazy.recipe.real is None else func(lazy.recipe.real)
     if kept and found is None and not lazy.adopted:
-        raise NoGradient(asked="backward(inputs=...)", reason="this version of torch knows them among inputs of torch.autograd.grad only")
+        raise NoGradient(
+            asked="backward(inputs=...)",
+            reason="this version of torch knows them among inputs of torch.autograd.grad only",
+        )
     return found
 
 

@@ -44,7 +44,11 @@ class LinearHead:
 
     def inner(self, hidden: Tensor) -> Tensor | None:
         """scale * x down^T: [T, r]."""
-        return None if self.down is None else (hidden.to(self.adapter_dtype) @ self.down.to(self.adapter_dtype).t()) * self.scale
+        return (
+            None
+            if self.down is None
+            else (hidden.to(self.adapter_dtype) @ self.down.to(self.adapter_dtype).t()) * self.scale
+        )
 
     def outer(self) -> Tensor | None:
         return None if self.up is None else self.up.to(self.adapter_dtype)
@@ -71,12 +75,19 @@ class HeadTracer:
         Raises:
             NotLinear: the head is no linear, with or without an adapter.
         """
-        like = torch.empty((1,), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape).detach().requires_grad_(hidden.requires_grad)
+        like = (
+            torch.empty((1,), dtype=hidden.dtype, device=hidden.device)
+            .expand(hidden.shape)
+            .detach()
+            .requires_grad_(hidden.requires_grad)
+        )
         self.found, before = None, [dict(vars(module)) for module in self.module.modules()]
         try:
             call_compiled(self.call, self.module, like)
         except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
-            raise NotLinear(self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}") from None
+            raise NotLinear(
+                self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}"
+            ) from None
         if self._keeps_something(before):
             raise NotLinear("that keeps what it computes")
         if self.found is None:
@@ -141,7 +152,12 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
     if any(node is not None and node.op != "placeholder" for node in read):
         raise NotLinear("whose weights are computed")
     path |= {y, *([y.args[0]] if rest else ())}
-    if any(node.op not in ("placeholder", "output") and node not in path and not (node.target is getitem and not node.users) for node in graph.nodes):
+    if any(
+        node.op not in ("placeholder", "output")
+        and node not in path
+        and not (node.target is getitem and not node.users)
+        for node in graph.nodes
+    ):
         raise NotLinear("that does more than multiply")
     tensors = [None if node is None else inputs.index(node) for node in read[1:]]
 
@@ -154,12 +170,15 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
 
 def _source(node: Node, path: set[Node], exact: torch.dtype | None = None) -> Node:
     """Behind casts that lose nothing, or that are to the dtype `exact` in which it is read anyway."""
-    while node.op == "call_method" and node.target == "to" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
+    while (
+        node.op == "call_method"
+        and node.target == "to"
+        and len(node.args) == 2
+        and isinstance(node.args[1], torch.dtype)
+    ):
         given, made = value(node.args[0]).dtype, value(node).dtype
         if made not in (given, exact) and (exact is None or torch.promote_types(given, made) != made):
             break
         path.add(node)
         node = node.args[0]
     return node
-
-

@@ -81,7 +81,10 @@ class RowReduction:
             return pass_by(log_probabilities(self.origin, chain, self.index, self.meta, self.trained), self.line[:-1])
         if not self.origin.still(self.steps):
             return pass_by(self._taken_of(self.head.attempt(lambda: self.origin.compute(self.steps))), self.line[:-1])
-        return pass_by(self._taken_of(self.origin.materialize()), [place for place in self.line[:-1] if place not in self.origin.line])
+        return pass_by(
+            self._taken_of(self.origin.materialize()),
+            [place for place in self.line[:-1] if place not in self.origin.line],
+        )
 
     def _taken_of(self, logits: Tensor) -> Tensor:
         value = self.reduce(logits)
@@ -128,13 +131,22 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
     given = _bound(("input", "dim", "_stacklevel" if func is F.log_softmax else "dtype", "dtype"), args, kwargs)
     recipe = _deferred(given.get("input"))
     dtype = given.get("dtype")
-    if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1) or (dtype is not None and not dtype.is_floating_point):
+    if (
+        recipe is None
+        or "out" in given
+        or given.get("dim") not in (-1, recipe.meta.dim() - 1)
+        or (dtype is not None and not dtype.is_floating_point)
+    ):
         return NotImplemented
     if understand(recipe).normalized:
         raise Unfit("log-probabilities are normalised again")
     # Autocast's own dtype is written down, since whoever reads the real ones may do so outside.
     dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
-    return recipe.then(LogitStep(torch.log_softmax, (-1,), {"dtype": dtype}), torch.empty(recipe.meta.shape, dtype=dtype, device="meta"), recipe)
+    return recipe.then(
+        LogitStep(torch.log_softmax, (-1,), {"dtype": dtype}),
+        torch.empty(recipe.meta.shape, dtype=dtype, device="meta"),
+        recipe,
+    )
 
 
 @handles(RECORD, torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
@@ -143,7 +155,10 @@ def logsumexp(func: Callable, args: tuple, kwargs: dict) -> Any:
     recipe = _deferred(given.get("input"))
     if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1, (-1,), [-1]):
         return NotImplemented
-    if understand(recipe).normalized or result_dtype(torch.logsumexp, recipe.meta.dtype, recipe.hidden.device.type) != recipe.meta.dtype:
+    if (
+        understand(recipe).normalized
+        or result_dtype(torch.logsumexp, recipe.meta.dtype, recipe.hidden.device.type) != recipe.meta.dtype
+    ):
         return NotImplemented
     return _take(recipe, LogitStep(torch.logsumexp, (-1, bool(given.get("keepdim", False)))))
 
@@ -164,8 +179,13 @@ def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Te
     recipe, index = _deferred(given.pop("input", None)), given.pop("indices" if along else "index", None)
     if recipe is None or given != {"dim": given.get("dim")} or given["dim"] not in (-1, recipe.meta.dim() - 1):
         return None
-    if not isinstance(index, Tensor) or isinstance(index, LazyTensor) or index.dtype != torch.int64 or index.device != recipe.hidden.device or \
-            index.shape != (*recipe.meta.shape[:-1], 1):
+    if (
+        not isinstance(index, Tensor)
+        or isinstance(index, LazyTensor)
+        or index.dtype != torch.int64
+        or index.device != recipe.hidden.device
+        or index.shape != (*recipe.meta.shape[:-1], 1)
+    ):
         return None
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
         raise Unfit("log-probabilities are computed in torch.float64")
@@ -189,7 +209,14 @@ def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
         return record(func, args, kwargs)
     if (meta := shape_of(func, recipe.meta, args[1:], kwargs)) is None or meta.dtype != recipe.meta.dtype:
         return NotImplemented
-    return lazily(replace(recipe, meta=meta, trained=torch.is_grad_enabled() and recipe.trained, views=(*recipe.views, LogitStep(func, args[1:], kwargs))))
+    return lazily(
+        replace(
+            recipe,
+            meta=meta,
+            trained=torch.is_grad_enabled() and recipe.trained,
+            views=(*recipe.views, LogitStep(func, args[1:], kwargs)),
+        )
+    )
 
 
 RECORD.update(dict.fromkeys(RESHAPES | COPIES, _seen))
@@ -212,15 +239,28 @@ def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
     picked, total = map(recipe_of, args) if len(args) == 2 and not kwargs else (None, None)
     if not all(isinstance(taken, RowReduction) and taken.real is None for taken in (picked, total)):
         return NotImplemented
-    same = picked.steps == total.steps and picked.hidden is total.hidden and picked.head is total.head and picked.trained == total.trained
-    if not same or picked.index is None or total.index is not None or picked.meta.shape != total.meta.shape or (chain := picked.chain).normalized:
+    same = (
+        picked.steps == total.steps
+        and picked.hidden is total.hidden
+        and picked.head is total.head
+        and picked.trained == total.trained
+    )
+    if (
+        not same
+        or picked.index is None
+        or total.index is not None
+        or picked.meta.shape != total.meta.shape
+        or (chain := picked.chain).normalized
+    ):
         return NotImplemented
     return log_probabilities(picked.origin, chain, picked.index, picked.meta, picked.trained)
 
 
 # -- a batch, row by row ----------------------------------------------------------------------------------------------------
 
-_WHOLE = CASTS | PRODUCTS | QUOTIENTS | TANH | {torch.log_softmax, Tensor.contiguous, Tensor.clone, torch.clone}  #: shapes stay as they are
+_WHOLE = (
+    CASTS | PRODUCTS | QUOTIENTS | TANH | {torch.log_softmax, Tensor.contiguous, Tensor.clone, torch.clone}
+)  #: shapes stay as they are
 
 
 def _piece(steps: tuple[LogitStep, ...]) -> int | None:
@@ -238,16 +278,28 @@ def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
     if len(args) != 1 or kwargs not in ({}, {"dim": 0}) or not isinstance(args[0], (list, tuple)):
         return None
     parts = [recipe_of(part) for part in args[0]]
-    if not parts or not all(isinstance(part, RowReduction) and part.real is None for part in parts) or (at := _piece(parts[0].steps)) is None:
+    if (
+        not parts
+        or not all(isinstance(part, RowReduction) and part.real is None for part in parts)
+        or (at := _piece(parts[0].steps)) is None
+    ):
         return None
     first = parts[0]
-    kinds = [(step.function, step.args, step.kwargs) for step in first.steps[at + 1:]]
+    kinds = [(step.function, step.args, step.kwargs) for step in first.steps[at + 1 :]]
     for i, part in enumerate(parts):
         alike = part.hidden is first.hidden and part.steps[:at] == first.steps[:at] and part.trained == first.trained
-        rest = [(step.function, step.args, step.kwargs) for step in part.steps[at + 1:]]
-        if not alike or _piece(part.steps) != at or part.steps[at].args != (i,) or rest != kinds or part.meta.shape != first.meta.shape:
+        rest = [(step.function, step.args, step.kwargs) for step in part.steps[at + 1 :]]
+        if (
+            not alike
+            or _piece(part.steps) != at
+            or part.steps[at].args != (i,)
+            or rest != kinds
+            or part.meta.shape != first.meta.shape
+        ):
             return None
-        if (part.index is None) != (first.index is None) or (part.index is None and part.reduce.args != first.reduce.args):
+        if (part.index is None) != (first.index is None) or (
+            part.index is None and part.reduce.args != first.reduce.args
+        ):
             return None
     whole = understand(first.origin, first.steps[:at])
     return (parts, at) if whole.hidden.shape[0] == len(parts) else None
@@ -259,16 +311,25 @@ def stacked_sums(func: Callable, args: tuple, kwargs: dict) -> Any:
     if (joined := _joined(args, kwargs)) is None or (first := joined[0][0]).index is not None:
         return NotImplemented
     source = first.origin.source
-    if any(part.views for part in joined[0]) or source is None or not source.deferred or source.steps != first.steps[:joined[1]]:
+    if (
+        any(part.views for part in joined[0])
+        or source is None
+        or not source.deferred
+        or source.steps != first.steps[: joined[1]]
+    ):
         return NotImplemented
     return _take(source, first.reduce)
 
 
 @handles(LOSSES, torch.stack)
 def stacked_log_probabilities(func: Callable, args: tuple, kwargs: dict) -> Any:
-    if (joined := _joined(args, kwargs)) is None or not (first := joined[0][0]).index is not None or not first.chain.normalized:
+    if (
+        (joined := _joined(args, kwargs)) is None
+        or not (first := joined[0][0]).index is not None
+        or not first.chain.normalized
+    ):
         return NotImplemented
     parts, at = joined
-    chain = understand(first.origin, (*first.steps[:at], *first.steps[at + 1:]))
+    chain = understand(first.origin, (*first.steps[:at], *first.steps[at + 1 :]))
     meta = first.meta.new_empty((len(parts), *first.meta.shape))
     return log_probabilities(first.origin, chain, torch.stack([part.index for part in parts]), meta, first.trained)

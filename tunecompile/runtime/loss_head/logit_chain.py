@@ -87,7 +87,7 @@ def _rows(index: object, dims: int) -> tuple:
     parts = index if isinstance(index, tuple) else (index,)
     if sum(part is Ellipsis for part in parts) == 1:
         at = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        parts = (*parts[:at], *[slice(None)] * (dims + 2 - len(parts)), *parts[at + 1:])
+        parts = (*parts[:at], *[slice(None)] * (dims + 2 - len(parts)), *parts[at + 1 :])
     whole = all(part == slice(None) for part in parts[dims:])
     if not whole or not all(isinstance(part, slice) or type(part) is int for part in parts):
         raise Unfit("logits are sliced in a way that is not understood")

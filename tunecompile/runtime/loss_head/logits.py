@@ -110,10 +110,24 @@ class Logits:
 
     def then(self, step: LogitStep, meta: Tensor, before: Logits | None = None) -> LazyTensor:
         """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
-        shared = meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata  # both are held: one address is one storage
+        shared = (
+            meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata
+        )  # both are held: one address is one storage
         place = dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
-        return lazily(Logits(self.head, self.hidden, self.product, self.autocast, meta, torch.is_grad_enabled() and self.trained, self.padded,
-                             (*self.steps, step), before=before, **place))
+        return lazily(
+            Logits(
+                self.head,
+                self.hidden,
+                self.product,
+                self.autocast,
+                meta,
+                torch.is_grad_enabled() and self.trained,
+                self.padded,
+                (*self.steps, step),
+                before=before,
+                **place,
+            )
+        )
 
     def multiply(self, step: LogitStep) -> None:
         """In place."""
@@ -144,14 +158,26 @@ class Logits:
         if self.head.tally.rewritten:
             return
         if self.deferred:
-            self.head.refuse(f"logits are made: {getattr(func, '__name__', func)} reads them before any cross-entropy does")
+            self.head.refuse(
+                f"logits are made: {getattr(func, '__name__', func)} reads them before any cross-entropy does"
+            )
         elif func is F.cross_entropy or func in RECORD:
             self.head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
 
 
 CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 COPIES = {Tensor.contiguous, Tensor.clone, torch.clone}
-RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze}
+RESHAPES = {
+    Tensor.view,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.unsqueeze,
+    torch.unsqueeze,
+    Tensor.squeeze,
+    torch.squeeze,
+}
 SLICES = {Tensor.__getitem__}
 PRODUCTS = {Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__}
 QUOTIENTS = {Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide}
@@ -162,12 +188,18 @@ TANH = {Tensor.tanh, torch.tanh}
 @handles(RECORD, *CASTS, *COPIES, *RESHAPES, *SLICES, *PRODUCTS, *QUOTIENTS, *TANH)
 def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A call that leaves the rows of logits apart."""
-    lazy, args, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.get("input"), (), {k: v for k, v in kwargs.items() if k != "input"})
+    lazy, args, kwargs = (
+        (args[0], args[1:], kwargs)
+        if args
+        else (kwargs.get("input"), (), {k: v for k, v in kwargs.items() if k != "input"})
+    )
     recipe = recipe_of(lazy)
     if not isinstance(recipe, Logits) or not recipe.deferred:
         return NotImplemented
     meta = shape_of(func, recipe.meta, args, kwargs)
-    changed = meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)  # their bits, or to whole numbers
+    changed = (
+        meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)
+    )  # their bits, or to whole numbers
     return NotImplemented if changed else recipe.then(LogitStep(func, args, kwargs), meta)
 
 
@@ -175,9 +207,19 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
 def write(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A temperature, as of TRL's GRPO. All that shares the memory has it from now on."""
     recipe = recipe_of(args[0])
-    if not isinstance(recipe, Logits) or not recipe.deferred or recipe.base.real is not None or len(args) != 2 or kwargs:
+    if (
+        not isinstance(recipe, Logits)
+        or not recipe.deferred
+        or recipe.base.real is not None
+        or len(args) != 2
+        or kwargs
+    ):
         return NotImplemented
-    if not isinstance(args[1], (int, float)) or recipe.trained != recipe.base.trained or (recipe.trained and not torch.is_grad_enabled()):
+    if (
+        not isinstance(args[1], (int, float))
+        or recipe.trained != recipe.base.trained
+        or (recipe.trained and not torch.is_grad_enabled())
+    ):
         return NotImplemented
     recipe.multiply(LogitStep(func, args[1:]))
     return args[0]
@@ -185,7 +227,9 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def shape_of(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
     """What a call gives that takes no other tensor: its shape and dtype; None where it cannot be recorded."""
-    return None if any(map(_holds_tensor, itertools.chain(args, kwargs.values()))) else _try_meta(func, meta, args, kwargs)
+    return (
+        None if any(map(_holds_tensor, itertools.chain(args, kwargs.values()))) else _try_meta(func, meta, args, kwargs)
+    )
 
 
 def _holds_tensor(item: Any) -> bool:

@@ -15,7 +15,9 @@ from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, Un
 from tunecompile.runtime.loss_head.logit_chain import Chain, understand
 from tunecompile.runtime.loss_head.logits import Logits
 
-NO_LABEL = torch.iinfo(torch.int64).min  #: for what counts every row: an index that is out of range stays an error, also -100
+NO_LABEL = torch.iinfo(
+    torch.int64
+).min  #: for what counts every row: an index that is out of range stays an error, also -100
 
 
 @handles(LOSSES, F.cross_entropy, F.nll_loss)
@@ -28,14 +30,31 @@ def loss(func: Callable, args: tuple, kwargs: dict) -> Any:
     return (_nll_loss if func is F.nll_loss else _cross_entropy)(recipe, *rest, **given)
 
 
-def _nll_loss(recipe: Logits, target: Tensor, weight: Tensor | None = None, size_average=None, ignore_index: int = -100, reduce=None,
-              reduction: str = "mean") -> Tensor:
+def _nll_loss(
+    recipe: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average=None,
+    ignore_index: int = -100,
+    reduce=None,
+    reduction: str = "mean",
+) -> Tensor:
     return _loss(recipe, F.nll_loss, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
 
 
-def _cross_entropy(recipe: Logits, target: Tensor, weight: Tensor | None = None, size_average=None, ignore_index: int = -100, reduce=None,
-                   reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
-    return _loss(recipe, F.cross_entropy, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+def _cross_entropy(
+    recipe: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average=None,
+    ignore_index: int = -100,
+    reduce=None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    return _loss(
+        recipe, F.cross_entropy, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    )
 
 
 def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) -> Tensor:
@@ -45,17 +64,32 @@ def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, redu
     if target.dtype != torch.int64 or target.dim() != 1 or recipe.meta.dim() != 2 or isinstance(target, LazyTensor):
         raise Unfit("labels are not one class a row")
     if chain.normalized != (func is F.nll_loss):
-        raise Unfit("log-probabilities are normalised again" if chain.normalized else "nll_loss of what are no log-probabilities")
+        raise Unfit(
+            "log-probabilities are normalised again"
+            if chain.normalized
+            else "nll_loss of what are no log-probabilities"
+        )
     if reduction != "none" and dtype not in (torch.float32, torch.float64):
         raise Unfit(f"the loss is computed in {dtype}")
     if chain.rows.shape[0] != target.shape[0]:
         raise Unfit("rows and labels differ in number")
     if reduction == "none":
         return each_row(recipe, chain, target, recipe.trained, ignore_index, label_smoothing).to(dtype)
-    return _computed(recipe, recipe.trained, lambda: _reduced(recipe, chain, target.to(recipe.hidden.device), ignore_index, reduction, label_smoothing)).to(dtype)
+    return _computed(
+        recipe,
+        recipe.trained,
+        lambda: _reduced(recipe, chain, target.to(recipe.hidden.device), ignore_index, reduction, label_smoothing),
+    ).to(dtype)
 
 
-def each_row(recipe: Logits, chain: Chain, target: Tensor, trained: bool, ignore_index: int = NO_LABEL, label_smoothing: float = 0.0) -> Tensor:
+def each_row(
+    recipe: Logits,
+    chain: Chain,
+    target: Tensor,
+    trained: bool,
+    ignore_index: int = NO_LABEL,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """The loss of each row of a chain, in fp32 (fp64 of fp64): [T].
 
     Raises:
@@ -63,7 +97,9 @@ def each_row(recipe: Logits, chain: Chain, target: Tensor, trained: bool, ignore
     """
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
         raise Unfit("each row's loss is computed in torch.float64")
-    return _computed(recipe, trained, lambda: _rows(recipe, chain, target.to(recipe.hidden.device), ignore_index, label_smoothing))
+    return _computed(
+        recipe, trained, lambda: _rows(recipe, chain, target.to(recipe.hidden.device), ignore_index, label_smoothing)
+    )
 
 
 def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tensor:
@@ -85,28 +121,53 @@ def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
     rows = recipe.head.labelled.rows(target, ignore_index) if ignore_index != NO_LABEL else None
     if rows is None:
         return _call(linear_cross_entropy_rows, recipe, chain, chain.rows, target, ignore_index, label_smoothing)
-    found = _call(linear_cross_entropy_rows, recipe, chain, chain.rows[rows], target[rows], ignore_index, label_smoothing)
+    found = _call(
+        linear_cross_entropy_rows, recipe, chain, chain.rows[rows], target[rows], ignore_index, label_smoothing
+    )
     return found.new_zeros(target.shape).index_copy(0, rows, found)
 
 
 def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: Any) -> Tensor:
     """What an op makes of hidden states, in the place of the head's forward where its hooks have to run: once, whatever is tried between them."""
+
     def run(hidden: Tensor) -> Tensor:
         return op(*_arguments(recipe, chain, hidden, *others))[0]
 
     around = recipe.head.gathered
-    return run(hidden) if around is None else around.call(lambda args, _: recipe.head.attempt(lambda: run(*args)), (hidden,), {})
+    return (
+        run(hidden)
+        if around is None
+        else around.call(lambda args, _: recipe.head.attempt(lambda: run(*args)), (hidden,), {})
+    )
 
 
-def _arguments(recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple:
+def _arguments(
+    recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple:
     """Of the ops."""
     product, dtype = recipe.head.now(recipe.product), recipe.product.dtype
     with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
         inner, outer = product.inner(hidden), product.outer()
-    hidden, weight, bias = hidden.to(dtype), product.weight.to(dtype), None if product.bias is None else product.bias.to(dtype)
+    hidden, weight, bias = (
+        hidden.to(dtype),
+        product.weight.to(dtype),
+        None if product.bias is None else product.bias.to(dtype),
+    )
     trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    return (hidden, weight, bias, inner, outer, target, chain.scale, chain.softcap, ignore_index, label_smoothing,
-            torch.is_grad_enabled() and hidden.requires_grad, trained)
+    return (
+        hidden,
+        weight,
+        bias,
+        inner,
+        outer,
+        target,
+        chain.scale,
+        chain.softcap,
+        ignore_index,
+        label_smoothing,
+        torch.is_grad_enabled() and hidden.requires_grad,
+        trained,
+    )
 
 
 @handles(MASKS, F.cross_entropy, F.nll_loss)
@@ -123,12 +184,18 @@ def leaves_padding(lazy: LazyTensor, args: tuple, kwargs: dict) -> bool:
     if rows is None or not isinstance(target, Tensor) or target.is_floating_point() or lazy.dim() != 2 or args[4:]:
         return False
     ignored = kwargs.get("ignore_index", -100)
-    return rows.shape[:1] == target.shape and not bool(((rows == 0).all(-1) & (target != ignored).to(rows.device)).any())
+    return rows.shape[:1] == target.shape and not bool(
+        ((rows == 0).all(-1) & (target != ignored).to(rows.device)).any()
+    )
 
 
 def result_dtype(func: Callable, dtype: torch.dtype, device: str) -> torch.dtype:
     """In which dtype a function of logits gives its result: autocast may have its own, which differs by device."""
-    return _under_autocast(func, dtype, device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else dtype
+    return (
+        _under_autocast(func, dtype, device, torch.get_autocast_dtype(device))
+        if torch.is_autocast_enabled(device)
+        else dtype
+    )
 
 
 @functools.cache

@@ -59,7 +59,9 @@ class Head:
     tally: MatchCount
     padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
     read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
-    looked_at: Callable[[], bool] = lambda: True  #: whether the labels of a loss that is computed now are known to leave padding out
+    looked_at: Callable[[], bool] = lambda: (
+        True
+    )  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
     gathered: Zero3Layer | FsdpHead | None = None  #: what has its weight gathered while a loss is computed
@@ -93,7 +95,9 @@ class Head:
 def defer(head: Head, hidden: Tensor, product: LinearHead) -> Tensor:
     """The head's output, deferred."""
     meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
-    trained = torch.is_grad_enabled() and (hidden.requires_grad or any(p.requires_grad for p in head.module.parameters()))
+    trained = torch.is_grad_enabled() and (
+        hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
+    )
     return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
 
 
@@ -115,11 +119,19 @@ class HeadSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
-        if not self.called and torch.is_grad_enabled() and (module.training or self.step.active):  # not by `generate` between steps
+        if (
+            not self.called and torch.is_grad_enabled() and (module.training or self.step.active)
+        ):  # not by `generate` between steps
             self.called, self.placement = True, place(module) or gathered(module) or held(module)
         if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
             self.head.read()  # logits of a forward without gradients are real, and anybody's
-        if not self.step.active or not torch.is_grad_enabled() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        if (
+            not self.step.active
+            or not torch.is_grad_enabled()
+            or len(args) != 1
+            or kwargs
+            or not isinstance(args[0], Tensor)
+        ):
             return call_original(module, *args, **kwargs)
         if self.placement is None:
             return self._deferred(*args)
@@ -137,10 +149,19 @@ class HeadSlot:
     def _gathered_later(self, hidden: Tensor) -> Tensor:
         """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
         logits pass through other hooks then."""
-        why = "the model computes no loss" if not labels_are_given() else "it is no linear" if not _is_plain(self.head.module) else \
-            "it has other hooks" if self.placement.others() else ""
+        why = (
+            "the model computes no loss"
+            if not labels_are_given()
+            else "it is no linear"
+            if not _is_plain(self.head.module)
+            else "it has other hooks"
+            if self.placement.others()
+            else ""
+        )
         if why:
-            self.head.refuse(f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}")
+            self.head.refuse(
+                f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}"
+            )
             return call_original(self.head.module, hidden)
         self.head.gathered = self.placement
         return self._defer(hidden, self._plain(hidden))
@@ -166,12 +187,17 @@ class HeadSlot:
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
-        dtype = self.placement.dtype(hidden) if isinstance(self.placement, FsdpHead) else torch.promote_types(hidden.dtype, module.weight.dtype)
+        dtype = (
+            self.placement.dtype(hidden)
+            if isinstance(self.placement, FsdpHead)
+            else torch.promote_types(hidden.dtype, module.weight.dtype)
+        )
         return LinearHead(module.weight, module.bias, _autocast(hidden) or dtype)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    kinds = (type(module), *(type(module).__bases__ if fsdp_groups(module) is not None else ()))  # `fully_shard` makes a class of its own and the module's
+    kinds = (
+        type(module),
+        *(type(module).__bases__ if fsdp_groups(module) is not None else ()),
+    )  # `fully_shard` makes a class of its own and the module's
     return nn.Linear in kinds and "forward" not in vars(module)
-
-

@@ -36,7 +36,9 @@ class MemoryAccounting:
     replays: GraphReplays | None = None
     kept: WeightCache | None = None
     present: int = 0  #: bytes allocated before the step's first layer
-    moving: dict[int, int] = field(default_factory=dict)  #: by region, bytes that its dense weights take more from this step on
+    moving: dict[int, int] = field(
+        default_factory=dict
+    )  #: by region, bytes that its dense weights take more from this step on
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
@@ -68,7 +70,13 @@ class MemoryAccounting:
     def _resident(self, stacks: Sequence[LayerRun]) -> int:
         """Bytes that are there whatever layers do."""
         passing = self.shards.passing([slot.layer for slot in self.layers]) if self.bounds_all else 0
-        return self.others() + self._to_come() + passing - sum(stack.layers * stack.options[0].gradients for stack in stacks) + self.surplus
+        return (
+            self.others()
+            + self._to_come()
+            + passing
+            - sum(stack.layers * stack.options[0].gradients for stack in stacks)
+            + self.surplus
+        )
 
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
@@ -82,8 +90,16 @@ class MemoryAccounting:
     def _to_come(self) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
-        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self._is_here(p)] if self.bounds_all else []
-        moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if self.steps == 1 and self.bounds_all else 0
+        beside = (
+            [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self._is_here(p)]
+            if self.bounds_all
+            else []
+        )
+        moments = (
+            moment_bytes(map(self.shards.at_rest, self._trained(self.model)))
+            if self.steps == 1 and self.bounds_all
+            else 0
+        )
         return self.shards.to_come(self._ungraded(self.model), beside) + moments
 
     def _coming(self, layers: Sequence[Any]) -> int:
@@ -99,7 +115,11 @@ class MemoryAccounting:
 
     def _heads(self) -> list[torch.Tensor]:
         """Weights of the heads here. (A head may be any module.)"""
-        return [whole(weight) for head in self.heads if (weight := getattr(head.module, "weight", None)) is not None and self._is_here(weight)]
+        return [
+            whole(weight)
+            for head in self.heads
+            if (weight := getattr(head.module, "weight", None)) is not None and self._is_here(weight)
+        ]
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         """Not on another device of this kind, which has a budget of its own."""

@@ -48,9 +48,13 @@ class RankPlans:
         others = {rank: theirs for rank, theirs in self.board.said(PLAN).items() if rank != self.board.rank}
         apart = [f"rank {rank} follows another plan ({theirs})" for rank, theirs in others.items() if theirs != plan]
         silent = self.board.ranks - 1 - len(others)
-        known = "; ".join(apart[:SHOWN]) + (f"; and {len(apart) - SHOWN} ranks more" if len(apart) > SHOWN else "") or \
-            ("all ranks follow the same plan" if not silent else "no other plan is known")
-        return [f"rank {self.board.rank} of {self.board.ranks}: {known}" + (f"; {silent} have not told theirs" if silent and others else "")]
+        known = "; ".join(apart[:SHOWN]) + (f"; and {len(apart) - SHOWN} ranks more" if len(apart) > SHOWN else "") or (
+            "all ranks follow the same plan" if not silent else "no other plan is known"
+        )
+        return [
+            f"rank {self.board.rank} of {self.board.ranks}: {known}"
+            + (f"; {silent} have not told theirs" if silent and others else "")
+        ]
 
 
 SHOWN = 3  #: ranks whose plans the report tells one by one

@@ -64,7 +64,9 @@ class RuntimePlanner(MemoryAccounting):
     options: dict[int, PlanOption] = field(default_factory=dict)
     admitted: AdmittedPlan | None = None
     running: Any = None
-    tokens: int = 0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
+    tokens: int = (
+        0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
+    )
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
     asked: bool = False
@@ -97,7 +99,9 @@ class RuntimePlanner(MemoryAccounting):
         peak, held = self.gauge.peak()
         if self.admitted is None:
             self.highest = peak  # of loading the model, say
-        elif peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2:  # a step's: nobody reset the count since
+        elif (
+            peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2
+        ):  # a step's: nobody reset the count since
             self.measured, self.highest = peak, peak
             self.surplus += max(0, peak - self.admitted.peak - self.recordings.bytes)
             self.slack = max(self.slack, held - peak)
@@ -110,7 +114,9 @@ class RuntimePlanner(MemoryAccounting):
         return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
 
     def _beside_layers(self, tokens: int) -> Work:
-        trained = [rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))]
+        trained = [
+            rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))
+        ]
         return beside_layers(self._heads(), trained, tokens)
 
     def _layers_menus(self) -> list[RegionCandidates]:
@@ -120,7 +126,11 @@ class RuntimePlanner(MemoryAccounting):
 
     def _surveyed(self) -> list[RegionCandidates]:
         """Of layers on this device; others' are surveyed where they are."""
-        return [self.menus[region] for region in dict.fromkeys(id(slot.region) for slot in self.layers) if region in self.menus]
+        return [
+            self.menus[region]
+            for region in dict.fromkeys(id(slot.region) for slot in self.layers)
+            if region in self.menus
+        ]
 
     def option(self, slot: Any, tokens: int) -> PlanOption | None:
         """What this layer does in this step; None where its graph has to be seen first."""
@@ -144,7 +154,9 @@ class RuntimePlanner(MemoryAccounting):
         """Whether it goes to the host. The batch may be larger than the one that the plan was made for: bytes are taken as they were then."""
         if (option := self.options.get(id(slot))) is None:
             return False
-        return option.leaves(saved.untyped_storage().nbytes() * self.admitted.tokens // max(self.tokens, self.admitted.tokens))
+        return option.leaves(
+            saved.untyped_storage().nbytes() * self.admitted.tokens // max(self.tokens, self.admitted.tokens)
+        )
 
     def ran(self, slot: Any, output: Any) -> None:
         """After a layer's forward."""
@@ -195,7 +207,9 @@ class RuntimePlanner(MemoryAccounting):
         if made is None or not self.menus:
             return False
         self.highest = self.gauge.peak()[0]  # of a plan that is given up
-        target = 0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
+        target = (
+            0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
+        )
         self.surplus += max(0, self._own_room(self._resident(self._stacks(self.tokens)[0])) - target)
         return self._make_smaller()
 
@@ -203,7 +217,12 @@ class RuntimePlanner(MemoryAccounting):
         """Another rank ran out of memory, and plans with so many bytes for layers, head and loss from here on: so does this one, if it has more. Whether
         that takes another plan."""
         self.ceiling = room if self.ceiling is None else min(room, self.ceiling)
-        return self.admitted is not None and bool(self.menus) and self.admitted.choice.peak > self.ceiling and self._make_smaller()
+        return (
+            self.admitted is not None
+            and bool(self.menus)
+            and self.admitted.choice.peak > self.ceiling
+            and self._make_smaller()
+        )
 
     def _make_smaller(self) -> bool:
         before = self.admitted.choice.peak
@@ -228,7 +247,9 @@ class RuntimePlanner(MemoryAccounting):
         """Before a step's first layer."""
         if self.admitted is not None and (self.exceeded or tokens != self.admitted.tokens):
             made = self.admitted
-            if self.recordings.make_way(made.choice.peak * tokens // made.tokens, 0 if self.exceeded else made.room - made.weights):
+            if self.recordings.make_way(
+                made.choice.peak * tokens // made.tokens, 0 if self.exceeded else made.room - made.weights
+            ):
                 self.gauge.release()
         if not self.menus or (self.admitted is not None and self._still_serves(tokens) and self._finished()):
             return
@@ -237,14 +258,18 @@ class RuntimePlanner(MemoryAccounting):
         except Exception as error:
             if self.admitted is not None:
                 raise
-            self._note_failure("no memory plan", error)  # layers of this kind are on another device, too, and have menus by now
+            self._note_failure(
+                "no memory plan", error
+            )  # layers of this kind are on another device, too, and have menus by now
             return
         if not self._satisfied():
             self._survey_again()
 
     def _satisfied(self) -> bool:
         """Whether no more plans have to be surveyed."""
-        seeking = self.recordings.short and any(len(found.rows) == 1 for found in self._surveyed())  # the next course may leave them room
+        seeking = self.recordings.short and any(
+            len(found.rows) == 1 for found in self._surveyed()
+        )  # the next course may leave them room
         return self.admitted.choice.fits and not seeking
 
     def _finished(self) -> bool:
@@ -273,7 +298,9 @@ class RuntimePlanner(MemoryAccounting):
             return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
-        return tokens >= SHRUNK * made.tokens or not any(o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options)
+        return tokens >= SHRUNK * made.tokens or not any(
+            o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options
+        )
 
     def _admit(self, tokens: int) -> None:
         if self.admitted is None or self.exceeded:
@@ -283,17 +310,27 @@ class RuntimePlanner(MemoryAccounting):
         resident = self._resident(stacks)
         room = self._room(resident)
         tail = self.tail(tokens)
-        choice = self.recordings.weigh(choose(stacks, room, tail, self.host_bytes()), stacks, room, tail, self._computing(tokens))
-        choice, weights = self._keep_weights(choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak))
+        choice = self.recordings.weigh(
+            choose(stacks, room, tail, self.host_bytes()), stacks, room, tail, self._computing(tokens)
+        )
+        choice, weights = self._keep_weights(
+            choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak)
+        )
         self.recordings.allow(choice, room - weights)
-        self.admitted = AdmittedPlan(tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching)
+        self.admitted = AdmittedPlan(
+            tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching
+        )
         self.plans += 1
         self.shortfall = None
         self.offloading = choice.offloads
         if self.offload is not None:
             self.offload.ahead = choice.ahead
-        self.options = {id(slot): option for layers, options in zip(slots, choice.options) for slot, option in zip(layers, options)
-                        if id(slot.region) in self.menus}
+        self.options = {
+            id(slot): option
+            for layers, options in zip(slots, choice.options)
+            for slot, option in zip(layers, options)
+            if id(slot.region) in self.menus
+        }
         if not choice.fits and not self.pressed:
             self._note_shortfall(choice.peak - room)
 
@@ -305,8 +342,12 @@ class RuntimePlanner(MemoryAccounting):
 
     def _keep_weights(self, choice: Assignment, slots: list[list[Any]], left: int) -> tuple[Assignment, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
-        needed = sum(self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus)
-        kept = self._all_seen() and all(option.plan == KEEP and not option.offloaded for options in choice.options for option in options)
+        needed = sum(
+            self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus
+        )
+        kept = self._all_seen() and all(
+            option.plan == KEEP and not option.offloaded for options in choice.options for option in options
+        )
         if self.kept is None or not needed or not kept or needed > left:
             if self.kept is not None and self.kept.matrices:
                 self.kept.release()
@@ -333,7 +374,15 @@ class RuntimePlanner(MemoryAccounting):
                 stacks.append(LayerRun(len(layers), (PlanOption(KEEP, 0, 0, 0, 0.0),)))
                 continue
             found = self.menus.get(id(layers[0].region), known)
-            options, coming = candidates.options(found.rows, tokens / found.tokens, self._rates_of(found), self.offload is not None and len(found.rows) > 1), self._coming(layers)
+            options, coming = (
+                candidates.options(
+                    found.rows,
+                    tokens / found.tokens,
+                    self._rates_of(found),
+                    self.offload is not None and len(found.rows) > 1,
+                ),
+                self._coming(layers),
+            )
             stacks.append(LayerRun(len(layers), tuple(replace(option, gradients=coming) for option in options)))
         return stacks, slots
 
@@ -341,8 +390,13 @@ class RuntimePlanner(MemoryAccounting):
         return rates(self.device, self._dtype())
 
     def _dtype(self) -> torch.dtype:
-        return torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else torch.bfloat16 \
-            if self.device.type == "cuda" else torch.float32
+        return (
+            torch.get_autocast_dtype(self.device.type)
+            if torch.is_autocast_enabled(self.device.type)
+            else torch.bfloat16
+            if self.device.type == "cuda"
+            else torch.float32
+        )
 
     def _rates_of(self, found: RegionCandidates) -> Rates:
         speed = self._rates()
@@ -359,10 +413,19 @@ class RuntimePlanner(MemoryAccounting):
         """For the report: device, budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
         if self.admitted is None:
             return None
-        return {"device": str(self.device), "budget": self.allowed(), "predicted_peak": self.admitted.peak, "measured_peak": self.measured or None, "tokens": self.admitted.tokens,
-                "predicted_ms": self.step_ms(), "recompute_ms": self.admitted.choice.ms, "replans": self.plans, "kept_weights": self.admitted.weights,
-                "offload": self.offload.report() if self.offloading else None,
-                "plans": self.plans_by_layer()}
+        return {
+            "device": str(self.device),
+            "budget": self.allowed(),
+            "predicted_peak": self.admitted.peak,
+            "measured_peak": self.measured or None,
+            "tokens": self.admitted.tokens,
+            "predicted_ms": self.step_ms(),
+            "recompute_ms": self.admitted.choice.ms,
+            "replans": self.plans,
+            "kept_weights": self.admitted.weights,
+            "offload": self.offload.report() if self.offloading else None,
+            "plans": self.plans_by_layer(),
+        }
 
     def plans_by_layer(self) -> list[dict[str, Any]]:
         """What so many layers do."""
@@ -370,9 +433,19 @@ class RuntimePlanner(MemoryAccounting):
 
     def described(self, options: Sequence[tuple[Any, PlanOption]]) -> list[dict[str, Any]]:
         """How many of these (slot, option) do what."""
-        counts = Counter((self.again(slot, option.plan), option.plan.tiles, option.offloaded > 0, bool(option.offloaded and option.held)) for slot, option in options)
-        return [{"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
-                for (again, tiles, offload, stays), count in counts.items()]
+        counts = Counter(
+            (
+                self.again(slot, option.plan),
+                option.plan.tiles,
+                option.offloaded > 0,
+                bool(option.offloaded and option.held),
+            )
+            for slot, option in options
+        )
+        return [
+            {"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
+            for (again, tiles, offload, stays), count in counts.items()
+        ]
 
     def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
         """What a layer computes again, by name."""
@@ -380,5 +453,3 @@ class RuntimePlanner(MemoryAccounting):
             return ("everything", "attention") if plan.attention else ("everything",)
         names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
         return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
-
-

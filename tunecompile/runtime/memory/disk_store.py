@@ -184,7 +184,7 @@ def _write(path: Path, pieces: Sequence[Tensor], after: CopyMark) -> None:
         for piece in pieces:
             rest = _bytes(piece)
             while rest:  # the system may write less than it is asked to
-                rest = rest[file.write(rest):]
+                rest = rest[file.write(rest) :]
 
 
 def _read(path: Path, pieces: Sequence[Tensor], after: Sequence[CopyMark]) -> None:

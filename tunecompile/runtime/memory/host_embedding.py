@@ -25,7 +25,13 @@ class _Pinned:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": tuple(self.memory.shape), "typestr": "|u1", "data": (self.memory.data_ptr(), False), "strides": None, "version": 2}
+        return {
+            "shape": tuple(self.memory.shape),
+            "typestr": "|u1",
+            "data": (self.memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
@@ -42,8 +48,17 @@ def tables(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[str]]
     moved, notes = [], []
     for name, module in found:
         table = module.weight
-        reason = "it is trained" if table.requires_grad else "another module shares it" if owners[id(table)] > 1 else \
-            "it is no plain tensor" if type(table) is not nn.Parameter else "it renormalises the rows it reads" if module.max_norm is not None else None
+        reason = (
+            "it is trained"
+            if table.requires_grad
+            else "another module shares it"
+            if owners[id(table)] > 1
+            else "it is no plain tensor"
+            if type(table) is not nn.Parameter
+            else "it renormalises the rows it reads"
+            if module.max_norm is not None
+            else None
+        )
         if reason is None and table.nbytes >= SMALLEST:
             moved.append((f"{name}.weight", table))
         elif reason is not None:
@@ -76,4 +91,6 @@ class HostEmbeddings:
 
     def said(self) -> list[str]:
         """For the report."""
-        return self.notes + [f"{name} ({shown(table.nbytes)}) lies in host memory" for name, table in self.moved.items()]
+        return self.notes + [
+            f"{name} ({shown(table.nbytes)}) lies in host memory" for name, table in self.moved.items()
+        ]

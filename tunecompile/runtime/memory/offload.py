@@ -55,7 +55,9 @@ class OffloadedBlock:
         self.layer, self.stay, self.dead = layer, stay, dead
         self.identity = StorageWeakRef(storage)  # while it is held, no other storage has this identity
         self.version = tensor._version
-        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            storage, 0, (storage.nbytes(),), (1,)
+        )
         self.mark: CopyMark | None = None  #: of the last copy; before it, nobody may write to `device`, or free it
         self.watched: list[tuple[Tensor, int]] = []  #: with their versions, until the copy is behind whatever comes
         self.modified: str | None = None
@@ -115,23 +117,41 @@ class Offload:
         OSError: `folder` cannot be written to.
     """
 
-    def __init__(self, device: torch.device, host_bytes: int | None = None, folder: Path | None = None, ahead: int = AHEAD, *,
-                 smallest: int = SMALLEST, copier: CopyEngine | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        host_bytes: int | None = None,
+        folder: Path | None = None,
+        ahead: int = AHEAD,
+        *,
+        smallest: int = SMALLEST,
+        copier: CopyEngine | None = None,
+    ):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.ahead, self.smallest = device, ahead, smallest
         self.copier = copier or (CudaCopyEngine(device) if device.type == "cuda" else ResidentCopyEngine())
         self.pool = PinnedPool(available() // 2 if host_bytes is None else host_bytes, self.copier.allocate)
-        self.store = BlockStore(self.pool, self.copier, Disk(folder) if folder is not None and self.copier.moves else None)
+        self.store = BlockStore(
+            self.pool, self.copier, Disk(folder) if folder is not None and self.copier.moves else None
+        )
         self.calls: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
-        self.blocks: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()  #: by identity of the storage
-        self.dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]] = deque()  #: of blocks; freed here, since they may die at any moment
-        self.flying: deque[list[weakref.ref[OffloadedBlock]]] = deque()  #: of each call, copied out and not yet freed on the device
+        self.blocks: weakref.WeakValueDictionary[int, OffloadedBlock] = (
+            weakref.WeakValueDictionary()
+        )  #: by identity of the storage
+        self.dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]] = (
+            deque()
+        )  #: of blocks; freed here, since they may die at any moment
+        self.flying: deque[list[weakref.ref[OffloadedBlock]]] = (
+            deque()
+        )  #: of each call, copied out and not yet freed on the device
         self.outliving: dict[int, StorageWeakRef] = {}
         self.number = 0
         self.reached: int | None = None  #: the call that the backward pass is in
         self._forget_step()
-        weakref.finalize(self, _give_back, self.dead, self.store, self.copier).atexit = False  # copies may still be under way
+        weakref.finalize(
+            self, _give_back, self.dead, self.store, self.copier
+        ).atexit = False  # copies may still be under way
 
     def expect(self, nbytes: int) -> None:
         """So many bytes of a step's will wait in host memory: begin to allocate it."""
@@ -189,9 +209,18 @@ class Offload:
         where a layer was not looked into.
         """
         self._sweep()
-        return {"bytes_out": self.out.total(), "bytes_back": self.back, "bytes_out_by_layer": dict(self.out), "host_bytes": self.pool.used,
-                "peak_host_bytes": self.pool.peak, "pinned_bytes": self.pool.reserved, "disk_bytes": self.store.written,
-                "blocked_ms": self.store.blocked_ms, "refusals": dict(self.refusals), **self.copier.times()}
+        return {
+            "bytes_out": self.out.total(),
+            "bytes_back": self.back,
+            "bytes_out_by_layer": dict(self.out),
+            "host_bytes": self.pool.used,
+            "peak_host_bytes": self.pool.peak,
+            "pinned_bytes": self.pool.reserved,
+            "disk_bytes": self.store.written,
+            "blocked_ms": self.store.blocked_ms,
+            "refusals": dict(self.refusals),
+            **self.copier.times(),
+        }
 
     def _forget_step(self) -> None:
         self.out, self.back, self.refusals = Counter(), 0, Counter()
@@ -221,7 +250,9 @@ class Offload:
         storage = tensor.untyped_storage()
         identity = StorageWeakRef(storage).cdata
         block = self.blocks.get(identity)
-        if block is None or block.version != tensor._version or block.stay.nbytes != storage.nbytes():  # or it was changed since
+        if (
+            block is None or block.version != tensor._version or block.stay.nbytes != storage.nbytes()
+        ):  # or it was changed since
             stay = self.store.take(storage.nbytes())
             if stay is None:
                 self.refusals[self.store.why_not()] += storage.nbytes()
@@ -296,7 +327,7 @@ class Offload:
         self._sweep()
         self._fetch([block for block in _alive(call.blocks) if block.device is None])
         earlier = sorted((number for number in self.calls.keys() if number < call.number), reverse=True)
-        for distance, number in enumerate(earlier[:max(1, 2 * self.ahead)], 1):
+        for distance, number in enumerate(earlier[: max(1, 2 * self.ahead)], 1):
             if (other := self.calls.get(number)) is not None:
                 absent = [block for block in _alive(other.blocks) if block.device is None]
                 for block in absent:
@@ -320,7 +351,9 @@ class Offload:
             self.back += block.stay.nbytes
 
 
-def _give_back(dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]], store: BlockStore, copier: CopyEngine) -> None:
+def _give_back(
+    dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]], store: BlockStore, copier: CopyEngine
+) -> None:
     """What dead blocks held."""
     while dead:
         stay, device, mark = dead.popleft()
@@ -340,8 +373,9 @@ def _addresses(module: nn.Module) -> set[int]:
         for tensor in (*module.parameters(), *module.buffers()):
             try:
                 found.add(tensor.untyped_storage().data_ptr())
-            except (RuntimeError, NotImplementedError):  # a wrapper without memory: what it wraps is saved as a wrapper, too
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # a wrapper without memory: what it wraps is saved as a wrapper, too
                 pass
     return found
-
-

@@ -64,7 +64,9 @@ class Recovery:
         self.cause = "the step"  #: what ran out of it
         self.agreement = RankPlans(RankStore(None, 0, 1))  #: with other ranks
         self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
-        self.gathers: bool | None = None  #: whether parts of the forward are gathered one by one, so that it cannot begin again; None as long as that is not known
+        self.gathers: bool | None = (
+            None  #: whether parts of the forward are gathered one by one, so that it cannot begin again; None as long as that is not known
+        )
         self.notes: list[str] = []
 
     @property
@@ -188,14 +190,19 @@ class Recovery:
     def full(self, error: torch.OutOfMemoryError) -> RuntimePlanner:
         """The budget of the device that is; where torch does not tell, of the layer that ran last."""
         number = full_gpu(error)
-        return next((budget for budget in self.budgets if budget.device.index == number is not None), self.running or self.budgets[0])
+        return next(
+            (budget for budget in self.budgets if budget.device.index == number is not None),
+            self.running or self.budgets[0],
+        )
 
     def lost(self, missing: int) -> StepLost | RankLost:
         """A step that this process cannot repeat by itself."""
         told = {"missing": _short(missing), "reason": self.bound or _SHARES, "plan": self.in_words()}
         if self.agreement.board.ranks == 1:
             return StepLost(**told)
-        return RankLost(rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.running.within()), **told)
+        return RankLost(
+            rank=self.agreement.board.rank, ranks=self.agreement.board.ranks, less=shown(self.running.within()), **told
+        )
 
     def given_up(self, missing: int) -> NothingFits | RankLost:
         """There is no smaller plan. Of a step whose layers are gathered the others are in the middle."""
@@ -212,8 +219,11 @@ class Recovery:
             return
         before, self.before, after = self.before, None, self.in_words()
         who, self.cause = self.cause, "the step"
-        note = f"{who} ran out of memory: the plan was {before}, and is now {after}" if before != after else \
-            f"{who} ran out of memory under its smallest plan ({after}), and layers had to compute everything again"
+        note = (
+            f"{who} ran out of memory: the plan was {before}, and is now {after}"
+            if before != after
+            else f"{who} ran out of memory under its smallest plan ({after}), and layers had to compute everything again"
+        )
         if note not in self.notes:
             self.notes.append(note)
             log.warning("tunecompile: %s", note)
@@ -221,7 +231,13 @@ class Recovery:
     def in_words(self) -> str:
         """The plan, of all devices."""
         plans = ((budget, plan) for budget in self.budgets for plan in budget.plans_by_layer())
-        return " / ".join(f"{plan['layers']} layers{f' of {budget.device}' if len(self.budgets) > 1 else ''} {in_words(plan)}" for budget, plan in plans) or "yet to be made"
+        return (
+            " / ".join(
+                f"{plan['layers']} layers{f' of {budget.device}' if len(self.budgets) > 1 else ''} {in_words(plan)}"
+                for budget, plan in plans
+            )
+            or "yet to be made"
+        )
 
     def _bound(self) -> str | None:
         if is_shared():
@@ -231,8 +247,17 @@ class Recovery:
 
     def said(self) -> list[str]:
         """For the report."""
-        reasons = dict.fromkeys((*self.refused.values(), *(["have hooks, which may keep what is inside"] if self.watched else [])))
-        return self.notes + self.agreement.said(self.budgets, self.in_words()) + [f"layers are not repeated where memory runs out in the backward pass: they {reason}" for reason in reasons]
+        reasons = dict.fromkeys(
+            (*self.refused.values(), *(["have hooks, which may keep what is inside"] if self.watched else []))
+        )
+        return (
+            self.notes
+            + self.agreement.said(self.budgets, self.in_words())
+            + [
+                f"layers are not repeated where memory runs out in the backward pass: they {reason}"
+                for reason in reasons
+            ]
+        )
 
 
 def _short(missing: int) -> str:
@@ -246,7 +271,9 @@ def helps(budget: RuntimePlanner, missing: int) -> str:
         return "Most would help a smaller model, or one in fewer bits: memory ran out before its first layer."
     held = sum(option.held for options in made.choice.options for option in options)
     if budget.device.type == "cuda" and held > missing and budget.host_is_full(missing):
-        return f"Most would help a larger host_memory= (or offload_dir=): {shown(held)} that layers hold could wait there."
+        return (
+            f"Most would help a larger host_memory= (or offload_dir=): {shown(held)} that layers hold could wait there."
+        )
     share = 1 - max(missing, 0.05 * made.choice.peak) / max(1, made.choice.peak)
     if share > 0:
         return f"Most would help a smaller batch: about {int(share * made.tokens)} tokens would fit, this one has {made.tokens}."

@@ -52,8 +52,20 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
     if not alone:
         _leave_out_recordings(state, placed)
     kept = state.kept if alone and state.precision is None and not any(map(sharded, state.model.parameters())) else None
-    made = [RuntimePlanner(state.memory, state.model, gauge(device), device, slots, state.heads, _offload(state, device, len(placed)), state.replays if alone else None, kept)
-            for device, slots in placed.items()]
+    made = [
+        RuntimePlanner(
+            state.memory,
+            state.model,
+            gauge(device),
+            device,
+            slots,
+            state.heads,
+            _offload(state, device, len(placed)),
+            state.replays if alone else None,
+            kept,
+        )
+        for device, slots in placed.items()
+    ]
     for budget in made[1:]:
         budget.menus = made[0].menus  # layers of one kind are surveyed once, wherever they are
     return tuple(made)
@@ -73,7 +85,11 @@ def _offload(state: Planned, device: torch.device, devices: int) -> Offload | No
     """On a CPU there is nowhere else to go."""
     if device.type != "cuda" or state.host_bytes == 0:
         return None
-    host = state.host_bytes if devices == 1 else (available() // 2 if state.host_bytes is None else state.host_bytes) // devices
+    host = (
+        state.host_bytes
+        if devices == 1
+        else (available() // 2 if state.host_bytes is None else state.host_bytes) // devices
+    )
     return Offload(device, host, state.offload_dir)
 
 
@@ -83,5 +99,3 @@ def _leave_out_recordings(state: Planned, devices: Iterable[torch.device]) -> No
         region.replays = None
     if any(device.type == state.replays.recorder.device for device in devices):
         state.replays.failures.append("no CUDA graph: layers are on several devices, each with a budget of its own")
-
-

@@ -29,7 +29,7 @@ class PinnedBlock:
         """(piece, its part of the block's bytes on the device)."""
         begin = 0
         for piece in self.pieces:
-            yield piece, device[begin:begin + piece.numel()]
+            yield piece, device[begin : begin + piece.numel()]
             begin += piece.numel()
 
 
@@ -38,7 +38,9 @@ class Ahead:
 
     def __init__(self, count: int, allocate: Callable[[], Tensor]):
         self.left, self._made = count, SimpleQueue()
-        threading.Thread(target=self._make, args=(count, allocate, self._made), name="tunecompile-host-memory", daemon=True).start()
+        threading.Thread(
+            target=self._make, args=(count, allocate, self._made), name="tunecompile-host-memory", daemon=True
+        ).start()
 
     @staticmethod
     def _make(count: int, allocate: Callable[[], Tensor], made: SimpleQueue) -> None:
@@ -97,7 +99,7 @@ class PinnedPool:
         self.peak = max(self.peak, self.used)
         pieces, left = [], nbytes
         for slab, begin, end in extents:
-            pieces.append(self.slabs[slab][begin:min(end, begin + left)])
+            pieces.append(self.slabs[slab][begin : min(end, begin + left)])
             left -= pieces[-1].numel()
         return PinnedBlock(nbytes, extents, pieces)
 
@@ -129,7 +131,7 @@ class PinnedPool:
             slab, begin, end = extent
             at = self.free.index(extent)
             stop = min(end, begin + need)
-            self.free[at:at + 1] = [(slab, stop, end)] if stop < end else []
+            self.free[at : at + 1] = [(slab, stop, end)] if stop < end else []
             taken.append((slab, begin, stop))
             need -= stop - begin
             if not need:
@@ -144,7 +146,9 @@ class PinnedPool:
         try:
             self.slabs.append(self.ahead.take() if size == self.slab and self._coming else self.allocate(size))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            self.failure = f"no more pinned memory than {self.reserved >> 20} MiB: {str(error).strip().splitlines()[0][:200]}"
+            self.failure = (
+                f"no more pinned memory than {self.reserved >> 20} MiB: {str(error).strip().splitlines()[0][:200]}"
+            )
             return False
         self.free.append((len(self.slabs) - 1, 0, size))
         self.reserved += size
@@ -290,7 +294,9 @@ class CudaCopyEngine:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
-        return self._copy("out", self.outward, [(piece, part) for device, room in pairs for piece, part in room.beside(device)])
+        return self._copy(
+            "out", self.outward, [(piece, part) for device, room in pairs for piece, part in room.beside(device)]
+        )
 
     def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         # Of the computing stream's memory: blocks freed there, whose last use is still to come on the device, are taken again at once,
@@ -300,7 +306,11 @@ class CudaCopyEngine:
         return devices, self._copy("back", self.inward, pairs)
 
     def _copy(self, direction: str, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyMark:
-        mark = CopyMark(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device))
+        mark = CopyMark(
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.current_stream(self.device),
+        )
         stream.wait_stream(mark.stream)
         with torch.cuda.stream(stream):
             mark.begin.record(stream)
@@ -312,7 +322,9 @@ class CudaCopyEngine:
 
     def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if stream != mark.stream and used is not None:  # the allocator has to know, before it gives the memory to `mark.stream` again
+        if (
+            stream != mark.stream and used is not None
+        ):  # the allocator has to know, before it gives the memory to `mark.stream` again
             used.record_stream(stream)
         elif mark.waited:
             return

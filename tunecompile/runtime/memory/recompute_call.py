@@ -85,7 +85,9 @@ class _Node(torch.autograd.Function):
     """A layer's call in the caller's graph. What it was called with is saved where the layer's own tensors are: on the host, under some plans."""
 
     @staticmethod
-    def forward(ctx: Any, call: "RecomputeCall", given: list[Tensor], made: list[Tensor], *_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: "RecomputeCall", given: list[Tensor], made: list[Tensor], *_inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
@@ -178,12 +180,16 @@ class RecomputeCall:
         """
         made = _differentiable(_flat(output, "return")[0])
         after = self._writable()
-        self.repeatable = len(after) == len(self.before) and all(new is old and new._version == version for new, (old, version) in zip(after, self.before))
+        self.repeatable = len(after) == len(self.before) and all(
+            new is old and new._version == version for new, (old, version) in zip(after, self.before)
+        )
         self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
         weights = self._weights() if made else []
         if not self.inside.owns(weights):
             raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
-        if any(weight._backward_hooks for weight in weights):  # they would be called here, and once more in the caller's graph
+        if any(
+            weight._backward_hooks for weight in weights
+        ):  # they would be called here, and once more in the caller's graph
             raise NotExact("have hooks on their parameters")
         self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
         return made
@@ -209,7 +215,9 @@ class RecomputeCall:
             NotExact: parts of it can be reached otherwise than by what the layer returned, or it cannot be told.
         """
         found, reached = walk(self.edges, self.sources)
-        compiled = [(made, used) for node, used in reached.items() if (made := differentiable_outputs(node)) is not None]
+        compiled = [
+            (made, used) for node, used in reached.items() if (made := differentiable_outputs(node)) is not None
+        ]
         if len(compiled) != 1:
             raise NotExact("are not compiled as one graph, beside which nobody sees what they hand out")
         if any(made - used for made, used in compiled):
@@ -217,7 +225,9 @@ class RecomputeCall:
             raise NotExact("hand out tensors with a gradient beside what they return")
         return found
 
-    def backward(self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def backward(
+        self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """Gradients of what the layer was called with, and of its parameters. Where the caller retains their graph, so is the layer's, until memory runs out."""
         tries, self.recovery.running = 0, self.slot.budget
         while True:
@@ -260,7 +270,9 @@ class RecomputeCall:
             made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]
         found, _ = walk(self.edges, self.sources)
-        if len(made) != self.outputs or {id(leaf) for leaf in found} != {id(edge.node.variable) for edge, _ in self.weights}:
+        if len(made) != self.outputs or {id(leaf) for leaf in found} != {
+            id(edge.node.variable) for edge, _ in self.weights
+        }:
             self.edges = None
             raise LayerChanged(layer=name, what="other weights of it are trained")
 

@@ -29,23 +29,33 @@ class FusedWeight:
 
     def __init__(self, weights: Sequence[Tensor], columns: int):
         self.columns = columns
-        self.weights, self.versions = [weakref.ref(weight) for weight in weights], [weight._version for weight in weights]
+        self.weights, self.versions = (
+            [weakref.ref(weight) for weight in weights],
+            [weight._version for weight in weights],
+        )
         self.a: list[Tensor] = []
         self.b: list[Tensor] = []
         self.scales: tuple[float, ...] = ()
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
-        return all(ref() is weight and version == weight._version for ref, weight, version in zip(self.weights, weights, self.versions))
+        return all(
+            ref() is weight and version == weight._version
+            for ref, weight, version in zip(self.weights, weights, self.versions)
+        )
 
     def adapted(self, a: Sequence[Tensor], b: Sequence[Tensor], scales: tuple[float, ...]) -> bool:
         mine, given = (*self.a, *self.b), (*a, *b)
-        return self.scales == scales and len(mine) == len(given) and all(x.data_ptr() == y.data_ptr() for x, y in zip(mine, given))
+        return (
+            self.scales == scales
+            and len(mine) == len(given)
+            and all(x.data_ptr() == y.data_ptr() for x, y in zip(mine, given))
+        )
 
     def adapt(self, values: Tensor, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
         self.a, self.b, self.scales = a, b, scales
         values = values.data  # behind autograd's back: what a pending backward reads is what is written again
-        values[:, self.columns:] = 0
-        values[sum(m.shape[0] for m in b):] = 0
+        values[:, self.columns :] = 0
+        values[sum(m.shape[0] for m in b) :] = 0
         writer(self.pieces(values))()
 
     def pieces(self, values: Tensor) -> list[tuple[Tensor, Tensor, float]]:
@@ -56,8 +66,8 @@ class FusedWeight:
             rank = a.shape[0]
             below = height + column - self.columns
             if target.shape[1] > self.columns:
-                found.append((b.detach(), target[row:row + b.shape[0], column:column + rank], scale))
-            found.append((a.detach(), target[below:below + rank, :self.columns], 1.0))
+                found.append((b.detach(), target[row : row + b.shape[0], column : column + rank], scale))
+            found.append((a.detach(), target[below : below + rank, : self.columns], 1.0))
             row, column = row + b.shape[0], column + rank
         return found
 
@@ -68,8 +78,12 @@ class WeightCache:
     def __init__(self, moves: bool | None = None) -> None:
         self.moves = moves  #: whether dense weights may move; None as long as that is not known
         self.last = 0  #: place of the layer that ran last; more than any other's before a step
-        self.matrices: dict[tuple, Tensor] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
-        self.moved: dict[tuple, FusedWeight] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
+        self.matrices: dict[
+            tuple, Tensor
+        ] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
+        self.moved: dict[
+            tuple, FusedWeight
+        ] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
         self.write_all: Callable[[], None] | None = None
         self.addresses: list[int] = []  #: of what it writes
 
@@ -110,8 +124,14 @@ class WeightCache:
             matrices = [*(values._matrix for values in self.matrices.values()), *self.moved.values()]
             addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
             if self.write_all is None or addresses != self.addresses:
-                found = [*((values, values._matrix) for values in self.matrices.values()), *((matrix_of(key[1], matrix.weights[0]()), matrix) for key, matrix in self.moved.items())]
-                self.write_all, self.addresses = writer([piece for values, matrix in found for piece in matrix.pieces(values)]), addresses
+                found = [
+                    *((values, values._matrix) for values in self.matrices.values()),
+                    *((matrix_of(key[1], matrix.weights[0]()), matrix) for key, matrix in self.moved.items()),
+                ]
+                self.write_all, self.addresses = (
+                    writer([piece for values, matrix in found for piece in matrix.pieces(values)]),
+                    addresses,
+                )
             self.write_all()
 
     def _prune(self) -> None:
@@ -166,7 +186,9 @@ class WeightCache:
         values = torch.zeros(position.shape, dtype=position.dtype, device=weights[0].device)
         row = 0
         for weight in position.weights:
-            row += _write_weight(values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight])
+            row += _write_weight(
+                values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight]
+            )
         values._matrix = FusedWeight(weights, position.columns)
         return values
 
@@ -184,7 +206,9 @@ class WeightCache:
 
 def _at(key: tuple, matrix: FusedWeight) -> bool:
     """Whether the weights are where they were."""
-    return all((weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0]))
+    return all(
+        (weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0])
+    )
 
 
 def _stands(key: tuple, matrix: FusedWeight) -> bool:
@@ -212,10 +236,16 @@ def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
     if out.is_cuda and has_triton():
         from tunecompile.templates import nf4
 
-        nf4.dequantize_siblings([nf4.Weight(packed.detach(), absmax, code, scale, offset, rows)], columns, out, blocksize=blocksize,
-                                quant_type=quant_type, row=row)
+        nf4.dequantize_siblings(
+            [nf4.Weight(packed.detach(), absmax, code, scale, offset, rows)],
+            columns,
+            out,
+            blocksize=blocksize,
+            quant_type=quant_type,
+            row=row,
+        )
     else:
-        out[row:row + rows, :columns] = dequantize_4bit.choose(weight).run(*weight)
+        out[row : row + rows, :columns] = dequantize_4bit.choose(weight).run(*weight)
     return rows
 
 
@@ -224,7 +254,9 @@ def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]
     if pieces and pieces[0][0].is_cuda and has_triton():
         from tunecompile.templates import lora
 
-        if all(source.stride(1) == 1 and {source.dtype, target.dtype} <= set(lora.DTYPES) for source, target, _ in pieces):
+        if all(
+            source.stride(1) == 1 and {source.dtype, target.dtype} <= set(lora.DTYPES) for source, target, _ in pieces
+        ):
             return lora.write_pieces(pieces)
 
     def write() -> None:
@@ -232,5 +264,3 @@ def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]
             target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
 
     return write
-
-

@@ -37,7 +37,7 @@ def move_in(weights: Sequence[Tensor], shape: tuple[int, int]) -> None:
     """Make a matrix of them, with zeros below. They give back what they were in."""
     values, row = weights[0].data.new_zeros(shape), 0
     for weight in weights:
-        place = values[row:row + weight.shape[0]]
+        place = values[row : row + weight.shape[0]]
         place.copy_(weight.data)
         weight.data = place
         row += weight.shape[0]

@@ -29,7 +29,9 @@ class FlatBatch:
         rows, length = real.shape
         total = _rounded(count, real.device)
         order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
-        offsets = torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)])
+        offsets = torch.cat(
+            [real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)]
+        )
         longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
         return FlatBatch(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
 
@@ -39,7 +41,13 @@ class FlatBatch:
         count, total = starts.numel(), _rounded(starts.numel(), device)
         offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
         longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
-        return FlatBatch(F.pad(torch.arange(count, device=device), (0, total - count)), offsets.to(device, torch.int32), longest, count, tuple(starts.shape))
+        return FlatBatch(
+            F.pad(torch.arange(count, device=device), (0, total - count)),
+            offsets.to(device, torch.int32),
+            longest,
+            count,
+            tuple(starts.shape),
+        )
 
     @property
     def gives_up(self) -> bool:
@@ -54,16 +62,25 @@ class FlatBatch:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         rows, length = self.shape
         blank = values.new_zeros(rows * length, *values.shape[2:])
-        return blank.index_copy(0, self.index[:self.real], values[0, :self.real]).unflatten(0, (rows, length))
+        return blank.index_copy(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
     def inputs(self, kwargs: dict) -> dict:
         """The owner's arguments, flattened. Without positions of the caller's a token has that of its place in the row."""
         rows, length = self.shape
-        tokens = {name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
+        tokens = {
+            name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
+        }
         given = kwargs.get("position_ids")
         positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
         others = {name: value for name, value in kwargs.items() if name not in refusals.BOUNDARIES}
-        return {**others, **tokens, "position_ids": positions, "attention_mask": None, OFFSETS: self.offsets, LONGEST: self.longest}
+        return {
+            **others,
+            **tokens,
+            "position_ids": positions,
+            "attention_mask": None,
+            OFFSETS: self.offsets,
+            LONGEST: self.longest,
+        }
 
     def outputs(self, output: Any) -> Any:
         """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
@@ -84,5 +101,3 @@ def _rounded(count: int, device: torch.device) -> int:
     """What comes in many sizes costs plans and recordings."""
     multiple = 128 if device.type == "cuda" else 8
     return -(-count // multiple) * multiple
-
-

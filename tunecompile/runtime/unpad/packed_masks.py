@@ -69,6 +69,7 @@ def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, 
 
 def _reads_mask(masks: list[Tensor | None]) -> Callable:
     """In place of a layer: its mask is kept, and hidden states go on as they are."""
+
     def layer(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         masks.append(next((value for value in tensors if value.shape[-2:] == (2 * SEQUENCE, 2 * SEQUENCE)), None))
@@ -84,8 +85,8 @@ def _apart(mask: Tensor | None) -> bool | None:
         return False
     visible = (mask if mask.dtype is torch.bool else mask == 0).flatten(0, -3).cpu()
     for apart, allowed in ((True, place[:, None] // SEQUENCE == place // SEQUENCE), (False, True)):
-        if any(bool((visible == ((back >= 0) & (back < window) & allowed)).all()) for window in range(2, 2 * SEQUENCE + 1)):
+        if any(
+            bool((visible == ((back >= 0) & (back < window) & allowed)).all()) for window in range(2, 2 * SEQUENCE + 1)
+        ):
             return apart
     return None
-
-

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations.loss_caller import home_of
 
-BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  #: what collators say to other attention; ours follows positions
+BOUNDARIES = {
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+}  #: what collators say to other attention; ours follows positions
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
@@ -20,13 +26,19 @@ def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple
     transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
     interface = getattr(transformers, "AttentionInterface", None)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if interface is None or not hasattr(config, "_attn_implementation_internal") or not getattr(owner, "_supports_attention_backend", False):
+    if (
+        interface is None
+        or not hasattr(config, "_attn_implementation_internal")
+        or not getattr(owner, "_supports_attention_backend", False)
+    ):
         return "its attention is not called through the attention interface of transformers"
     if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
         return "its attention needs a mask"
     if not open_ended or not {"attention_mask", "position_ids"} <= {p.name for p in parameters}:
         return "its forward does not hand keyword arguments on"
-    if getattr(owner, "_is_stateful", False) or any(isinstance(m, _MIXERS) for layer in layers for m in layer.modules()):
+    if getattr(owner, "_is_stateful", False) or any(
+        isinstance(m, _MIXERS) for layer in layers for m in layer.modules()
+    ):
         return "its layers mix tokens by more than attention"
     if not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
         return "its layers mix tokens by more than attention"
@@ -54,12 +66,28 @@ def _embeds_more(owner: nn.Module) -> bool:
 def _follows_length(settings: Any) -> bool:
     if not isinstance(settings, dict):
         return False
-    return any((key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value) for key, value in settings.items())
+    return any(
+        (key in ("rope_type", "type") and value in ("dynamic", "longrope")) or _follows_length(value)
+        for key, value in settings.items()
+    )
 
 
 _HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
 #: whose modules are known to `structure`, or treat each token by itself; others may look at the tokens beside one, or keep what they see
-_KNOWN_HOMES = ("torch.", "transformers.", "peft.", "bitsandbytes.", "accelerate.", "deepspeed.", "liger_kernel.", "trl.", "torchao.", "hqq.", "gptqmodel.", "tunecompile.")
+_KNOWN_HOMES = (
+    "torch.",
+    "transformers.",
+    "peft.",
+    "bitsandbytes.",
+    "accelerate.",
+    "deepspeed.",
+    "liger_kernel.",
+    "trl.",
+    "torchao.",
+    "hqq.",
+    "gptqmodel.",
+    "tunecompile.",
+)
 
 
 def watched(owner: nn.Module, model: nn.Module | None = None) -> str:
@@ -85,7 +113,9 @@ def _foreign(module: nn.Module) -> str:
     if not (_is_known(type(module).forward) and (own is None or home_of(own).startswith(_KNOWN_HOMES))):
         return f"a {type(module).__name__} whose forward is {home_of(own or type(module).forward) or 'another package'}'s may see more than one token, or keep what it sees"
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        known = getattr(hook, "__name__", "") == "make_inputs_require_grads"  # of transformers' enable_input_require_grads
+        known = (
+            getattr(hook, "__name__", "") == "make_inputs_require_grads"
+        )  # of transformers' enable_input_require_grads
         if not known and not is_of(hook, _HARMLESS):
             return f"a hook stands on {type(module).__name__}"
     return ""
@@ -102,7 +132,11 @@ _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
 
 def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor) -> str:
     """Why this batch cannot be flattened, as far as its arguments tell."""
-    if tokens is None or tokens.shape[:2] != mask.shape or (given.get("position_ids") is not None and given["position_ids"].dim() != 2):
+    if (
+        tokens is None
+        or tokens.shape[:2] != mask.shape
+        or (given.get("position_ids") is not None and given["position_ids"].dim() != 2)
+    ):
         return "mask, tokens and positions are not all [B, T]"
     return "labels are not [B, T]" if labels.shape != mask.shape else arguments(given)
 
@@ -112,7 +146,13 @@ def arguments(given: dict) -> str:
     for name, value in given.items():
         if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
             return f"{name} is asked for"
-        if name in _KNOWN or name in BOUNDARIES or value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim()):
+        if (
+            name in _KNOWN
+            or name in BOUNDARIES
+            or value is None
+            or isinstance(value, (bool, int, float, str))
+            or (isinstance(value, Tensor) and not value.dim())
+        ):
             continue
         return f"{name} is given"
     return "a cache is used" if given.get("use_cache") else ""

@@ -41,10 +41,18 @@ UNPADDED = 8  #: so many batches are looked at to say why a padded one would not
 class Unpadding:
     """Decides for each batch of one owner of layers, and keeps why padded ones were not flattened."""
 
-    def __init__(self, owner: nn.Module, layers: tuple[nn.Module, ...], step: Any, head_is_called: Callable[[], bool] = lambda: True):
+    def __init__(
+        self,
+        owner: nn.Module,
+        layers: tuple[nn.Module, ...],
+        step: Any,
+        head_is_called: Callable[[], bool] = lambda: True,
+    ):
         self.owner, self.layers, self.step = owner, layers, step
         self.head_is_called = head_is_called  #: by any training step
-        self.apart: dict[tuple, bool] = {}  #: whether packed sequences do not see each other, by how the model is called
+        self.apart: dict[
+            tuple, bool
+        ] = {}  #: whether packed sequences do not see each other, by how the model is called
         self.notes: dict[str, None] = {}
         self.looks = UNPADDED
         self.flattened = self.packed = 0
@@ -75,10 +83,17 @@ class Unpadding:
         What stands at padding is given up where nobody gets it: where no step has called the head, so that the caller takes labelled rows by himself."""
         given = {**{p.name: value for p, value in zip(self.parameters, args)}, **kwargs}
         asks = scores(self.owner, any(p.name == "use_cache" for p in self.parameters), args, kwargs) and (
-            self.packed if given.get("attention_mask") is None else self.flattened and not self.head_is_called() and loss_caller.causal_labels()[0] is not None)
+            self.packed
+            if given.get("attention_mask") is None
+            else self.flattened and not self.head_is_called() and loss_caller.causal_labels()[0] is not None
+        )
         flat = self.decide(given) if asks else None
         self.flat = flat is not None and flat.gives_up
-        return call_original(self.owner, *args, **kwargs) if flat is None else self._without_padding(flat, given, args, kwargs)
+        return (
+            call_original(self.owner, *args, **kwargs)
+            if flat is None
+            else self._without_padding(flat, given, args, kwargs)
+        )
 
     def _without_padding(self, flat: FlatBatch, given: dict, args: tuple, kwargs: dict) -> Any:
         try:
@@ -96,7 +111,9 @@ class Unpadding:
     def logits_are_read(self) -> None:
         """Somebody beside the loss, or a loss with other labels, reads logits of a flattened call: what stands at padding may matter to them."""
         if self.flattened and not self.refused:
-            self.refuse("logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)")
+            self.refuse(
+                "logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)"
+            )
             log.warning("tunecompile: %s", next(reversed(self.notes)))
 
     def _note(self, reason: str, batches: str = PADDED) -> None:
@@ -136,7 +153,13 @@ class Unpadding:
         count, read, runs = torch.stack([real.sum(), read, runs]).tolist()  # the one host read of the step
         if count == real.numel() or not count:
             return None
-        kept = "labels stand at padding, and count in the loss" if read else "a row is not in one piece" if runs > 1 else refusals.watched(self.owner, model)
+        kept = (
+            "labels stand at padding, and count in the loss"
+            if read
+            else "a row is not in one piece"
+            if runs > 1
+            else refusals.watched(self.owner, model)
+        )
         if kept:
             self._note(kept)
             return None
@@ -147,8 +170,13 @@ class Unpadding:
         if positions.dim() != 2 or positions.shape[0] not in (1, len(tokens)) or positions.shape[1] != tokens.shape[1]:
             return None
         starts, apart = packed_masks.beginnings(positions, tokens.shape[:2]), self._keeps_apart(given, tokens)
-        reason = TOGETHER if apart is False else "its masks are not understood" if apart is None else \
-            self.refused or self._changed() or refusals.arguments(given) or refusals.watched(self.owner)
+        reason = (
+            TOGETHER
+            if apart is False
+            else "its masks are not understood"
+            if apart is None
+            else self.refused or self._changed() or refusals.arguments(given) or refusals.watched(self.owner)
+        )
         if reason:
             self._look(~starts[:, 1:], reason, PACKED)
             return None
@@ -157,7 +185,11 @@ class Unpadding:
 
     def _keeps_apart(self, given: dict, tokens: Tensor) -> bool | None:
         """Asked once for each way in which the model can be called."""
-        way = given.get("use_cache"), getattr(self.owner.config, "use_cache", None), getattr(self.owner, "gradient_checkpointing", None)
+        way = (
+            given.get("use_cache"),
+            getattr(self.owner.config, "use_cache", None),
+            getattr(self.owner, "gradient_checkpointing", None),
+        )
         if way not in self.apart:
             self.apart[way] = packed_masks.keeps_apart(self.owner, self.layers, given, tokens)
         return self.apart[way]
@@ -165,7 +197,12 @@ class Unpadding:
     def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
         """Without a cache, see `EntryHook`, sequences would no longer see each other: a mask keeps it so."""
         tokens = packed_masks.tokens_of(given)
-        if given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None and self._keeps_apart(given, tokens) is False:
+        if (
+            given.get("attention_mask") is None
+            and given.get("position_ids") is not None
+            and tokens is not None
+            and self._keeps_apart(given, tokens) is False
+        ):
             return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
         return call_original(self.owner, *args, **kwargs)
 
@@ -182,7 +219,9 @@ class Unpadding:
         if (device := next(self.owner.parameters()).device).type == "cuda":
             if torch.cuda.get_device_capability(device) < (8, 0):
                 return "this GPU has no kernel for attention without padding"
-            if self.owner.dtype not in HALF and not torch.is_autocast_enabled("cuda"):  # told here, before layers are compiled in vain
+            if self.owner.dtype not in HALF and not torch.is_autocast_enabled(
+                "cuda"
+            ):  # told here, before layers are compiled in vain
                 return NO_KERNEL
         if (name := config._attn_implementation_internal) != "sdpa":
             return f"the attention implementation is {name}, and stays so"
@@ -227,5 +266,3 @@ class OwnerSlot:
         if recovery is None:
             return self.padding.call(args, kwargs)
         return recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
-
-

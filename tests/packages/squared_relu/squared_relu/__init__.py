@@ -42,15 +42,25 @@ def product(x):
 
 
 def squares(graph):
-    return [node for node in graph.nodes if node.target in (operator.pow, operator.mul) and getattr(node.args[0], "target", None) is F.relu]
+    return [
+        node
+        for node in graph.nodes
+        if node.target in (operator.pow, operator.mul) and getattr(node.args[0], "target", None) is F.relu
+    ]
 
 
 def count(graph, context):
     """What the plan saves by them, for the report."""
-    again = [node for node in graph.nodes if node.target is squared_relu.overload and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE]
+    again = [
+        node
+        for node in graph.nodes
+        if node.target is squared_relu.overload and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+    ]
     if again:
         mib = sum(tensor_bytes(node.meta["val"]) for node in again) / 2**20
-        context.notes.append(f"{len(again)} squared ReLUs of {context.region} are computed again in the backward: {mib:.2f} MiB a layer are not saved")
+        context.notes.append(
+            f"{len(again)} squared ReLUs of {context.region} are computed again in the backward: {mib:.2f} MiB a layer are not saved"
+        )
 
 
 PASSES = [
@@ -60,5 +70,9 @@ PASSES = [
 
 EXAMPLES = [
     Example(lambda x: F.relu(x).square(), lambda dtype: [torch.randn(3, 5, dtype=dtype, requires_grad=True)], "power"),
-    Example(lambda x: F.relu(x) * F.relu(x), lambda dtype: [torch.randn(5, 3, dtype=dtype).t().requires_grad_()], "product, transposed"),
+    Example(
+        lambda x: F.relu(x) * F.relu(x),
+        lambda dtype: [torch.randn(5, 3, dtype=dtype).t().requires_grad_()],
+        "product, transposed",
+    ),
 ]

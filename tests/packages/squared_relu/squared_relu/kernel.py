@@ -10,7 +10,9 @@ BLOCK = 1024
 @triton.jit
 def forward_kernel(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    positive = tl.maximum(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    positive = tl.maximum(
+        tl.load(x + at, mask=at < n, other=0.0).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL
+    )
     tl.store(out + at, (positive * positive).to(out.dtype.element_ty), mask=at < n)
 
 
