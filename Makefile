@@ -1,6 +1,6 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
 # make test    what needs no GPU, without the slow cases (make test-all has them)
-# make docs    the README and all docstrings as pages, reports/docs/index.html
+# make docs    the pages of docs/ and all docstrings as a site, reports/docs/index.html
 # make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
 # make test-gpu, make wheel, make clean
 #
@@ -62,7 +62,7 @@ test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
 
 docs: $(READY)
-	PYTHONPATH=. $(PY) docs/build.py reports/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict -f docs/mkdocs.yml -d ../reports/docs
 
 test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter-out tested,$(or $(ARGS),oldest newest)))
 	$(PY) -m tests._torch.versions $(ARGS)
