@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.integrations.distributed.common import of_readme
+from tests.integrations.distributed.common import of_docs
 from tests.support import zoo
 
 hooks = pytest.importorskip("accelerate.hooks")
@@ -135,13 +135,13 @@ def test_offloaded_modules_in_a_layer_on_another_device_are_refused():
 
 
 @pytest.mark.slow
-def test_the_readmes_lines(tmp_path):
+def test_the_lines_of_the_docs(tmp_path):
     import peft
     import transformers
 
     make().get_base_model().save_pretrained(tmp_path)
     torch.manual_seed(0)
-    model = of_readme(
+    model = of_docs(
         "device_map=",
         {
             "path": tmp_path,

@@ -1,4 +1,4 @@
-"""What people train with: adapters, bases, and what of a model learns. A cell each, for the test and for the README's table.
+"""What people train with: adapters, bases, and what of a model learns. A cell each, for the test and for the support matrix.
 
 Batches, and losses and trainers, stand in files beside this one; `cells()` has all."""
 

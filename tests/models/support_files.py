@@ -31,7 +31,7 @@ def checkpoint() -> tempfile.TemporaryDirectory:
 
 
 def from_shards(told: str, adapter: dict | None = None, **names: Any) -> Make:
-    """Loaded by the README's lines that say so, then adapted."""
+    """Loaded by the lines of the docs that say so, then adapted."""
 
     def build() -> nn.Module:
         from tests.models.test_loading import loaded

@@ -1,10 +1,10 @@
-"""The README's ways to load a model that is too big to be loaded whole: it trains as the same weights do without tunecompile."""
+"""The ways of the docs to load a model that is too big to be loaded whole: it trains as the same weights do without tunecompile."""
 
 import pytest
 import torch
 
 import tunecompile
-from tests.integrations.distributed.common import DEVICE, of_readme
+from tests.integrations.distributed.common import DEVICE, of_docs
 from tests.support import zoo
 
 transformers = pytest.importorskip("transformers")
@@ -27,8 +27,8 @@ def save_shards(folder) -> None:
 
 
 def loaded(told: str, **names):
-    """By the README's lines that say so. What is told of GPUs is said of the host where there is none."""
-    return of_readme(
+    """By the lines of the docs that say so. What is told of GPUs is said of the host where there is none."""
+    return of_docs(
         told,
         {
             "torch": torch,

@@ -1,4 +1,4 @@
-"""Every cell of the README's table of what is supported: losses, gradients and trained weights as without `optimize`."""
+"""Every row of the support matrix of the docs: losses, gradients and trained weights as without `optimize`."""
 
 from statistics import median
 

@@ -41,11 +41,12 @@ def optimized(made: nn.Module, **options) -> nn.Module:
     return tunecompile.optimize(made, executor="inductor" if DEVICE == "cuda" else "eager", **options)
 
 
-def of_readme(told: str, names: dict) -> nn.Module | None:
-    """The model, if there is one, after the README's lines in which this is said."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+def of_docs(told: str, names: dict) -> nn.Module | None:
+    """The model, if there is one, after the lines of the guides in which this is said."""
+    guides = Path(__file__).parents[3] / "docs" / "pages" / "guides"
+    text = "".join((guides / name).read_text(encoding="utf-8") for name in ("several-gpus.md", "loading-big-models.md"))
     names["tunecompile"] = SimpleNamespace(optimize=optimized)
-    exec(next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if told in block), names)  # noqa: S102: our own README
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if told in block), names)  # noqa: S102 - our own docs
     return names.get("model")
 
 

@@ -9,7 +9,7 @@ from tests.integrations.distributed.common import (
     alike,
     batch,
     model,
-    of_readme,
+    of_docs,
     optimized,
     packed,
     part,
@@ -35,7 +35,7 @@ def adapters(rank, ranks):
 @slow
 def as_the_readme_says(rank, ranks):
     steps(
-        of_readme("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}),
+        of_docs("DistributedDataParallel(", {"model": model(), "DistributedDataParallel": DistributedDataParallel}),
         model(),
         rank,
         ranks,

@@ -15,7 +15,7 @@ from tests.integrations.distributed.common import (
     alike,
     batch,
     model,
-    of_readme,
+    of_docs,
     optimized,
     packed,
     part,
@@ -54,7 +54,7 @@ def adapters(rank, ranks):
 
 @slow
 def as_the_readme_says(rank, ranks):
-    steps(of_readme("fully_shard(", {"model": model(), "fully_shard": fully_shard}), model(), rank, ranks)
+    steps(of_docs("fully_shard(", {"model": model(), "fully_shard": fully_shard}), model(), rank, ranks)
 
 
 @slow

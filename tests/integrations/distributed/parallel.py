@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tunecompile
-from tests.integrations.distributed.common import DEVICE, alike, batch, gradients, model, of_readme, optimized, whole
+from tests.integrations.distributed.common import DEVICE, alike, batch, gradients, model, of_docs, optimized, whole
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
 from tunecompile.planner import candidates
@@ -113,7 +113,7 @@ def tensors_as_the_readme_says(rank, ranks):
     if rank == 0:
         one.save_pretrained(folder[0])
     dist.barrier()
-    made = of_readme("tp_plan=", {"path": folder[0], "AutoModelForCausalLM": transformers.AutoModelForCausalLM})
+    made = of_docs("tp_plan=", {"path": folder[0], "AutoModelForCausalLM": transformers.AutoModelForCausalLM})
     _same(made.train(), one)
 
 
@@ -204,7 +204,7 @@ def stages_as_the_readme_says(rank, ranks):
             "stages": ranks,
             "device": torch.device(DEVICE),
         }
-        of_readme("PipelineStage(", names)
+        of_docs("PipelineStage(", names)
         return names["part"]
 
     whole(_pipelined(ScheduleGPipe, [[0], [1]], rank, prepare=prepare)[0])
@@ -350,7 +350,7 @@ def sequences_as_the_readme_says(rank, ranks):
         "positions": torch.arange(32, device=DEVICE)[None].clone(),
         "context_parallel": _in_place,
     }
-    of_readme("context_parallel(", names)
+    of_docs("context_parallel(", names)
     for parameter in made.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)

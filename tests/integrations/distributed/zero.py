@@ -13,7 +13,7 @@ from tests.integrations.distributed.common import (
     DEVICE,
     batch,
     model,
-    of_readme,
+    of_docs,
     optimized,
     packed,
     part,
@@ -116,7 +116,7 @@ def as_the_readme_says(rank, ranks):
 
     made, config = model(), {**_config(3), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     names = {"model": made, "deepspeed": deepspeed, "config": config}
-    of_readme("deepspeed.initialize(", names)
+    of_docs("deepspeed.initialize(", names)
     _steps(names["engine"], model(), rank, ranks)
     whole(made)
 
