@@ -1,0 +1,35 @@
+"""The words of the glossary (docs/pages/concepts/glossary.md) are used, not the ones that they replaced."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: globs of what is checked. Program output and code in fenced blocks of Markdown are left out
+ROOTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
+#: old word -> word of the field
+WORDS = {
+    r"comput\w+ (\w+ )?again": "recompute",
+    r"wait(s|ing)? (on|for) the host": "offloaded, or launch-bound",
+    r"dear(er|est)?": "expensive to recompute",
+    r"(stand|stands|stood) for": "represent",
+    r"(give|gives|gave|given|giving) up": "drop",
+    r"somebody else": "has another user",
+    r"ask(s|ed|ing)? for": "require, request",
+    r"kept from dynamo": "skipped by Dynamo",
+    r"in (\w+ )?pieces": "tiled, or graph break",
+}
+ALLOWED = "compute an activation again in the backward pass"  #: what the glossary explains
+
+
+def test_old_words_do_not_return():
+    found = []
+    for file in sorted({file for root in ROOTS for file in ROOT.glob(root)}):
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".md":
+            text = re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
+        for number, line in enumerate(text.splitlines(), 1):
+            said = line.lower().replace(ALLOWED, "")
+            for old, new in WORDS.items():
+                if re.search(rf"\b{old}\b", said):
+                    found.append(f"{file.relative_to(ROOT)}:{number}: say {new!r}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
