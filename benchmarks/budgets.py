@@ -15,8 +15,9 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -24,9 +25,9 @@ import tunecompile
 from tunecompile.cli.compare import data, loops, models
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Check, Comparison, assemble, run_comparison
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
+from tunecompile.estimate.known_shapes import SHAPES
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -24,8 +24,8 @@ import torch
 
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, resolve_systems
+from tunecompile.estimate.known_shapes import SHAPES
 
 
 def parse_arguments() -> argparse.Namespace:

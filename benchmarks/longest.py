@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,8 +26,8 @@ from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import GIB, memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape
+from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
 GROWTH = 1.08  #: of a row that fitted, for the next one

@@ -21,8 +21,8 @@ from end_to_end import show
 
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import PARALLEL, Job, resolve_systems
+from tunecompile.estimate.known_shapes import SHAPES
 
 
 def engines(text: str) -> list[str]:

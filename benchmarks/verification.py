@@ -22,8 +22,8 @@ from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision, set_initial_adapter
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.cli.compare.spec import Job, parse_shape
+from tunecompile.estimate.known_shapes import SHAPES
 
 STEPS = 3  #: of training, before
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["TileRow", "TABLE", "Tile", "find", "pick"]
+__all__ = ["TABLE", "Tile", "TileRow", "find", "pick"]
 
 
 class Tile(NamedTuple):
@@ -78,7 +78,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _capability(index: int | None) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor

@@ -102,7 +102,7 @@ def quantize_rows(x, extra, width, *, tile=None):
         ValueError: strides or width do not fit.
     """
     (rows, columns), ranks = x.shape, 0 if extra is None else extra.shape[1]
-    if x.stride(1) != 1 or extra is not None and extra.stride(1) != 1 or width < columns + 3 * ranks:
+    if x.stride(1) != 1 or (extra is not None and extra.stride(1) != 1) or width < columns + 3 * ranks:
         raise ValueError(f"x has strides {x.stride()}; {columns} columns and 3 x {ranks} ranks go into {width}")
     out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)

@@ -92,8 +92,14 @@ def private(files: Mapping[str, str]) -> list[str]:
         lines: dict[int, str] = {}
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type not in (tokenize.COMMENT, tokenize.STRING):
-                lines[token.start[0]] = lines.get(token.start[0], "") + token.string + " " * (token.type == tokenize.NAME and keyword(token.string))
-        found += [f"{path}:{number}" for number, line in lines.items() if top(path) != "_torch" and PRIVATE.search(line)]
+                lines[token.start[0]] = (
+                    lines.get(token.start[0], "")
+                    + token.string
+                    + " " * (token.type == tokenize.NAME and keyword(token.string))
+                )
+        found += [
+            f"{path}:{number}" for number, line in lines.items() if top(path) != "_torch" and PRIVATE.search(line)
+        ]
     return found
 
 

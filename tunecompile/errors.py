@@ -3,7 +3,6 @@
 import torch
 
 __all__ = [
-    "TunecompileError",
     "BadBatchShape",
     "CannotEstimate",
     "CannotMerge",
@@ -28,6 +27,7 @@ __all__ = [
     "NothingFits",
     "RankLost",
     "StepLost",
+    "TunecompileError",
     "UnknownBudget",
     "UnknownEntryPoint",
     "UnknownGpu",

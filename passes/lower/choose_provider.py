@@ -6,7 +6,8 @@ Providers are traced to core ATen, so Inductor fuses what they are made of as if
 import functools
 import inspect
 import operator
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node

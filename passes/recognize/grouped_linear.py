@@ -1,7 +1,7 @@
 """Adapted linears that read the same input (q|k|v, gate|up) become one op: one XA, one matrix product, one dX."""
 
+from collections.abc import Iterator
 from operator import add, getitem, mul
-from typing import Iterator
 
 import torch
 from torch.fx import Graph, Node

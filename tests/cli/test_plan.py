@@ -17,18 +17,21 @@ def plan(*options):
     return CliRunner().invoke(app, ["plan", *map(str, options)])
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["absent/model"], "hf download absent/model config.json"),
-    (["./absent"], "there is no such path"),
-    (["llama-tiny", "--gpu", "x900"], "Known are b200, h200, h100"),
-    (["llama-tiny", "--gpu", "h100,vram=3"], "no figure of a datasheet"),
-    (["llama-tiny", "--gpus", "12"], "give a multiple"),
-    (["llama-tiny", "--gpus", "4", "--global-batch", "6"], "equal shares"),
-    (["llama-tiny", "--batch", "1", "--global-batch", "8"], "one of the two"),
-    (["llama-tiny", "--qlora", "--full"], "only one of"),
-    (["llama-tiny", "--memory", "plenty"], "is no budget"),
-    (["llama-tiny", "--host-memory", "some"], "is no budget"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["absent/model"], "hf download absent/model config.json"),
+        (["./absent"], "there is no such path"),
+        (["llama-tiny", "--gpu", "x900"], "Known are b200, h200, h100"),
+        (["llama-tiny", "--gpu", "h100,vram=3"], "no figure of a datasheet"),
+        (["llama-tiny", "--gpus", "12"], "give a multiple"),
+        (["llama-tiny", "--gpus", "4", "--global-batch", "6"], "equal shares"),
+        (["llama-tiny", "--batch", "1", "--global-batch", "8"], "one of the two"),
+        (["llama-tiny", "--qlora", "--full"], "only one of"),
+        (["llama-tiny", "--memory", "plenty"], "is no budget"),
+        (["llama-tiny", "--host-memory", "some"], "is no budget"),
+    ],
+)
 def test_mistakes(options, says):
     result = plan(*options)
     shown = " ".join(result.output.split())
@@ -48,18 +51,37 @@ def test_people_read_a_table_and_machines_json(tmp_path):
     options = ["--lora", "--batch", "2", "--seq-len", "256", "--gpu", "rtx4090", "--gpus", "2"]
     table, told = plan(tmp_path, *options), plan(tmp_path / "config.json", *options, "--json")
     assert table.exit_code == told.exit_code == 0, table.output + told.output
-    for word in ("one GPU", "DDP x 2", "FSDP2 x 2", "device_map x 2", "tokens/s", "take ", "not measured", "NVIDIA GeForce RTX 4090"):
+    for word in (
+        "one GPU",
+        "DDP x 2",
+        "FSDP2 x 2",
+        "device_map x 2",
+        "tokens/s",
+        "take ",
+        "not measured",
+        "NVIDIA GeForce RTX 4090",
+    ):
         assert word in table.output, table.output
     found = json.loads(told.stdout)
-    assert [engine["engine"] for engine in found["engines"]] == ["one GPU", "DDP", "FSDP2", "device_map"] and found["best"] in table.output
-    assert found["question"]["gpu"]["source"].startswith("https://") and found["engines"][1]["peak"] > 0 and 0 < found["engines"][1]["communication_share"] < 1
+    assert [engine["engine"] for engine in found["engines"]] == ["one GPU", "DDP", "FSDP2", "device_map"] and found[
+        "best"
+    ] in table.output
+    assert (
+        found["question"]["gpu"]["source"].startswith("https://")
+        and found["engines"][1]["peak"] > 0
+        and 0 < found["engines"][1]["communication_share"] < 1
+    )
 
 
 @pytest.mark.slow
 def test_the_plan_in_the_docs_is_this():
     page = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "several-gpus.md"
-    command, shown = re.search(r"`tunecompile plan (.*?)` prints:\n\n```\n(.*?)```", page.read_text(encoding="utf-8"), re.S).groups()
-    assert [line.rstrip() for line in plan(*command.split()).output.splitlines()] == [line.rstrip() for line in shown.splitlines()]
+    command, shown = re.search(
+        r"`tunecompile plan (.*?)` prints:\n\n```\n(.*?)```", page.read_text(encoding="utf-8"), re.S
+    ).groups()
+    assert [line.rstrip() for line in plan(*command.split()).output.splitlines()] == [
+        line.rstrip() for line in shown.splitlines()
+    ]
 
 
 def test_help_names_it():

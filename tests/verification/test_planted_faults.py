@@ -135,7 +135,12 @@ FAULTS = [
         "(), dtype=wide, device=hidden.device)\n    labels = labels.clamp(min=0)\n",
     ),
     Fault("loss", "wrong sign of the label's gradient", "label_smoothing - 1)", "label_smoothing + 1)"),
-    Fault("loss", "gradient does not follow the loss's", "        _times(out, grad, weight.dtype", "        _times(out, grad.sign(), weight.dtype"),
+    Fault(
+        "loss",
+        "gradient does not follow the loss's",
+        "        _times(out, grad, weight.dtype",
+        "        _times(out, grad.sign(), weight.dtype",
+    ),
     Fault("capped loss", "lost slope of the cap", "d = d * (1 - t * t)", "pass"),
     Fault("scaled loss", "lost scale in the gradient", "d = d * scale", "pass"),
     Fault("smoothed loss", "dropped smoothing in the gradient", "d.sub_(label_smoothing / vocabulary)", "pass"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
-from typing import Iterator
 
 
 def under_way() -> Iterator[FrameType]:

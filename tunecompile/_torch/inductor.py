@@ -6,8 +6,9 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -196,7 +197,7 @@ def is_tracing() -> bool:
 def is_a_tensor(value: Any) -> bool:
     """One that is traced, or what stands for one while Inductor lowers a graph."""
     inductor = sys.modules.get("torch._inductor.ir")
-    return isinstance(value, torch.Tensor) or inductor is not None and isinstance(value, inductor.TensorBox)
+    return isinstance(value, torch.Tensor) or (inductor is not None and isinstance(value, inductor.TensorBox))
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Literal
 
 import torch
 from torch.torch_version import TorchVersion

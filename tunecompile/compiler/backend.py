@@ -6,8 +6,9 @@ import contextlib
 import logging
 import types
 import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Callable, Literal, Protocol, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch.fx import GraphModule

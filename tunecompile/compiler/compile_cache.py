@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Callable, Iterator, Sequence
+from typing import IO, Any
 
 import torch
 from torch.fx import GraphModule

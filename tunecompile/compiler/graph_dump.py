@@ -13,9 +13,9 @@ import functools
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping
 
 import torch
 from torch.fx import Graph
@@ -38,7 +38,7 @@ class GraphDump:
     last: str = ""  #: what was written last: a pass that changes nothing leaves no file
 
     @staticmethod
-    def begin(region: str) -> "GraphDump | None":
+    def begin(region: str) -> GraphDump | None:
         """None where nobody asked for it."""
         folder, traces = os.environ.get(VARIABLE), is_tracing()
         return GraphDump(region, Path(folder) if folder else None, traces) if folder or traces else None

@@ -9,9 +9,10 @@ import contextlib
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node

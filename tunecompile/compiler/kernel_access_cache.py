@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any, Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -56,11 +57,8 @@ def told_apart(kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str,
 def _kind(value: Any, number: bool) -> tuple:
     if is_a_tensor(value):
         return "tensor", value.dtype
-    if (
-        isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, Expr))
-        or number
-        and type(value) is int
-        and 1 < value < 2**31
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, Expr)) or (
+        number and type(value) is int and 1 < value < 2**31
     ):
         return ("number",)
     return type(value), value

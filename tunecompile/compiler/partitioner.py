@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from operator import getitem
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Literal, Sequence
+from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
@@ -17,7 +18,7 @@ from tunecompile.ir.near_miss import near_misses
 from tunecompile.ir.rewrite import Rewrite, apply
 from tunecompile.planner.solver import KEEP, Plan
 
-__all__ = ["STAGES", "Change", "Context", "Pass", "Stage", "MatchCount", "recognize", "run_stage", "validate"]
+__all__ = ["STAGES", "Change", "Context", "MatchCount", "Pass", "Stage", "recognize", "run_stage", "validate"]
 
 Stage = Literal["recognize", "plan", "lower"]  #: when a pass runs
 STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")  #: in order

@@ -6,8 +6,9 @@ The pass works on the graph itself, whose nodes stay those that others know. Whe
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Sequence
 
 from tunecompile.compiler.pass_manager import STAGES, Pass, Stage, validate
 from tunecompile.compiler.plugin_sandbox import Package

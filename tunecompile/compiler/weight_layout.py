@@ -5,8 +5,9 @@ What such matrices hold, and who writes them: tunecompile/runtime/memory/weight_
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node

@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F

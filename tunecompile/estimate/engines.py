@@ -6,8 +6,8 @@ forward and once more for its backward (Zhao et al., 2023, arXiv:2304.11277). `d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from torch import Tensor, nn
 

@@ -8,7 +8,8 @@ result, 16 bit as a rule, is its only rounding. The model itself is only read.
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn

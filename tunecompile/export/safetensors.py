@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Iterable, Iterator, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn

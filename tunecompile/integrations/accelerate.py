@@ -7,8 +7,9 @@ the layer's own hook runs around the compiled layer; those inside have nothing l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from torch import nn
 

@@ -7,8 +7,9 @@ is sent is sent by these hooks. So they are called around the compiled layer, an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn

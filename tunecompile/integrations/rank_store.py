@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class RankStore:
     seen: int = 0  #: notices
 
     @staticmethod
-    def of(model: nn.Module) -> "RankStore":
+    def of(model: nn.Module) -> RankStore:
         """A board of its own for the only process."""
         if not several():
             return RankStore(None, 0, 1)

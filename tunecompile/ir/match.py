@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from torch import fx
 from torch.fx import Graph, Node
@@ -38,7 +39,7 @@ class Pattern:
     outputs: tuple[Node, ...]  #: what the function returns
 
     @staticmethod
-    def trace(fn: Callable) -> "Pattern":
+    def trace(fn: Callable) -> Pattern:
         """Make a pattern of a function.
 
         Args:

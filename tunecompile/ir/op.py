@@ -47,8 +47,9 @@ import enum
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -98,8 +99,10 @@ class Op:
     parameters: tuple[str, ...]  #: of the reference
     opaque: bool = False  #: whether it is called as it is, and no provider is traced in its place
     providers: list[Provider] = field(default_factory=list)  #: in the order in which they are asked
-    backward_op: "Op | None" = None  #: made by `Op.backward`; it has providers of its own
-    tiled: "Op | None" = None  #: the first output alone, in pieces: an op of the same parameters and `tiles`, whose backward saves only these
+    backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
+    tiled: Op | None = (
+        None  #: the first output alone, in pieces: an op of the same parameters and `tiles`, whose backward saves only these
+    )
 
     @property
     def overload(self) -> torch._ops.OpOverload:

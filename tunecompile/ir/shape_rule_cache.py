@@ -6,7 +6,8 @@ An op's reference is its shape rule. Run on fake tensors it takes as long as the
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor

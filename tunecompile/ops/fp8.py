@@ -5,7 +5,7 @@ so a scale has to keep values in range and no more. Rows of activations and of g
 a scale each, found in the pass that rounds them; a weight's rows share one bound. What follows was chosen by `benchmarks/fp8.py`.
 """
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -1,7 +1,8 @@
 """What an op's call reads of frozen weights, and the same call on matrices in which the weights stand beside their adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 from torch.fx import Node
 

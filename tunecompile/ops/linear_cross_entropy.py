@@ -3,7 +3,8 @@
 So do Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024, arXiv:2411.09009).
 """
 
-from typing import Iterator, Optional
+from collections.abc import Iterator
+from typing import Optional
 
 import torch
 from torch import Tensor

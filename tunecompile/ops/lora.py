@@ -1,6 +1,6 @@
 """Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input."""
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@ over them (`tunecompile.templates.lora_mlp`), where the next product reads them.
 adapters: Hu et al., 2021, arXiv:2106.09685.
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@ model, while the hidden states between layers take 64 MiB. Only x is saved; the 
 Weights are dequantised once for all pieces. (As Arctic's TiledMLP: Bekman et al., 2025, arXiv:2506.13996.)
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 (QLoRA: Dettmers et al., 2023, arXiv:2305.14314.)
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -6,8 +6,8 @@ code generation, so that bytes are those of the real graphs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node

@@ -6,8 +6,8 @@ A roofline (Williams et al., 2009): a product with few operations a byte takes a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch.fx import Graph, Node

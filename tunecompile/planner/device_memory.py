@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor

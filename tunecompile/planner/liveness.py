@@ -207,7 +207,7 @@ def _reads(node: Node, roots: dict[Node, Node | None], inputs: bool = False) -> 
             continue
         seen.add(source)
         root = roots[source]
-        if root is not None and root is not node or inputs and source.op == "placeholder":
+        if (root is not None and root is not node) or (inputs and source.op == "placeholder"):
             found.add(root or source)
         elif root is None and source.op == "call_function":
             pending.extend(source.all_input_nodes)

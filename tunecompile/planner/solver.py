@@ -11,8 +11,9 @@ few ceilings on it, from none to the lowest there is, and the fastest choice tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Sequence
+from typing import Any
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
 class LayerSlot:
     """What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
 
-    def __init__(self, step: "Any", layer: nn.Module, region: Region):
+    def __init__(self, step: Any, layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
         self.place = 0  #: among all layers
         self.checkpoint = False  #: whether the user asks for it
@@ -50,7 +51,7 @@ class LayerSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
-            is_compiling() or not (scores := self._scores()) and not self._trains() or self._refused()
+            is_compiling() or (not (scores := self._scores()) and not self._trains()) or self._refused()
         ):  # the user compiles the whole model: stay out
             return call_original(self.layer, *args, **kwargs)
         if scores:

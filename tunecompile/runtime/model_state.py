@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Literal, Mapping, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ class Verdicts(Protocol):
 Verify = Callable[[nn.Module, Mapping[str, Any]], Verdicts]  #: of a model and one batch
 
 
-def state_of(model: nn.Module) -> "State":
+def state_of(model: nn.Module) -> State:
     """What `optimize` attached to this model.
 
     Raises:

@@ -7,7 +7,8 @@ takes 0.1 ms; what is asked here at every step or call a tenth of that.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 

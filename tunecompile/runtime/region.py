@@ -7,8 +7,8 @@ its class, parameters and state dict stay what they were, and hooks, PEFT, Train
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
 
 from tunecompile._torch.dynamo import graph_limit
 from tunecompile.compiler.backend import Backend, Executor

@@ -6,8 +6,8 @@ ones, so prefixes are tried, and what is switched off takes along what requires 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Callable, Sequence
 
 from tunecompile.compiler.pass_manager import Pass, recognize, validate
 from tunecompile.ir.rewrite import Rewrite

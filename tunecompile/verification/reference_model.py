@@ -10,7 +10,8 @@ import contextlib
 import copy
 import functools
 import types
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

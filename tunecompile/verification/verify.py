@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from tunecompile.verification.bisect import find, without
 from tunecompile.verification.reference_model import mode, twin_of
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 
-__all__ = ["Verification", "WRONG", "verify"]
+__all__ = ["WRONG", "Verification", "verify"]
 
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 WRONG = 2  #: times eager's error: from here on a gradient is wrong and not unlucky, and a rewrite is looked for that makes it so

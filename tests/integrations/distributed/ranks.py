@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 TIMEOUT = 540  #: seconds; a rank that waits for one that died would wait for half an hour
 

@@ -1,6 +1,6 @@
 """Hooks on logits, and gradients that are kept or asked for there: as without `optimize`, or an error that says why not, but never silence."""
 
-from typing import Callable
+from collections.abc import Callable
 
 import pytest
 import torch

@@ -121,7 +121,7 @@ class Shape:
     def __str__(self) -> str:
         return f"{'padded-' * self.padded}{self.rows}x{self.length}"
 
-    def within(self, length: int) -> "Shape":
+    def within(self, length: int) -> Shape:
         return dataclasses.replace(self, length=min(length, self.length))
 
 

@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from tunecompile.cli.compare.spec import REFERENCE, Job, Shape
 

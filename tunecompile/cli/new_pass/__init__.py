@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 import keyword
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from types import ModuleType
-from typing import Sequence
 
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import NoSuchPass

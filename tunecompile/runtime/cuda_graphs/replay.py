@@ -12,8 +12,9 @@ backward is still to come, the layer runs unrecorded, so that nothing it needs i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Recording:
     passed: dict[int, int]  #: outputs that are copied inputs, or views of them: position of the input
     saved: list[int]  #: outputs for the backward that lie in the recording's own memory
     lent: list[Tensor] = field(default_factory=list)  #: what was given out of the recording's own memory
-    backward: "Recording | None" = None
+    backward: Recording | None = None
 
     def free(self) -> bool:
         """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""
@@ -147,12 +148,12 @@ class GraphReplays:
         """The type of device whose graphs are recorded."""
         return self.recorder.device
 
-    def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> "Forward":
+    def forward(self, run: Run, handed: int, parameters: Sequence[int] = ()) -> Forward:
         made = Forward(self, run, handed, frozenset(parameters))
         self.graphs.add(made)
         return made
 
-    def backward(self, run: Run) -> "Backward":
+    def backward(self, run: Run) -> Backward:
         return Backward(self, run)
 
     def in_order(self, recording: Recording) -> bool:
@@ -202,7 +203,7 @@ class GraphReplays:
         return admitted
 
     def record(
-        self, graph: "Forward | Backward", inputs: Sequence[Any], fixed: set[int], handed: int | None
+        self, graph: Forward | Backward, inputs: Sequence[Any], fixed: set[int], handed: int | None
     ) -> Recording | None:
         """Record one call. None where it cannot be recorded; the reason is kept."""
         copied = [

@@ -7,7 +7,8 @@ pass says so (`pass_by`), for a hook that is never called looks like a gradient 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor

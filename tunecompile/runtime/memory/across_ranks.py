@@ -10,7 +10,7 @@ begins: from the same room follow the same plans, and none of them waits while t
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.runtime.memory.budget import RuntimePlanner

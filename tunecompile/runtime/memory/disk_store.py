@@ -6,10 +6,11 @@ import ctypes
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class BlockStore:
     Writing begins when memory for two more layers is not there any longer, so that mostly it has been done when memory is needed.
     """
 
-    def __init__(self, pool: PinnedPool, copier: CopyEngine, disk: "Disk | None" = None):
+    def __init__(self, pool: PinnedPool, copier: CopyEngine, disk: Disk | None = None):
         self.pool, self.copier, self.disk = pool, copier, disk
         self.stays: deque[StoredBlock] = deque()  #: filled, the oldest first
         self.blocked_ms = 0.0  #: the host's, waiting for the disk

@@ -6,8 +6,8 @@ longer than what they launch, one that holds less and computes more may be faste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 import torch
 

@@ -7,7 +7,8 @@ on the GPU, so the parameter stays a tensor of the GPU, for lookups, `generate()
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

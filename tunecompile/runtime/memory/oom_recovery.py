@@ -15,7 +15,8 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from typing import Any, Callable, Sequence, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor

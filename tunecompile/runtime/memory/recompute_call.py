@@ -9,7 +9,8 @@ by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, 
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Protocol, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: "RecomputeCall", given: list[Tensor], made: list[Tensor], *_inputs: Tensor
+        ctx: Any, call: RecomputeCall, given: list[Tensor], made: list[Tensor], *_inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)

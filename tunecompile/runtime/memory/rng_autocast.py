@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class RngAutocastState:
     cached: bool
 
     @staticmethod
-    def now(*devices: torch.device) -> "RngAutocastState":
+    def now(*devices: torch.device) -> RngAutocastState:
         kinds = dict.fromkeys((*(device.type for device in devices), "cpu"))
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         there = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}

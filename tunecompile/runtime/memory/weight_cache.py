@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

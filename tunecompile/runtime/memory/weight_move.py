@@ -8,7 +8,7 @@ matrix, and one that was given other memory moves in again when it is next used.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -24,7 +24,7 @@ class FlatBatch:
     shape: tuple[int, int]
 
     @staticmethod
-    def of(real: Tensor, count: int) -> "FlatBatch":
+    def of(real: Tensor, count: int) -> FlatBatch:
         """From where tokens are, [B, T], and how many."""
         rows, length = real.shape
         total = _rounded(count, real.device)
@@ -36,7 +36,7 @@ class FlatBatch:
         return FlatBatch(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
 
     @staticmethod
-    def packed(starts: Tensor, device: torch.device) -> "FlatBatch":
+    def packed(starts: Tensor, device: torch.device) -> FlatBatch:
         """From where sequences begin, bool [B, T] on the host: every row's first token, and others."""
         count, total = starts.numel(), _rounded(starts.numel(), device)
         offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
