@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from torch import nn
 

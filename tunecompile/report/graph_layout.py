@@ -8,9 +8,9 @@ libraries that do this, Graphviz and ELK are no Python, igraph comes under the G
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Iterable, Mapping, Sequence
 
 from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 
@@ -104,7 +104,7 @@ def _late(boxes: Sequence[Box], rows: dict[str, int]) -> dict[str, int]:
     """What has more readers than inputs goes down to them: fewer lines are long then."""
     rows, readers = dict(rows), defaultdict(list)
     for box in reversed(boxes):
-        if readers[box.name] and len(box.inputs) < len(readers[box.name]) or not box.inputs and readers[box.name]:
+        if (readers[box.name] and len(box.inputs) < len(readers[box.name])) or (not box.inputs and readers[box.name]):
             rows[box.name] = min(readers[box.name]) - 1
         for name in box.inputs:
             readers[name].append(rows[box.name])
