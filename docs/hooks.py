@@ -142,7 +142,8 @@ def report_objects() -> Iterator[str]:
     """Classes that public functions return and that are no public names themselves."""
     from tunecompile.report import report
 
-    yield directive(source_of(report.Report), show_if_no_docstring=True)
+    for name in sorted(report.__all__, reverse=True):
+        yield directive(source_of(getattr(report, name)), show_if_no_docstring=True)
 
 
 @generated
