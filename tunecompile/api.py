@@ -8,14 +8,14 @@ from typing import get_args
 
 from torch import nn
 
-from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
-from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes
+from tunecompile.passes import PIPELINE
+from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
-from tunecompile.runtime.model_state import Precision, is_optimized, state_of
+from tunecompile.runtime.model_state import Precision, Settings, is_optimized, state_of
 from tunecompile.verification import verify as verification
 
 __all__ = ["optimize", "report", "restore"]
@@ -34,40 +34,46 @@ def optimize(
 ) -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
-    Works with any loop: call it once, after adapters were added or before, and train as usual. Evaluation, `generate()`,
-    saving and loading are untouched. Nothing is compiled until the first training step. What cannot be compiled runs as it
-    did, and `tunecompile.report(model)` says why. Calling it twice changes nothing.
+    Works with any training loop: call it once, before or after adapters are added, and train as usual. Evaluation,
+    `generate()`, saving and loading are unchanged. Nothing is compiled until the first training step. Code that cannot
+    be compiled runs as before, and `tunecompile.report(model)` says why. A second call changes nothing.
 
     Args:
-        model: any `nn.Module`; repeated decoder layers are compiled once for all of them, a model without them as a whole.
-        memory: what the training step may hold on the GPU: bytes ("20GiB", 20 * 2**30), a share of the GPU's memory (0.8), or "auto" for
-            all that is free. Where the step would need more, layers compute again in their backward pass what frees most bytes
-            a millisecond, as few layers as will do, or compute their MLP in pieces; where there is room to spare, frozen weights
-            under adapters stay as matrix products read them. The plan is looked at again when the batch grows or memory runs
-            out. It takes the place of the model's own gradient checkpointing, with the same results. None: each layer keeps
-            what is dear to compute, or nothing where the model's own checkpointing is on. On a CPU a budget bounds what layers
-            hold for the backward pass. Of layers on several GPUs (`device_map`) each GPU gets this budget and a plan of its own. A budget
-            turns on torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF says anything.
-        host_memory: bytes of pinned host memory that may hold saved activations under a budget, where copies are cheaper than computing
-            again; None for half of what is available, 0 for none.
-        offload_dir: folder for activations that host memory cannot hold; files are removed as soon as their tensors are.
-        host_embedding: whether frozen embedding tables lie in pinned host memory, from which the GPU reads the rows it needs: 1 GiB less of an
-            8B model, for a millisecond a step of 8,192 tokens. They stay tensors of the GPU for everybody who reads them. A table that is
-            trained or shared (with the head, say) stays where it is, and the report says so.
-        precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit floating
-            point (e4m3), where the GPU has compute capability 8.9, 9.0 or 10.0 and activations are bf16: nearly half of the
-            matrix products' time, for results that are off by a few per cent each. Adapters keep their precision; attention,
-            norms, other linears, head and loss stay as they are. `tunecompile.report(model)` says what could not run in it,
-            and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` shows the loss curves beside each other.
-        verify: whether the first training step is taken three ways before it is taken for good, as `tunecompile.verify` does: a rewrite that makes
-            gradients wrong is switched off for this model, with a warning, and the report tells the outcome. The loss has to be the model's own.
-            Of several ranks each verifies its own batch, and every rank's report tells of all.
-        executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to tell a fault of a pass from one
-            of code generation.
+        model: any `nn.Module`. Repeated decoder layers are compiled once for all of them; a model without repeated
+            layers is compiled as a whole.
+        memory: GPU memory that the training step may use: bytes ("20GiB", 20 * 2**30), a fraction of the GPU's memory
+            (0.8), or "auto" for all that is free. If the step needs more, as few layers as possible recompute
+            activations in their backward pass (those that free the most bytes per millisecond), or compute their MLP in
+            tiles. If memory is left, frozen weights under adapters are kept in the layout that matrix products read.
+            The plan is made again when the batch grows or memory runs out. It replaces the model's own gradient
+            checkpointing, with the same results. None: each layer saves what is expensive to recompute, or nothing if
+            the model's own checkpointing is on. On a CPU the budget limits what layers save for the backward pass.
+            For layers on several GPUs (`device_map`) each GPU gets this budget and its own plan. A budget turns on
+            torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF is set.
+        host_memory: bytes of pinned host memory for activations that are offloaded under a budget, where copies are
+            cheaper than recomputation. None: half of what is available; 0: none.
+        offload_dir: folder for activations that do not fit in host memory. Each file is removed with its tensor.
+        host_embedding: whether frozen embedding tables are kept in pinned host memory, from which the GPU reads the
+            rows it needs: 1 GiB less for an 8B model, for a millisecond a step of 8,192 tokens. All users still see
+            them as tensors of the GPU. A table that is trained or shared (for example with the head) is not moved, and
+            the report says so.
+        precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit
+            floating point (e4m3), if the GPU has compute capability 8.9, 9.0 or 10.0 and activations are bf16: the
+            matrix products take nearly half the time, and each result has an error of a few per cent. Adapters,
+            attention, norms, other linears, head and loss keep their precision. `tunecompile.report(model)` says what
+            could not run in FP8, and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` compares the
+            loss curves.
+        verify: whether the first training step is checked as `tunecompile.verify` does, by three runs, before it is
+            taken. A rewrite that makes gradients wrong is disabled for this model, with a warning, and the report has
+            the result. The model itself has to compute the loss. Each of several ranks verifies its own batch, and
+            every rank's report covers all of them.
+        executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to distinguish a fault of a
+            pass from a fault of code generation.
 
-    The environment variable TUNECOMPILE=0 turns this function into a no-op; TUNECOMPILE_DUMP=folder writes there what each pass makes of each graph.
-    Installed packages may bring passes of their own (the entry-point group `tunecompile.passes`): TUNECOMPILE_PASSES names those to use,
-    separated by commas, or none; all are used where it is not set.
+    The environment variable TUNECOMPILE=0 turns this function into a no-op. TUNECOMPILE_DUMP=folder writes the graphs
+    after each pass to that folder. Installed packages may provide their own passes (the entry-point group
+    `tunecompile.passes`): TUNECOMPILE_PASSES names the ones to use, separated by commas, or none; if it is not set, all
+    are used.
 
     Returns:
         `model` itself.
@@ -76,38 +82,38 @@ def optimize(
         NotAModule: `model` is not an `nn.Module`.
         UnknownPrecision: `precision` is neither None nor "fp8".
         UnknownBudget: `memory` or `host_memory` is none of the forms above.
-        InvalidPackage: passes of an installed package cannot be used; the message says why, and how to leave them out.
-        UnknownEntryPoint: TUNECOMPILE_PASSES names what is not installed.
+        InvalidPackage: passes of an installed package cannot be used; the message says why, and how to disable them.
+        UnknownEntryPoint: TUNECOMPILE_PASSES names an entry point that is not installed.
     """
     if not isinstance(model, nn.Module):
         raise NotAModule(type=type(model).__name__)
     if precision not in (None, *get_args(Precision)):
         raise UnknownPrecision(given=precision)
-    budget_bytes(memory, HostGauge())  # a wrong one is told here, not in the first step
-    host_bytes = 0 if host_memory == 0 else budget_bytes(host_memory, HostGauge())
+    budget_bytes(memory, HostGauge())  # raises here for an invalid budget, not in the first step
+    host_bytes = host_budget_bytes(host_memory)
     if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
-        return model  # before passes of installed packages are looked for
-    return attach(
-        model,
-        pipeline(own_passes.PIPELINE),
-        executor=executor,
-        precision=precision,
-        memory=memory,
-        host_bytes=host_bytes,
-        offload_dir=Path(offload_dir) if offload_dir is not None else None,
-        host_embedding=host_embedding,
-        verify=verification.verify if verify else None,
+        return model  # before passes of installed packages are loaded
+    settings = Settings(
+        pipeline(PIPELINE),
+        executor,
+        precision,
+        memory,
+        host_bytes,
+        Path(offload_dir) if offload_dir is not None else None,
+        host_embedding,
+        verification.verify if verify else None,
     )
+    return attach(model, settings)
 
 
 def report(model: nn.Module) -> Report:
-    """What was found, rewritten and refused, and why. Filled by the first training step.
+    """Return what was found, rewritten and refused in `model`, and why. The first training step fills it.
 
     Args:
-        model: that was optimized.
+        model: a model that was given to `optimize`.
 
     Returns:
-        A `tunecompile.report.Report`, to be printed, or read by `to_dict()`: matches, providers, bytes that a layer saves, notes.
+        A `Report` with matches, providers, bytes that a layer saves, and notes. Print it, or read it with `to_dict()`.
 
     Raises:
         NotOptimized: `model` is not the object that was optimized.

@@ -18,6 +18,7 @@ from tests.runtime.memory.stack import Stack
 from tunecompile.cli.monitor.gpu import GpuReading, MachineReader, MachineSnapshot, Nvml, Process
 from tunecompile.errors import UnsafeFolder
 from tunecompile.runtime import telemetry, telemetry_files
+from tunecompile.runtime.parts import StepTelemetry
 
 pytest.importorskip("rich")
 pytest.importorskip("typer")
@@ -106,7 +107,7 @@ def test_evaluation_is_no_step(at_once):
     model.eval()(torch.randn(6, 32))
     with torch.no_grad():
         model.train()(torch.randn(6, 32))
-    assert not model._tunecompile.pulse.steps
+    assert not model._tunecompile.part(StepTelemetry).telemetry.steps
 
 
 def test_files_are_written_once_a_second(monkeypatch):
@@ -284,8 +285,8 @@ def test_the_table_fits_a_narrow_terminal():
 
 def test_prometheus_scrapes_the_same_figures():
     pytest.importorskip("prometheus_client")
-    from tunecompile.cli.compare.errors import BadOption
     from tunecompile.cli.monitor.prometheus import serve
+    from tunecompile.errors import BadOption
 
     server = serve(shot, "127.0.0.1", 0)
     try:
@@ -366,3 +367,5 @@ def test_it_looks_and_asks_until_interrupted(monkeypatch, terminal):
         watch.watch(console, interval=20.0, sleep=sleep)
     assert max(slept) < telemetry_files.PATIENCE / 2 and len(asked) >= len(slept) and sum(slept[:4]) == 20
     assert "17,406" in console.export_text()
+
+

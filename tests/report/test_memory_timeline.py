@@ -11,6 +11,7 @@ from tests.support import chromium, zoo
 from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
 from tunecompile.report import memory_timeline
 from tunecompile.runtime.memory.timeline_trace import STEPS
+from tunecompile.runtime.parts import StepTelemetry
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -101,7 +102,7 @@ def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
     assert "LlamaForCausalLM" in text and "data:image/svg+xml;base64," in text and "a CPU keeps no count" in text
     assert not any(far in text for far in ("http:", "https:", "<script", "<link", "url("))
     assert budget_of(model).step_ms() is None  # the rates of one kernel say little of another's on a CPU
-    assert model._tunecompile.pulse.step_ms and f"{model._tunecompile.pulse.step_ms:,.1f}" in text
+    assert model._tunecompile.part(StepTelemetry).telemetry.step_ms and f"{model._tunecompile.part(StepTelemetry).telemetry.step_ms:,.1f}" in text
 
 
 @chromium.needed
@@ -163,3 +164,5 @@ def test_measured_bytes_follow_the_plan(tmp_path):
     predicted, measured = (parts[LAYERS].before - parts[0].before, parts[LAYERS].measured - parts[0].measured)
     assert 0.7 < measured / predicted < 1.3
     assert "GiB" in page(model, tmp_path)
+
+

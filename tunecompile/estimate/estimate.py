@@ -28,7 +28,8 @@ from tunecompile.planner.device_memory import (
 )
 from tunecompile.planner.solver import plan_lines
 from tunecompile.runtime.memory.host_embedding import tables
-from tunecompile.runtime.model_state import ATTRIBUTE, State
+from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State
+from tunecompile.runtime.parts import PARTS
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def stage_of(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
         else budget_bytes(host_memory, HostGauge())
     )
     passes = done.passes if done is not None else pipeline(own_passes.PIPELINE)
-    return State(model, passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
+    settings = Settings(passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
+    return State(model, settings, PARTS)
 
 
 def read(
@@ -237,5 +239,7 @@ def _weight_bytes(model: nn.Module) -> int:
 def _host_bytes(model: nn.Module, asked: bool | None) -> int:
     """Of embedding tables that do not count to the device."""
     done: State | None = getattr(model, ATTRIBUTE, None)
-    asked = done is not None and done.tables is not None if asked is None else asked
+    asked = done is not None and done.settings.host_embedding if asked is None else asked
     return sum(table.nbytes for _, table in tables(model)[0]) if asked else 0
+
+

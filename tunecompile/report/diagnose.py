@@ -8,11 +8,9 @@ from torch import nn
 
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.plugins import said
-from tunecompile.integrations import peft_parametrize
-from tunecompile.integrations.rank_store import RankStore
 from tunecompile.runtime.find_layers import LayerStack, find_layers
-from tunecompile.runtime.layer_slot import LayerSlot
-from tunecompile.runtime.model_state import VERIFIED, State
+from tunecompile.runtime.model_state import State
+from tunecompile.runtime.parts import LossHead
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
 
@@ -72,53 +70,6 @@ def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[str]:
     ]
 
 
-def model_notes(state: State) -> list[str]:
-    """All there is to say beside the regions, in the order in which it is printed."""
-    model, stacks = state.model, find_layers(state.model)
-    return [
-        *said(state.passes),
-        *state.notes,
-        *(note_outside(model, stacks, state.embeddings) if stacks else []),
-        *note_other_ranks(state.board),
-        *peft_parametrize.said(state.parametrising),
-        *(note for padding in state.paddings for note in padding.report()),
-        *note_eval_mode(model, state.step.in_eval, state.regions),
-        *note_new_layers(model),
-        *note_sharded(model, stacks),
-        *note_outer(state.step),
-        *note_checkpointing(state.slots),
-        *note_unused_heads(state),
-        *note_replicas(state.replicated),
-        *(state.tables.said() if state.tables else []),
-        *state.replays.notes(),
-        *note_budgets(state.step),
-    ]
-
-
-def note_other_ranks(board: RankStore | None) -> list[str]:
-    """How the first step was on them."""
-    others = (
-        [(rank, *told) for rank, told in board.said(VERIFIED).items() if rank != board.rank]
-        if board is not None
-        else []
-    )
-    broken = [f"rank {rank}: {told}" for rank, passed, told in others if not passed]
-    return (
-        [f"verified on {len(others)} of {board.ranks - 1} other ranks: {'; '.join(broken) or 'it is right there, too'}"]
-        if others
-        else []
-    )
-
-
-def note_replicas(replicated: bool) -> list[str]:
-    """Whether nn.DataParallel ran copies of the model."""
-    return (
-        ["nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"]
-        if replicated
-        else []
-    )
-
-
 def note_outer(step: Step) -> list[str]:
     """Whether steps ran in a trace that is not ours."""
     told = {
@@ -128,36 +79,17 @@ def note_outer(step: Step) -> list[str]:
     return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
 
 
-def note_checkpointing(slots: Sequence[LayerSlot]) -> list[str]:
-    """Whether a function of the user's is called around compiled layers."""
-    count = sum(slot.checkpointed_by is not None for slot in slots)
-    return (
-        [
-            f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host (offload=True): it is called around the compiled layers. "
-            "memory= plans recomputation and copies itself"
-        ]
-        if count
-        else []
-    )
-
-
-def note_unused_heads(state: State) -> list[str]:
-    """A head that no training step called, where there were steps."""
-    if not any(region.variants for region in state.regions):
-        return []
-    forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
-    where = getattr(forward, "__globals__", {}).get(
-        "__name__", "another package"
-    )  # `__module__` is the wrapped function's
-    who = f"{where} replaced the model's forward and" if forward else "the loop"
+def model_notes(state: State) -> list[str]:
+    """All notes beside those of regions, in the order in which they are printed."""
+    model, stacks = state.model, find_layers(state.model)
     return [
-        f"the head is never called: {who} computes the loss from its weight, which is left alone"
-        for _ in state.unused_heads()
+        *said(state.passes),
+        *state.notes,
+        *(note_outside(model, stacks, state.part(LossHead).embeddings) if stacks else []),
+        *note_eval_mode(model, state.step.in_eval, state.regions),
+        *note_new_layers(model),
+        *note_sharded(model, stacks),
+        *note_outer(state.step),
+        *(note for part in state.parts for note in part.notes(state)),
+        *state.replays.notes(),
     ]
-
-
-def note_budgets(step: Step) -> list[str]:
-    """What budgets have to say, and how often memory ran out."""
-    budgets = step.budgets
-    told = [note if len(budgets) == 1 else f"{budget.device}: {note}" for budget in budgets for note in budget.said()]
-    return told + step.recovery.said() if budgets else []

@@ -17,6 +17,7 @@ from tunecompile.report.html import draw, make_environment
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.timeline_trace import Kind
 from tunecompile.runtime.model_state import State, state_of
+from tunecompile.runtime.parts import StepTelemetry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +73,7 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
         {
             "device": str(budget.device),
             "picture": picture(budget),
-            "totals": totals(budget, state.pulse.step_ms),
+            "totals": totals(budget, state.part(StepTelemetry).step_ms),
             "rows": rows(budget),
             "notes": notes(budget),
         }
@@ -312,3 +313,5 @@ def notes(budget: RuntimePlanner) -> list[str]:
         "what is predicted is by its kernels alone, and by AdamW: on a GPU only."
     )
     return said + budget.said()
+
+

@@ -16,6 +16,7 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
 from tunecompile.report.diagnose import model_notes
 from tunecompile.runtime.model_state import State
+from tunecompile.runtime.parts import StepTelemetry
 from tunecompile.runtime.region import Region, contexts_of, pieces_of
 
 __all__ = ["RegionReport", "Report"]
@@ -154,7 +155,7 @@ def _memory(state: State) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """What the first device's budget says, and what a step took; and the other devices'."""
     planned = [told for budget in state.step.budgets if (told := budget.summary()) is not None]
     each = [told["predicted_ms"] for told in planned]
-    step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": state.pulse.step_ms}  # devices take turns
+    step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": state.part(StepTelemetry).step_ms}  # devices take turns
     planned = [told | step for told in planned]
     return (planned[0] if planned else None), planned[1:]
 
@@ -167,3 +168,5 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
 def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     return sum(size_hint(nbytes) for _, nbytes in saved)
+
+

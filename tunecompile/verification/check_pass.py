@@ -29,7 +29,7 @@ from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.ir.op import OPS, Op
 from tunecompile.ir.rewrite import annotate
 from tunecompile.runtime.attach import attach
-from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.model_state import Settings, state_of
 from tunecompile.verification.verify import verify
 
 __all__ = ["CLOSE", "FACTOR", "Example", "Finding", "check", "compiled"]
@@ -466,11 +466,8 @@ class _Model(nn.Module):
 def _model(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     """One training step of two layers, verified as a user's would be."""
     own = {p.name for p in passes}
-    model = attach(
-        _Model(example).train(),
-        (*passes, *(p for p in pipeline(own_passes.PIPELINE) if p.name not in own)),
-        executor="eager",
-    )
+    others = (p for p in pipeline(own_passes.PIPELINE) if p.name not in own)
+    model = attach(_Model(example).train(), Settings((*passes, *others), executor="eager"))
     state = state_of(model)
     result = verify(model, {"x": torch.ones(1)}, loss=lambda model, batch: model(**batch))
     found = {tally.family: tally.rewritten for tally in state.matches()}

@@ -27,7 +27,7 @@ from tunecompile.ir.op import HALF
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.model_state import ATTRIBUTE, State, is_optimized
+from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized
 from tunecompile.verification.bisect import find, without
 from tunecompile.verification.reference_model import mode, twin_of
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
@@ -157,7 +157,7 @@ def verify(
     ) as notes:  # before twins are made, which then have the same weights and no dropout either
         try:
             with _watching_autocast(model) as autocast:
-                ours = _step(attach(model, pipeline(own_passes.PIPELINE)) if visiting else model, batch, measure, seed)
+                ours = _step(attach(model, Settings(pipeline(own_passes.PIPELINE))) if visiting else model, batch, measure, seed)
         finally:
             if visiting and is_optimized(model):  # TUNECOMPILE=0
                 restore(model)
@@ -207,16 +207,16 @@ def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
     places = {place for tally in state.matches() for place in tally.places}
 
     def wrong(pipeline: tuple) -> bool:
-        state.again_with(pipeline)
+        state.reattach(pipeline)
         return not right()
 
     try:
         unit = find(passes, wrong)
     except BaseException:
-        state.again_with(passes, *before)
+        state.reattach(passes, *before)
         raise
     if unit is None:
-        state.again_with(passes, *before)
+        state.reattach(passes, *before)
         said = "it is wrong without any rewrite, too: the fault is in generated code, or in head and loss. tunecompile.restore(model) leaves both out"
         return {"rewrite": None, "places": [], "said": said}
     lines = sorted(
@@ -227,7 +227,7 @@ def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
         + (f" ({'; '.join(lines)})" if lines else "")
         + ": it is switched off for this model"
     )
-    state.again_with(without(passes, unit), *before, said)
+    state.reattach(without(passes, unit), *before, said)
     return {"rewrite": unit.name, "places": lines, "said": said}
 
 

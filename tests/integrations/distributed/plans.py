@@ -166,7 +166,7 @@ def a_board_that_is_gone(rank, ranks):
 
     made = build(int(1.2 * needed()))
     _train(made, 4)
-    board = made._tunecompile.board
+    board = made._tunecompile.store
     board.store = Gone()
     _train(made, 4)
     assert board.store is None and _said(made, f"rank {rank} of 2: no other plan is known")

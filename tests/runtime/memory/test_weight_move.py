@@ -22,7 +22,7 @@ pytest.importorskip("peft")
 @pytest.fixture(autouse=True)
 def gpu_paths(monkeypatch):
     """On a CPU nothing moves, and the reference would read W only; these read whole matrices."""
-    monkeypatch.setattr("tunecompile.runtime.model_state.MOVES_ON", (["cpu"],))
+    monkeypatch.setattr("tunecompile.runtime.parts.dense_weights.MOVES_ON", (["cpu"],))
     for op in (lora_linear, lora_linear.backward_op):
         monkeypatch.setattr(
             op,

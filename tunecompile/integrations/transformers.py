@@ -1,0 +1,34 @@
+"""transformers' slots: the checkpointing function of a layer, and the attention functions of a model's configs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
+
+class PassThrough:
+    """Stands in a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the model,
+    which are not optimized, get the function itself."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, function: Callable, *args: Any, **_options: Any) -> Any:
+        return function(*args)
+
+    def __reduce__(self) -> tuple:
+        return _identity, (self.function,)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def only_checkpoints(function: Any) -> bool:
+    """Whether it is torch's checkpoint, with options."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function is checkpoint

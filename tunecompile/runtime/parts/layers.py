@@ -1,0 +1,140 @@
+"""Regions in the slots of repeated layers and of the norms outside them, or one region for a model without layers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tunecompile._torch.modules import empty, fill, slot_of
+from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
+from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
+from tunecompile.runtime.model_state import ModelCall, Part, State
+from tunecompile.runtime.parts.first_step import FirstStepCheck
+from tunecompile.runtime.region import Region
+from tunecompile.runtime.step import NotCopied
+from tunecompile.runtime.unpad.unpad import scores
+
+
+class Layers(Part):
+    """The compiled layers of a model."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def attach(self, state: State) -> None:
+        state.stacks = find_layers(state.model)
+        if not state.stacks:
+            state.notes.append("no repeated layers were found: the model is compiled as one region")
+            self._attach_whole(state)
+        # a decoder's call stands for the step rather than its encoder's
+        longest = max(reversed(state.stacks), key=lambda stack: len(stack.members), default=None)
+        for stack in state.stacks:
+            self._attach_stack(state, stack)
+            hook = EntryHook(state, stack.owner, counts=stack is longest)
+            self.handles.append(stack.owner.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _attach_stack(self, state: State, stack: LayerStack) -> None:
+        kinds: dict[tuple, Region] = {}
+        for index, layer in enumerate(stack.members):
+            if slot_of(layer) is not None:
+                state.notes.append(f"{stack.path}.{index} is compiled already and left as it is")
+                continue
+            kind = structure(layer)
+            if kind not in kinds:
+                number = [str(len(kinds))] if kinds else []
+                kinds[kind] = _region(state, "_".join((*stack.path.split("."), type(layer).__name__, *number)))
+                state.regions.append(kinds[kind])
+            slot = LayerSlot(state.step, layer, kinds[kind])
+            slot.place = len(state.slots)
+            fill(layer, slot)
+            state.slots.append(slot)
+        for norm in find_norms(stack.owner):
+            if slot_of(norm) is None:
+                name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
+                slot = NormSlot(state.step, norm, Region(name, state.passes, state.settings.executor))
+                fill(norm, slot)
+                state.norms.append(slot)
+
+    def _attach_whole(self, state: State) -> None:
+        if slot_of(state.model) is not None:
+            state.notes.append("the model is compiled already and left as it is")
+            return
+        region = _region(state, type(state.model).__name__)
+        slot = WholeSlot(state, region)
+        state.regions.append(region)
+        fill(state.model, slot)
+        state.slots.append(slot)
+
+    def follow(self, state: State) -> None:
+        """Modules inside layers may have come, gone, or got hooks."""
+        for slot in (*state.slots, *state.norms):
+            slot.follow_modules()
+
+    def detach(self, state: State) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for slot in (*state.norms, *state.slots):
+            empty(slot.layer, slot)
+            slot.let_go()
+
+
+def _region(state: State, name: str) -> Region:
+    return Region(name, state.passes, state.settings.executor, state.replays, state.precision, state.kept)
+
+
+class EntryHook(NotCopied):
+    """Forward pre-hook of the module that owns the layers: decides whether this is a training step, and keeps a cache out of it."""
+
+    def __init__(self, state: State, owner: nn.Module, counts: bool):
+        self.state, self.counts = state, counts
+        self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        """kwargs: None where the hook was taken out while it ran."""
+        step = self.state.step
+        step.enter(module)
+        step.scoring = scores(module, self.takes_cache, args, kwargs or {})
+        if step.active or step.scoring:
+            self.state.follow()
+        if not step.active:
+            return None
+        self.state.before_step(ModelCall(args, kwargs or {}, self.counts))
+        return self._without_cache(args, kwargs)
+
+    def _without_cache(self, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
+        """A cache holds each layer's index, for which every layer would be compiled anew until Dynamo gives up."""
+        if kwargs is None or not self.takes_cache or len(args) > 2:
+            return None
+        if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
+            return None
+        return args, {**kwargs, "use_cache": False}
+
+
+class WholeSlot(LayerSlot):
+    """The slot of a model without repeated layers: entry and region are one."""
+
+    def __init__(self, state: State, region: Region):
+        super().__init__(state.step, state.model, region)
+        self.state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.state.part(FirstStepCheck).check(self.state, args, kwargs)
+        if (slot := slot_of(self.layer)) is not self and slot is not None:  # a rewrite was switched off
+            return slot(*args, **kwargs)
+        self.step.enter(self.layer)
+        if not self.step.active or self.step.recovery is None:
+            return self._run_step(args, kwargs)
+        return self.step.recovery.attempt(lambda: self._run_step(args, kwargs), restarts=True)
+
+    def _run_step(self, args: tuple, kwargs: dict) -> Any:
+        if self.step.active:
+            self.state.follow()
+            self.state.before_step(ModelCall(args, kwargs))
+        return super().__call__(*args, **kwargs)
+
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, None]:
+        """There are no other layers to be like."""
+        return args, kwargs, None

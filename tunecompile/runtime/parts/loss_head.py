@@ -1,0 +1,76 @@
+"""Head and loss, fused wherever the loss is computed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tunecompile._torch.modules import empty, fill, slot_of
+from tunecompile.compiler.pass_manager import MatchCount
+from tunecompile.integrations.loss_caller import causal_labels
+from tunecompile.runtime.loss_head import Head, HeadSlot
+from tunecompile.runtime.model_state import ModelCall, Part, State
+
+
+class LossHead(Part):
+    """The slot of the output embedding."""
+
+    def __init__(self) -> None:
+        self.embeddings: nn.Module | None = None  #: the head that was found
+
+    def attach(self, state: State) -> None:
+        if not state.stacks:
+            return
+        find = getattr(state.model, "get_output_embeddings", None)
+        module = self.embeddings = find() if callable(find) else None
+        if not isinstance(module, nn.Module):
+            state.notes.append("no output embedding was found: head and loss run as they are")
+            return
+        if slot_of(module) is not None:
+            state.notes.append("the head is compiled already and left as it is")
+            return
+
+        def logits_are_read() -> None:
+            for padding in state.paddings:
+                padding.logits_are_read()
+
+        head = Head(
+            module,
+            MatchCount("linear_cross_entropy", found=1),
+            lambda: any(padding.flat for padding in state.paddings),
+            logits_are_read,
+            lambda: causal_labels()[0] is not None,
+            state.step.recovery.attempt if state.step.recovery else state.step.telling,
+        )
+        fill(module, HeadSlot(state.step, head, state.passes))
+        state.heads.append(head)
+
+    def before_step(self, state: State, call: ModelCall) -> None:
+        """An adapter may have put another module in the head's place since the last step."""
+        if self.embeddings is not None and (found := state.model.get_output_embeddings()) is not self.embeddings:
+            state.notes.append(f"the head became a {type(found).__name__} after `optimize`")
+            self.detach(state)
+            self.attach(state)
+
+    def notes(self, state: State) -> list[str]:
+        """Heads that no training step called, where there were steps."""
+        if not any(region.variants for region in state.regions):
+            return []
+        forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
+        where = getattr(forward, "__globals__", {}).get(
+            "__name__", "another package"
+        )  # `__module__` is the wrapped function's
+        who = f"{where} replaced the model's forward and" if forward else "the loop"
+        told = f"the head is never called: {who} computes the loss from its weight, which is left alone"
+        return [told for _ in unused_heads(state)]
+
+    def detach(self, state: State) -> None:
+        for head in state.heads:
+            if isinstance(slot := slot_of(head.module), HeadSlot):
+                empty(head.module, slot)
+                slot.let_go()
+        state.heads.clear()
+
+
+def unused_heads(state: State) -> list[Head]:
+    """Heads that no training step has called."""
+    return [head for head in state.heads if not getattr(slot_of(head.module), "called", True)]

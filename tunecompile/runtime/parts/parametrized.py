@@ -1,0 +1,26 @@
+"""Adapters over parameters, which parametrise modules at every call: skipped by Dynamo."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tunecompile.integrations import peft_parametrize
+from tunecompile.runtime.model_state import Part, State
+
+
+class ParametrizedModules(Part):
+    """Such modules inside layers run as they are."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def attach(self, state: State) -> None:
+        if state.stacks:
+            self.modules = [module for slot in state.slots for module in peft_parametrize.keep_from_dynamo(slot.layer)]
+
+    def notes(self, state: State) -> list[str]:
+        return peft_parametrize.said(self.modules)
+
+    def detach(self, state: State) -> None:
+        for module in self.modules:
+            peft_parametrize.give_back(module)

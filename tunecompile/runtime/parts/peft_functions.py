@@ -1,0 +1,13 @@
+"""Functions of PEFT that Dynamo cannot trace get traceable substitutes."""
+
+from __future__ import annotations
+
+from tunecompile.integrations.peft_trace import substitute
+from tunecompile.runtime.model_state import Part, State
+
+
+class PeftFunctions(Part):
+    """Looked for at every step: PEFT may be imported after `optimize`."""
+
+    def follow(self, state: State) -> None:
+        substitute()

@@ -1,0 +1,26 @@
+"""Steps, tokens and peaks, for `tunecompile monitor` and reports."""
+
+from __future__ import annotations
+
+from tunecompile.runtime.dynamic_shapes import batch_tokens
+from tunecompile.runtime.model_state import ModelCall, Part, State
+from tunecompile.runtime.telemetry import Telemetry, describe
+
+
+class StepTelemetry(Part):
+    """Counts training steps."""
+
+    def attach(self, state: State) -> None:
+        self.telemetry = Telemetry(lambda: describe(state.base(), state.memory, state.step.budget))
+
+    def before_step(self, state: State, call: ModelCall) -> None:
+        if call.counts:
+            self.telemetry.beat(batch_tokens(call.args, call.kwargs))
+
+    def detach(self, state: State) -> None:
+        self.telemetry.stop()
+
+    @property
+    def step_ms(self) -> float | None:
+        """Milliseconds from one step's beginning to the next one's, the median; None before there are two."""
+        return self.telemetry.step_ms

@@ -1,0 +1,37 @@
+"""Padded and packed batches reach the layers as one row of real tokens."""
+
+from __future__ import annotations
+
+from tunecompile._torch.modules import empty, fill, slot_of
+from tunecompile.runtime.model_state import Part, State
+from tunecompile.runtime.parts.loss_head import unused_heads
+from tunecompile.runtime.unpad.unpad import OwnerSlot, Unpadding
+
+
+class PaddingRemoval(Part):
+    """The slots of the modules that own layers."""
+
+    def attach(self, state: State) -> None:
+        for stack in state.stacks:
+            slot = slot_of(stack.owner)
+            if slot is None:
+                padding = Unpadding(stack.owner, stack.members, state.step, lambda: _head_is_called(state))
+                fill(stack.owner, OwnerSlot(padding))
+                state.paddings.append(padding)
+                for layer in state.slots:
+                    layer.padding = padding if layer.layer in stack.members else layer.padding
+            elif isinstance(slot, OwnerSlot):
+                slot.padding.refused = "one module owns several lists of layers"
+
+    def notes(self, state: State) -> list[str]:
+        return [note for padding in state.paddings for note in padding.report()]
+
+    def detach(self, state: State) -> None:
+        for padding in state.paddings:
+            if isinstance(slot := slot_of(padding.owner), OwnerSlot):
+                empty(padding.owner, slot)
+
+
+def _head_is_called(state: State) -> bool:
+    """Whether a training step has called it, as far as there is one to be called."""
+    return not state.heads or len(unused_heads(state)) < len(state.heads)
