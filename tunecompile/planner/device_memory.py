@@ -143,6 +143,16 @@ def budget_bytes(spec: Spec, on: Gauge) -> int | Literal["auto"] | None:
     raise UnknownBudget(given=repr(spec))
 
 
+def host_budget_bytes(spec: Spec) -> int | None:
+    """`host_memory=` as bytes of pinned memory: 0 for none; None, for None and "auto", for half of what is available.
+
+    Raises:
+        UnknownBudget: as `budget_bytes` does.
+    """
+    limit = 0 if spec == 0 else budget_bytes(spec, HostGauge())
+    return limit if isinstance(limit, int) else None
+
+
 def part_bytes(tensor: Tensor) -> int:
     """That this process holds: of what is split among several (a DTensor), its part."""
     part = local_part(tensor)
