@@ -175,3 +175,15 @@ def test_the_dumped_files_are_those_shown(monkeypatch, tmp_path):
     assert f"# {did}\n" in (tmp_path / next(name for name in shown if name.endswith("rms_norm.py"))).read_text(
         encoding="utf-8"
     )
+
+
+def test_paths_that_pages_name_exist():
+    found = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(PAGES.rglob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(
+            r"`((?:tunecompile|passes|templates|tests|benchmarks|docs|compiler|runtime|ir)/[\w/.]+)`", text
+        ):
+            places = (ROOT / path, ROOT / "tunecompile" / path, ROOT / "tunecompile" / f"{path}.py")
+            found += [] if any(place.exists() for place in places) else [f"{page.relative_to(ROOT)}: {path}"]
+    assert found == []
