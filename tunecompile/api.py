@@ -8,10 +8,10 @@ from typing import get_args
 
 from torch import nn
 
+from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
-from tunecompile.passes import PIPELINE
 from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
@@ -94,7 +94,7 @@ def optimize(
     if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
         return model  # before passes of installed packages are loaded
     settings = Settings(
-        pipeline(PIPELINE),
+        pipeline(own_passes.PIPELINE),
         executor,
         precision,
         memory,
