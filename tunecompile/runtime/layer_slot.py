@@ -1,7 +1,8 @@
-"""What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
+"""The slot of a layer, which calls of it run: compiled code in a training step, the layer's own code otherwise."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,54 +22,75 @@ from tunecompile.integrations.fsdp import FsdpLayer, unit
 from tunecompile.integrations.varlen_attention import OFFSETS, CannotFlatten
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
-from tunecompile.runtime.force_grad import ask, unasked
+from tunecompile.runtime.force_grad import drop_graph, require_grad
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import Region
+from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.variant import Variant, _same
 
+#: packages whose hooks put a layer's weights in place, and keep nothing that they see
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
 
 
-class LayerSlot:
-    """What stands in a layer's `_compiled_call_impl`: compiled in a training step, the layer as it was otherwise."""
+class Mode(enum.Enum):
+    """How one call of a layer runs."""
 
-    def __init__(self, step: Any, layer: nn.Module, region: Region):
+    EAGER = "eager"  #: by its own code
+    TRAIN = "train"  #: compiled, with a backward pass
+    SCORE = "score"  #: compiled, without gradients: a reference's log-probabilities, say
+
+
+class LayerSlot:
+    """Runs the calls of one layer."""
+
+    def __init__(self, step: Step, layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
         self.place = 0  #: among all layers
-        self.checkpoint = False  #: whether the user asks for it
-        self.checkpointed_by: Callable | None = (
-            None  #: a function of the user's, called with the layer and its arguments by position
-        )
+        self.checkpoint = False  #: whether the user enabled gradient checkpointing
+        #: a checkpoint function of the user's, called with the layer and its arguments by position
+        self.checkpointed_by: Callable | None = None
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
         self.inside: ModuleSnapshot | None = None
-        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = (
-            None  #: where accelerate put the layer, or what DeepSpeed or FSDP2 gathers for it
-        )
+        #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
+        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = None
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            is_compiling() or (not (scores := self._scores()) and not self._trains()) or self._refused()
-        ):  # the user compiles the whole model: stay out
+        mode = self._mode()
+        if mode is Mode.EAGER or self._refused():
             return call_original(self.layer, *args, **kwargs)
-        if scores:
+        if mode is Mode.SCORE:
             return self._gathered(self._scored, args, kwargs)
-        args, kwargs, asking = self.differentiable(args, kwargs)
+        args, kwargs, forced = self.differentiable(args, kwargs)
         output = self._gathered(self._trained, args, kwargs)
-        return output if asking is None else unasked(output, asking)
+        return output if forced is None else drop_graph(output, forced)
+
+    def _mode(self) -> Mode:
+        if is_compiling():  # the user compiles the whole model
+            return Mode.EAGER
+        training, gradients = self.layer.training, torch.is_grad_enabled()
+        if in_backward():
+            # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run since the
+            # one it repeats, so the step's flags say nothing here.
+            return Mode.TRAIN if training and gradients else Mode.EAGER
+        if self.step.scoring and training and not gradients:
+            return Mode.SCORE
+        if not self.step.active and not self.step.entered and training and gradients:
+            self.region.bypassed = True
+        return Mode.TRAIN if self.step.active else Mode.EAGER
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 gathers the layer, and all that is sent is sent around its call."""
+        """Whether FSDP2 gathers the layer, and communicates around its call alone."""
         if self.inside is None:
             self._look_around()
         return isinstance(self.placement, FsdpLayer) and self.placement.alone
 
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-        """`run`, between the hooks of FSDP2 if the layer is a unit of its own: whatever has to be repeated there is repeated with gathered weights."""
+        """`run`, between the hooks of FSDP2 if the layer is a unit of its own: a repetition inside finds gathered weights."""
         return self.placement.around(run, args, kwargs) if isinstance(self.placement, FsdpLayer) else run(args, kwargs)
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:
@@ -81,7 +103,7 @@ class LayerSlot:
         return self._score(args, kwargs) if self.placement is None else self.placement.call(self._score, args, kwargs)
 
     def _refused(self) -> bool:
-        """Whether accelerate's hooks, or shared attention, do what cannot be compiled."""
+        """Whether hooks of accelerate's, or context parallelism, cannot be compiled around."""
         if self.inside is None:
             self._look_around()
         why = self.placement.refused if self.placement is not None else ""
@@ -99,7 +121,7 @@ class LayerSlot:
         self.placement = place(self.layer) or gathered(self.layer) or unit(self.layer)
         self.states = put_states_back(self.layer)
         if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
-            # what is gathered lies elsewhere at every call, and where another layer's weights were; a recorded collective waits for all ranks
+            # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
         self.inside = ModuleSnapshot(self.layer)
@@ -130,7 +152,7 @@ class LayerSlot:
 
     @property
     def budget(self) -> Any:
-        """What gives the layer its plan, if anything does."""
+        """The planner of the layer's device, where there is a budget."""
         return self.step.budget_of(self)
 
     @property
@@ -139,7 +161,7 @@ class LayerSlot:
         return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
 
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
-        """The layer's call; `finish` sees its output while what the layer saves is still looked after."""
+        """The layer's call; `finish` gets its output while saved tensors are still hooked."""
         if self.placement is not None:
             return self.placement.call(lambda args, kwargs: self._compiled(args, kwargs, finish), args, kwargs)
         return self._compiled(args, kwargs, finish)
@@ -148,7 +170,7 @@ class LayerSlot:
         return self._marked(kwargs, lambda mark: self._run(args, kwargs, mark, finish))
 
     def _marked(self, kwargs: dict, run: Callable[[Callable], Any]) -> Any:
-        """`run`, given what marks the sizes that may change: others where the batch comes without its padding."""
+        """`run`, with the function that marks dynamic sizes: another one for a batch without its padding."""
         return self._flattened(run) if OFFSETS in kwargs else run(self.region.sizes.mark)
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
@@ -171,7 +193,7 @@ class LayerSlot:
                 self.region.settle(kind)
 
     def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
-        """What calls of one variant share, and the batch's sizes, which are marked as what may change."""
+        """The key of a variant, and the batch's sizes, which are marked as dynamic."""
         tensors = list(tensors_in(args, kwargs))
         sizes = DynamicShapes.of(tensors)
         mark(tensors, sizes)
@@ -197,15 +219,14 @@ class LayerSlot:
             return self.variant.call(self.layer, *args, **kwargs)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
-        """The arguments, with hidden states that require a gradient, and the node that was made for that."""
-        return ask(self.layer, args, kwargs)
+        """The arguments, with hidden states that require a gradient, and the node made for that, if one was."""
+        return require_grad(self.layer, args, kwargs)
 
     def _flattened(self, run: Callable[[Callable], Any]) -> Any:
-        """Of a batch without its padding. Nothing but attention may mix tokens, so what is compiled has to contain it."""
+        """Run a batch without its padding. Nothing but attention may mix tokens, so the compiled graph must contain it."""
         try:
-            with (
-                self.padding.attention()
-            ):  # a checkpoint around the layer recomputes it when the owner's call is long over
+            # again for each layer: a checkpoint around it recomputes it when the owner's call is long over
+            with self.padding.attention():
                 output = run(lambda tensors, sizes: mark_flat(tensors, sizes[1]))
             if not self.variant.attends:
                 raise CannotFlatten("its layers do not call attention by transformers' attention interface")
@@ -217,7 +238,7 @@ class LayerSlot:
             raise
 
     def _hooked(self) -> tuple:
-        """The code of all hooks that are called inside. Dynamo traces those it finds, and has no guard against others that come later."""
+        """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later ones."""
         of_all = global_hooks()
         if not of_all and not any(self.inside.hooks):
             return ()
@@ -227,47 +248,29 @@ class LayerSlot:
 
     @property
     def watched(self) -> bool:
-        """Whether a hook sees what is inside, and may keep it: others than those of engines, which put the layer's weights in place."""
+        """Whether a hook sees values inside the layer, and may keep them. Hooks of engines do not."""
         return self.inside.collected or any(
             not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values()
         )
 
-    def _trains(self) -> bool:
-        if in_backward():
-            # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run since the
-            # one it repeats, so the step's flag says nothing here.
-            return self.layer.training and torch.is_grad_enabled()
-        if not self.step.active and not self.step.entered and self.layer.training and torch.is_grad_enabled():
-            self.region.bypassed = True
-        return self.step.active
-
-    def _scores(self) -> bool:
-        return self.step.scoring and self.layer.training and not torch.is_grad_enabled() and not in_backward()
-
     def note_eager(self) -> None:
+        """A call ran by the layer's own code although it should have been compiled."""
         if self.variant is not None:
             self.variant.eager += 1
 
 
-LARGE = (
-    256 << 20
-)  #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several such copies
+#: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies of them
+LARGE = 256 << 20
 
 
 class NormSlot(LayerSlot):
-    """What stands in the `_compiled_call_impl` of a norm outside the layers: of a long batch it is compiled in a training step. It has no plan."""
+    """The slot of a norm outside the layers, which is compiled for long batches. It has no plan."""
 
     budget = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None)
-        if (
-            is_compiling()
-            or not self.step.active
-            or not torch.is_grad_enabled()
-            or hidden is None
-            or 4 * hidden.numel() < LARGE
-            or self._refused()
-        ):
+        trains = not is_compiling() and self.step.active and torch.is_grad_enabled()
+        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if trains else None
+        if hidden is None or 4 * hidden.numel() < LARGE or self._refused():
             return call_original(self.layer, *args, **kwargs)
         return self._gathered(self.compiled, args, kwargs)
