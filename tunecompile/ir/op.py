@@ -1,4 +1,4 @@
-"""Semantic ops: one plain PyTorch function is at once the meaning, the fake, the CPU path and the oracle of the tests.
+"""Semantic ops: one plain PyTorch function is the meaning, the shape rule, the CPU path and the oracle of the tests.
 
     @op(cost=Cost.POINTWISE)
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -7,39 +7,44 @@
     @swiglu.backward(saves=("gate", "up"), gives=("gate", "up"))
     def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]: ...
 
-    @swiglu.provider("triton", supports=lambda gate, up: gate.is_cuda)
+    @swiglu.provider("triton", refuses=lambda gate: None if gate.is_cuda else "not on a GPU")
     def _(gate, up): ...
 
-Ops are opaque to AOTAutograd, so that forward and backward keep their names in the joint graph; lowering then replaces each
-by a provider. (A `triton_op` would be decomposed before the joint graph and could no longer be planned there.)
+AOTAutograd does not look inside an op, so forward and backward keep their names in the joint graph, where memory is
+planned. Lowering then replaces each op by a provider: one implementation of it. (A `triton_op` would be decomposed
+before the joint graph, and could no longer be planned there.)
 
 # What an op promises
 
-- It changes none of its inputs, and returns neither them nor views of them.
-- It says itself in which dtype it computes and returns: autocast is off inside. Element-wise arithmetic is in fp32, in fp64 for fp64, and
-  rounded once. A replacement of another shape or dtype than what it replaces is refused.
-- It runs on fake tensors and symbolic sizes too, as its own shape rule: no `.item()`, no shape that depends on values.
-- It draws no random numbers, since it may be computed again. Dropout stays in the graph, and what it leaves is an input: `inputs` of
-  `tunecompile.ops.lora.lora_linear`.
-- Masks, offsets, labels and tables are inputs like others; what has no gradient is not named in `gives`.
+- It mutates none of its inputs, and returns neither an input nor a view of one.
+- It chooses the dtypes in which it computes and returns; autocast is off inside. Elementwise arithmetic is in fp32
+  (fp64 for fp64) and rounded once. A rewrite whose replacement has another shape or dtype than the original is
+  refused.
+- It runs on fake tensors and symbolic sizes, as its own shape rule: no `.item()`, no shape that depends on values.
+- It draws no random numbers, since it may be recomputed. Dropout stays in the graph, and its result is an input of the
+  op: `inputs` of `tunecompile.ops.lora.lora_linear`.
+- Masks, offsets, labels and tables are ordinary inputs. An input without a gradient is left out of `gives`.
 
 # Its backward
 
-It is an op of its own: the incoming gradients first, then what `saves` names. Of the op's outputs, only the first `outputs` have a gradient;
-the others (a logsumexp, LoRA's inner product) are there to be saved, as `out1`, `out2`, ...
+The backward is an op, too. Its parameters are the incoming gradients, then the values that `saves` names. Only the
+first `outputs` outputs of the op are differentiable; the others (a logsumexp, LoRA's inner product) exist to be
+saved, and `saves` names them `out1`, `out2`, ...
 
-It returns a list: one gradient for each of `gives`, in that order and also for an input that is None; of a `Sequence[Tensor]` as many as it has
-members. Each has shape and dtype of its input. All are computed, and those that nobody asked for are removed as dead code after lowering.
-What is cheap is computed again rather than saved: name inputs in `saves`, and outputs only where they are dear.
+It returns a list: one gradient for each name in `gives`, in that order, also for an input that is None; for an input of
+type `Sequence[Tensor]`, one for each member. A gradient has the shape and dtype of its input. The backward computes all
+of them; unused ones are removed as dead code after lowering. Save inputs, and recompute cheap values from them; save an
+output only where it is expensive to recompute.
 
 # Which provider runs
 
-Providers are asked when a graph is compiled, on fake tensors, and not in the step: those of the precision that the user allows first
-(`optimize(precision=...)`), then those without one, each in the order in which they were registered. The first whose `refuses` gives None is
-traced to core ATen in place of the op, so that Inductor fuses what it is made of; a Triton kernel started by `tunecompile.templates._launch`
-becomes a node that Inductor launches. Where no provider runs, or tracing one raises, the reference does. The report names what was taken, with
-`because`, or why each provider refused. A package may register providers for the ops of another, and is asked after those.
-"""
+A provider is chosen when a graph is compiled, from fake tensors; nothing is chosen during a step. Providers of the
+precision that the user allows (`optimize(precision=...)`) come first, then those without a precision, each in the
+order of registration. The first one whose `refuses` returns None is traced to core ATen in place of the op, so that
+Inductor fuses its parts; a Triton kernel launched through `tunecompile.templates._launch` becomes a node that
+Inductor launches. Where every provider refuses, or tracing one raises, the reference is traced instead. The report
+shows the chosen provider with its `because`, and the reason of each one that refused. A package may register
+providers for the ops of another package; they come after the providers registered before them."""
 
 from __future__ import annotations
 
@@ -61,11 +66,12 @@ from tunecompile.ir.shape_rule_cache import remembered
 __all__ = ["HALF", "OPS", "Cost", "Op", "Provider", "aten_name", "has_triton", "op", "refuse_gpu", "returns_view"]
 
 NAMESPACE = "tunecompile"
+FILLED_IN = ("used", "dying")  #: what lowering tells a provider that declares it, see `Op.provider`
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 class Cost(enum.Enum):
-    """What recomputing an op costs, which is what the planner decides by."""
+    """How expensive an op is to recompute; the memory planner decides by it."""
 
     POINTWISE = "recompute"  #: memory-bound: never worth saving
     MATMUL = "save"  #: compute-bound: never recomputed while memory lasts
@@ -73,43 +79,41 @@ class Cost(enum.Enum):
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to run an op. Made by `Op.provider`."""
+    """One implementation of an op. Made by `Op.provider`."""
 
-    name: str  #: as the report shows it
-    run: Callable  #: of the op's arguments; traced into the graph
-    refuses: Callable[..., str | None]  #: of the op's arguments, tensors fake: a reason, or None
-    precision: str | None = (
-        None  #: it is less exact than the op's meaning, and taken only where the user asked for this
-    )
-    because: str = ""  #: what is gained over the reference, with what was measured where it was; the report shows it
+    name: str  #: shown in the report
+    run: Callable  #: takes the op's arguments by position; it is traced into the graph
+    refuses: Callable[..., str | None]  #: takes the op's arguments by position, with fake tensors; a reason, or None
+    precision: str | None = None  #: "fp8": less exact than the op's meaning, and used only where the user allows it
+    because: str = ""  #: the gain over the reference, with measured figures if there are any; shown in the report
 
     def supports(self, *args: Any) -> bool:
-        """Whether it runs an op's `args`: fake tensors and constants."""
+        """Whether this provider can run a call with the arguments `args`: fake tensors and constants."""
         return self.refuses(*args) is None
 
 
 @dataclass
 class Op:
-    """A registered op, made by `op`. Call it like the function it was made from."""
+    """A registered op, made by the decorator `op`. Call it like the function that it was made from."""
 
-    name: str  #: `tunecompile::name` to torch
-    reference: Callable  #: the function itself
-    cost: Cost  #: what the planner goes by
-    flops: Callable[..., int] | None  #: of the arguments: floating point operations of one call
-    parameters: tuple[str, ...]  #: of the reference
-    opaque: bool = False  #: whether it is called as it is, and no provider is traced in its place
-    providers: list[Provider] = field(default_factory=list)  #: in the order in which they are asked
+    name: str  #: torch knows the op as `tunecompile::name`
+    reference: Callable  #: the decorated function
+    cost: Cost  #: how expensive it is to recompute
+    flops: Callable[..., int] | None  #: takes the op's arguments; floating point operations of one call
+    parameters: tuple[str, ...]  #: names of the reference's parameters
+    opaque: bool = False  #: called as it is: no provider is traced in its place
+    providers: list[Provider] = field(default_factory=list)  #: in the order of registration
     backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
-    tiled: Op | None = (
-        None  #: the first output alone, in pieces: an op of the same parameters and `tiles`, whose backward saves only these
-    )
+    #: an op that computes the first output tile by tile; it takes `tiles` besides, and saves only its arguments
+    tiled: Op | None = None
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """What a node of a graph has as its target."""
+        """The target of this op's nodes in a graph."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def __call__(self, *args, **kwargs):
+        """Call the op by way of torch's dispatcher."""
         return self.overload(*args, **kwargs)
 
     def provider(
@@ -119,48 +123,69 @@ class Op:
         refuses: Callable[..., str | None] | None = None,
         precision: str | None = None,
         because: str = "",
-    ) -> Callable:
-        """Register a provider, a function of the parameters of the reference. The first that supports the arguments is taken.
+    ) -> Callable[[Callable], Callable]:
+        """Register an implementation of this op.
 
-        It may ask for two things more, by keyword. `used`: which of its outputs are read, a bool each; the others may be None. `dying`: the
-        names of parameters that are matrix products which this graph makes and only this call reads; what it makes may take their place.
+        The decorated function takes the parameters of the reference, in the same order. An op of many parameters may
+        have a provider that takes some of them as keyword-only parameters, and the rest as `**name`.
+
+        Two more keyword-only parameters are filled in for a provider that declares them. `used`: a bool for each
+        output, False where nothing reads it; the provider may return None for those. `dying`: names of parameters
+        that are matrix products computed in this graph and read only by this call; a result may be written into their
+        memory.
 
         Args:
-            name: as the report shows it.
-            supports: of the op's arguments (fake tensors and constants): whether it can run them.
-            refuses: the same with a reason, which the report shows: a string, or None where it can. Give one of the two.
-            precision: "fp8", of a provider that is less exact than the op's meaning; None as a rule.
-            because: what is gained over the reference, for the report.
+            name: shown in the report.
+            supports: returns whether the provider can run a call. It receives fake tensors and constants: the op's
+                arguments of the names that it declares, or all by position where it declares `*args`.
+            refuses: in place of `supports`, returns the reason why the provider cannot run a call, which the report
+                shows, or None where it can. Give one of the two.
+            precision: "fp8" for a provider that is less exact than the op's meaning; otherwise None.
+            because: the gain over the reference, for the report.
 
         Returns:
-            A decorator that leaves the function as it is.
+            A decorator that returns the function unchanged.
 
         Raises:
-            InvalidOp: the function's parameters are not those of the reference.
-        """
+            InvalidOp: the function's parameters are not those of the reference, or neither `supports` nor `refuses`
+            is given."""
 
         def register(run: Callable) -> Callable:
-            parameters = inspect.signature(run).parameters.values()
-            got = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-            if got != self.parameters:
-                raise InvalidOp(
-                    name=self.name, reason=f"provider {name!r} takes {got}, the reference takes {self.parameters}"
-                )
-            why_not = refuses or (lambda *args: None if supports(*args) else "its arguments are not supported")
-            self.providers.append(Provider(name, run, why_not, precision, because))
+            test = refuses or supports
+            if test is None:
+                raise InvalidOp(name=self.name, reason=f"provider {name!r} has neither `supports` nor `refuses`")
+            bound = _by_name(test, self.parameters)
+            reason = bound if refuses else lambda *args: None if bound(*args) else "its arguments are not supported"
+            self.providers.append(Provider(name, self._positional(run, name), reason, precision, because))
             return run
 
         return register
 
+    def _positional(self, run: Callable, provider: str) -> Callable:
+        """A provider's function, to be called with the op's arguments by position."""
+        declared = inspect.signature(run).parameters.values()
+        by_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared)
+        skipped = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.KEYWORD_ONLY
+        wanted = tuple(parameter.name for parameter in declared if parameter.kind is not skipped)
+        if set(wanted) - set(FILLED_IN) - set(self.parameters) if by_name else wanted != self.parameters:
+            raise InvalidOp(
+                name=self.name, reason=f"provider {provider!r} takes {wanted}, the reference takes {self.parameters}"
+            )
+        if not by_name:
+            return run
+
+        @functools.wraps(run)
+        def bound(*args: Any, **filled_in: Any) -> Any:
+            return run(**dict(zip(self.parameters, args)), **filled_in)
+
+        return bound
+
     def choose(self, args: Sequence[Any], precision: str | None = None) -> Provider:
-        """Which provider runs a call.
+        """Return the provider that runs a call: the first that supports the arguments, else the reference.
 
         Args:
-            args: of the op: fake tensors and constants.
-            precision: that the user allows; its providers come first.
-
-        Returns:
-            The first that supports the arguments, else the reference as a provider.
+            args: the op's arguments: fake tensors and constants.
+            precision: the reduced precision that the user allows; providers of it come first. None allows none.
         """
         for wanted in dict.fromkeys((precision, None)):
             for provider in self.providers:
@@ -169,20 +194,17 @@ class Op:
         return self.fallback()
 
     def refusals(self, args: Sequence[Any], precision: str | None) -> dict[str, str]:
-        """Why providers do not run a call.
+        """Return why providers cannot run a call: a reason for each one that refuses, by its name.
 
         Args:
-            args: of the op: fake tensors and constants.
-            precision: whose providers are asked; None for those of the model's own.
-
-        Returns:
-            A reason by the name of each that refuses.
+            args: the op's arguments: fake tensors and constants.
+            precision: only providers of this precision are considered; None for those without one.
         """
-        asked = [provider for provider in self.providers if provider.precision == precision]
-        return {provider.name: reason for provider in asked if (reason := provider.refuses(*args)) is not None}
+        candidates = [provider for provider in self.providers if provider.precision == precision]
+        return {provider.name: reason for provider in candidates if (reason := provider.refuses(*args)) is not None}
 
     def fallback(self) -> Provider:
-        """The reference as a provider."""
+        """Return the reference as a provider."""
         return Provider("reference", self.reference, lambda *_: None)
 
     def backward(
@@ -193,54 +215,60 @@ class Op:
         cost: Cost | None = None,
         flops: Callable[..., int] | None = None,
         opaque: bool = False,
-    ) -> Callable:
-        """Register the backward, an op of its own: `(*gradients, *saves) -> [gradient of each of gives]`.
+    ) -> Callable[[Callable], Op]:
+        """Register the backward as an op: `(*gradients, *saves) -> [a gradient for each name in gives]`.
 
-        It has no derivative itself: in a training step, asking for one raises `tunecompile.errors.NoSecondDerivative`.
+        The backward has no derivative: a double backward raises `tunecompile.errors.NoSecondDerivative`.
 
         Args:
-            saves: names of inputs of the op, or `out0`, `out1`, ... for its outputs. The function's parameters behind the gradients have these names.
-            gives: names of inputs that get a gradient. One of type `Sequence[Tensor]` gets as many as it has members; inputs in a tuple share one.
-            outputs: how many of the op's outputs, the first ones, are differentiable: so many gradients come in.
-            cost: None for that of the op.
-            flops: of the backward's arguments: floating point operations of one call.
+            saves: names of inputs of the op, or `out0`, `out1`, ... for its outputs. The function's parameters after
+                the gradients have the same names, in this order.
+            gives: names of inputs that get a gradient. An input of type `Sequence[Tensor]` gets one for each member;
+                inputs in a tuple share one gradient.
+            outputs: how many of the op's outputs, counted from the first, are differentiable: as many gradients come
+                in.
+            cost: how expensive the backward is to recompute; None for the cost of the op.
+            flops: takes the backward's arguments; floating point operations of one call.
             opaque: whether it is called as it is, and never traced into the graph.
 
         Returns:
-            A decorator that makes the function an `Op`, which is also this op's `backward_op`.
+            A decorator that makes the function an `Op`, which also becomes this op's `backward_op`.
 
         Raises:
-            InvalidOp: the function takes something else, or its name is taken.
+            InvalidOp: the function's parameters are not the gradients and `saves`, or its name is taken.
         """
 
         def register(fn: Callable) -> Op:
-            self.backward_op = op(cost=cost or self.cost, flops=flops, opaque=opaque)(fn)
-            if self.backward_op.parameters[outputs:] != tuple(saves):
+            made = op(cost=cost or self.cost, flops=flops, opaque=opaque)(fn)
+            if made.parameters[outputs:] != tuple(saves):
                 raise InvalidOp(
                     name=self.name,
-                    reason=f"backward takes {self.backward_op.parameters[outputs:]}, saves are {tuple(saves)}",
+                    reason=f"its backward takes {made.parameters[outputs:]} behind {outputs} incoming gradients, "
+                    f"but saves={tuple(saves)}",
                 )
-            _refuse_second_derivative(self.backward_op)
-            _register_autograd(self, tuple(saves), tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
-            return self.backward_op
+            self.backward_op = made
+            _refuse_second_derivative(made)
+            _register_autograd(self, made, saves, tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
+            return made
 
         return register
 
 
-OPS: dict[Any, Op] = {}  #: the one registry: torch overload -> Op
+OPS: dict[Any, Op] = {}  #: every registered op, by its torch overload; the only registry
 
 
 def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable[[Callable], Op]:
-    """Register a function as a semantic op. It must not mutate or alias its inputs, and keeps the promises above.
+    """Register a function as a semantic op. It keeps the promises listed in `tunecompile.ir.op`.
 
-    Its annotations become the schema: Tensor, Optional[Tensor], Sequence[Tensor], int, float, bool, str, torch.dtype and sequences of numbers;
-    it returns a Tensor, a tuple of them, or a list.
+    The annotations become the op's schema. Parameters are Tensor, Optional[Tensor], Sequence[Tensor], int, float, bool,
+    str, torch.dtype or sequences of numbers; the result is a Tensor, a tuple of them, or a list.
 
     Args:
-        cost: `Cost.POINTWISE` of what is bound by memory, `Cost.MATMUL` of what is bound by arithmetic.
-        flops: of the op's arguments: floating point operations of one call, by which a memory budget weighs what is computed again. None: torch's
-            counter is asked, about the function.
-        opaque: whether it is called as it is, and never traced into the graph (a loop over chunks once a step, say).
+        cost: `Cost.POINTWISE` for a memory-bound op, `Cost.MATMUL` for a compute-bound one.
+        flops: takes the op's arguments; floating point operations of one call, by which a memory budget weighs
+            recomputation. None: torch's FLOP counter is run on the function.
+        opaque: whether it is called as it is, and never traced into the graph (for instance a loop over chunks that
+            runs once a step).
 
     Returns:
         A decorator that makes the function an `Op`.
@@ -269,25 +297,19 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
 
 
 def aten_name(target: Any) -> str:
-    """The name of what a node calls, without its overload.
+    """Return the name of the ATen operator that a node calls, without its overload: "mm" for `aten.mm.default`.
 
     Args:
-        target: of a node.
-
-    Returns:
-        "mm" for `aten.mm.default`, say; "" for what is no ATen call.
+        target: the node's target. Anything but an ATen operator gives "".
     """
     return getattr(getattr(target, "overloadpacket", None), "__name__", "")
 
 
 def returns_view(target: Any) -> bool:
-    """Whether what a call returns lies in the memory of what it is given.
+    """Return whether a call's result shares memory with an argument, as that of `aten.view.default` does.
 
     Args:
-        target: of a node of a joint, forward or backward graph.
-
-    Returns:
-        True for `aten.view.default`, say.
+        target: the target of a node of a joint, forward or backward graph.
     """
     aliases = isinstance(target, torch._ops.OpOverload) and any(
         returned.alias_info is not None for returned in target._schema.returns
@@ -297,26 +319,20 @@ def returns_view(target: Any) -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether templates can be imported. Ask only where a tensor is on a GPU: on a CPU Triton is never imported.
-
-    Returns:
-        True if a package `triton` is installed.
-    """
+    """Return whether Triton is installed. Call it only for tensors on a GPU: CPU code never imports Triton."""
     return importlib.util.find_spec("triton") is not None
 
 
-HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates are for
+HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates support
 
 
 def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
-    """Why a GPU's kernel in half precision cannot take some tensors: how most `refuses` begin.
+    """Return why a half-precision GPU kernel cannot take these tensors, or None. Most `refuses` begin with it.
 
     Args:
-        tensors: of any shape, fake ones too.
-        triton: whether the kernel is a template.
-
-    Returns:
-        The reason, or None: all are on a GPU (`tunecompile.ir.pretend_gpu` may say so) and in fp16 or bf16, and Triton is installed if it is needed.
+        tensors: of any shape, fake or real. All have to be on a GPU (`tunecompile.ir.pretend_gpu` may say so) and in
+            fp16 or bf16.
+        triton: whether the kernel is a Triton template, so that Triton has to be installed.
     """
     if not all(map(on_gpu, tensors)):
         return "not on a GPU"
@@ -325,8 +341,27 @@ def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
     return "Triton is not installed" if triton and not has_triton() else None
 
 
+def _by_name(fn: Callable, names: tuple[str, ...]) -> Callable:
+    """A `supports` or `refuses` function, to be called with all of an op's arguments by position.
+
+    A function that declares some of the op's parameters receives these; one with `*args` or other names receives all
+    arguments by position.
+    """
+    declared = inspect.signature(fn).parameters
+    positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in declared.values())
+    if positional or not declared.keys() <= set(names):
+        return fn
+    places = {name: names.index(name) for name in declared}
+
+    @functools.wraps(fn)
+    def bound(*args: Any) -> Any:
+        return fn(**{name: args[place] for name, place in places.items()})
+
+    return bound
+
+
 def _without_autocast(fn: Callable) -> Callable:
-    """Ops state their dtypes themselves; an ambient autocast must not cast inside them a second time."""
+    """The same function with autocast off: an op chooses its dtypes, and autocast must not cast inside it."""
 
     @functools.wraps(fn)
     def kernel(*args, **kwargs):
@@ -337,8 +372,9 @@ def _without_autocast(fn: Callable) -> Callable:
 
 
 def _register_autograd(
-    forward: Op, saves: tuple[str, ...], gives: tuple[tuple[str, ...], ...], differentiable: int
+    forward: Op, backward_op: Op, saves: Sequence[str], gives: tuple[tuple[str, ...], ...], differentiable: int
 ) -> None:
+    """Register the autograd formula of `forward`: save what `saves` names, and call `backward_op` with it."""
     names = forward.parameters
 
     def setup_context(ctx, inputs, output):
@@ -346,7 +382,7 @@ def _register_autograd(
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         values.update({f"out{i}": value for i, value in enumerate(outputs)})
         ctx.mark_non_differentiable(*outputs[differentiable:])
-        # torch's list support wants a list of gradients for every Tensor[] input, also an empty one.
+        # torch requires a list of gradients for every Tensor[] input, even for an empty one
         ctx.absent = {name for shared in gives for name in shared if values[name] is None}
         ctx.blank = {name: [None] * len(values[name]) if _is_tensor_list(values[name]) else None for name in names}
         tensors, ctx.saved_spec = torch.utils._pytree.tree_flatten([values[name] for name in saves])
@@ -359,7 +395,7 @@ def _register_autograd(
             tensors = iter(ctx.saved_tensors)
             flat = [next(tensors) if kept is None else kept[0] for kept in ctx.kept]
             saved = torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)
-            computed = iter(forward.backward_op(*grads[:differentiable], *saved))
+            computed = iter(backward_op(*grads[:differentiable], *saved))
             for shared in gives:
                 blank = ctx.blank[shared[0]]
                 gradient = next(computed) if blank is None else [next(computed) for _ in blank]
@@ -370,7 +406,7 @@ def _register_autograd(
 
 
 def _refuse_second_derivative(backward_op: Op) -> None:
-    """Without a formula of its own torch would take the gradient for a constant, and only warn."""
+    """Make a double backward raise. Without a formula, torch would treat the gradient as a constant, and only warn."""
 
     def refuse(ctx, *grads):
         raise NoSecondDerivative(name=backward_op.name)
