@@ -18,7 +18,7 @@ from tunecompile.ir.op import aten_name, has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.planner.liveness import tensor_bytes, workspace
-from tunecompile.planner.recompute_attention import bound
+from tunecompile.planner.recompute_attention import bound_arguments
 
 __all__ = ["PASS"]
 
@@ -122,7 +122,7 @@ def _groups(node: Node) -> int:
     known = any(name.startswith(f"_scaled_dot_product_{kernel}_attention") for kernel in KERNELS)
     if not (known and name.endswith("_backward")) or (needed := workspace(node)) <= ROOM:
         return 1
-    given = bound(node)
+    given = bound_arguments(node)
     heads = [given[key].meta["val"].shape[1] for key in ("query", "key", "value", "out")]
     read = all(user.target is getitem for user in node.users)
     if (

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from tunecompile._torch.autograd import CheckpointPolicy
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import Cost, returns_view
-from tunecompile.planner.candidates import backward_nodes, dear_nodes, random, sends
-from tunecompile.planner.cost_model import cost
+from tunecompile.planner.candidates import backward_nodes, communicates, expensive_nodes, is_random
+from tunecompile.planner.cost_model import node_cost
 from tunecompile.planner.liveness import tensor_bytes
 
 __all__ = ["PASS"]
@@ -24,7 +24,7 @@ SMALL = (
 
 
 def run(graph: Graph, context: Context) -> None:
-    backward, dear, plan = backward_nodes(graph), dear_nodes(graph), context.plan
+    backward, dear, plan = backward_nodes(graph), expensive_nodes(graph), context.plan
     again = set(dear if plan.recompute is None else [node for i, node in enumerate(dear) if i in plan.recompute])
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
@@ -35,16 +35,16 @@ def run(graph: Graph, context: Context) -> None:
                 node.meta["pinned"] = (
                     True  # the partitioner never asks what a member of a result is tagged with: see `partition`
                 )
-        elif random(node) or sends(
+        elif is_random(node) or communicates(
             node
         ):  # its numbers would have to be drawn again from the same state, or all ranks would have to send again
             policy = CheckpointPolicy.MUST_SAVE
-        elif again and (node in again or cost(node) is not Cost.MATMUL):
+        elif again and (node in again or node_cost(node) is not Cost.MATMUL):
             policy = (
                 CheckpointPolicy.MUST_RECOMPUTE
             )  # also what is fused: min-cut would save it in place of the product it is made of
         else:
-            policy = _POLICY.get(cost(node))
+            policy = _POLICY.get(node_cost(node))
         if policy is not None:
             node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
     written = _written(graph)

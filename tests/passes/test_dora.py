@@ -10,7 +10,7 @@ from tests.passes.test_lora import operands, peft_block, rows_of, trained
 from tunecompile._torch.fake_tensors import make_fx
 from tunecompile.integrations.peft_trace import substitute
 from tunecompile.ops import adapted_norm
-from tunecompile.planner.candidates import dear_nodes
+from tunecompile.planner.candidates import expensive_nodes
 
 PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped_linear")
 
@@ -197,4 +197,4 @@ def test_no_plan_is_about_norms():
         return (x @ w.t()) * adapted_norm(w, a, b, 0.5, torch.float32)
 
     graph = make_fx(fn, tracing_mode="fake")(torch.randn(3, 8), *(t.detach() for t in operands())).graph
-    assert [node.target for node in dear_nodes(graph)] == [torch.ops.aten.mm.default]
+    assert [node.target for node in expensive_nodes(graph)] == [torch.ops.aten.mm.default]

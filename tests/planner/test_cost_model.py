@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, work
+from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, graph_work
 from tunecompile.planner.hardware import Rates
 
 N = 64
@@ -15,7 +15,7 @@ WAITED = 3 * SQUARE - PRODUCT // RIDGE  #: of a product as small as these
 
 
 def of(fn, *values):
-    return work(make_fx(fn, tracing_mode="fake")(*(values or [torch.randn(N, N) for _ in range(2)])).graph)
+    return graph_work(make_fx(fn, tracing_mode="fake")(*(values or [torch.randn(N, N) for _ in range(2)])).graph)
 
 
 def test_a_product_of_few_operations_a_byte_waits_for_memory():
@@ -55,8 +55,8 @@ def test_attention_counts_by_itself():
 def test_milliseconds():
     done = Work(products=870, attention=87, traffic=50, kernels=2)
     plain = Rates(flops=100.0, copy=1.0, bandwidth=10.0, attention=10.0)
-    assert done.dear_ms(plain) == pytest.approx((8.7 + 8.7) / SUSTAINED)
-    assert done.ms(plain, scale=2.0) == pytest.approx(2 * (done.dear_ms(plain) + 5.0))
+    assert done.math_ms(plain) == pytest.approx((8.7 + 8.7) / SUSTAINED)
+    assert done.ms(plain, scale=2.0) == pytest.approx(2 * (done.math_ms(plain) + 5.0))
     gapped = Rates(100.0, 1.0, 10.0, 10.0, launches=True)
     assert done.ms(gapped) == pytest.approx(done.ms(plain) + 2 * GAP)
     assert done + Work(1, 1, 1, 1) == Work(871, 88, 51, 3) and done.flops == 957

@@ -1,4 +1,4 @@
-"""Attention without dropout computed again: the same bits for fewer saved bytes; with dropout never."""
+"""Attention without dropout is recomputed: the same bits for fewer saved bytes; with dropout never."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.runtime.memory.test_budget import same, step
 from tests.support import zoo
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.planner import candidates
-from tunecompile.planner.recompute_attention import repeatable
+from tunecompile.planner.recompute_attention import is_recomputable
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -24,7 +24,7 @@ def deep(memory, **config):
 
 
 def follows(model):
-    """What the first layers compute again; the last one may need less."""
+    """What the first layers recompute; the last one may need less."""
     return tuple(tunecompile.report(model).memory["plans"][0]["recompute"])
 
 
@@ -38,7 +38,7 @@ def test_the_same_bits_for_fewer_bytes(monkeypatch):
     reference = step(deep(None))
     same(step(model), reference)
     assert follows(model) == ("everything", "attention")
-    monkeypatch.setattr(candidates, "repeatable", lambda node: False)
+    monkeypatch.setattr(candidates, "is_recomputable", lambda node: False)
     without = deep("1KiB")
     same(step(without), reference)
     assert follows(without) == ("everything",)
@@ -60,8 +60,8 @@ def test_dropout_in_attention_is_never_drawn_twice():
     assert "attention" not in follows(model)
 
 
-def test_which_calls_are_repeatable():
+def test_which_calls_are_recomputable():
     q = torch.randn(1, 2, 8, 16)
     graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(q).graph
-    assert len([node for node in graph.nodes if repeatable(node)]) == 1
-    assert not any(map(repeatable, make_fx(lambda q: (q @ q.mT).softmax(-1))(q).graph.nodes))
+    assert len([node for node in graph.nodes if is_recomputable(node)]) == 1
+    assert not any(map(is_recomputable, make_fx(lambda q: (q @ q.mT).softmax(-1))(q).graph.nodes))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
-from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, onward, peak
+from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, peak, smaller_options
 
 bytes_ = st.integers(0, 100)
 option = st.builds(
@@ -87,7 +87,7 @@ def test_all_is_kept_where_it_fits_even_if_another_plan_costs_as_little():
 
 def test_the_cheapest_byte_comes_first():
     keep, bad, good = PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 90, 0, 0, 5.0), PlanOption(KEEP, 20, 0, 0, 6.0)
-    assert onward([bad, good, keep], keep) == [good, bad] and onward([bad, good, keep], good) == []
+    assert smaller_options([bad, good, keep], keep) == [good, bad] and smaller_options([bad, good, keep], good) == []
 
 
 def test_room_to_compute_again_counts():
@@ -215,7 +215,12 @@ def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
         and mixed.ms < 0.5 * plain.ms
         and any(o.held and o.offloaded for o in mixed.options[0])
     )
-    assert options[1].leaves(22) and not options[1].leaves(33) and options[2].leaves(72) and not options[0].leaves(1)
+    assert (
+        options[1].offloads_tensor(22)
+        and not options[1].offloads_tensor(33)
+        and options[2].offloads_tensor(72)
+        and not options[0].offloads_tensor(1)
+    )
 
 
 def test_a_host_that_cannot_hold_all_is_shared():

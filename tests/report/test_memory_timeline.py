@@ -37,7 +37,7 @@ class Climbing(Meter):
 def metered(monkeypatch):
     from tunecompile.runtime.memory import per_device
 
-    monkeypatch.setattr(per_device, "gauge", lambda device: Climbing())
+    monkeypatch.setattr(per_device, "gauge_of", lambda device: Climbing())
 
 
 def test_what_cannot_be_shown_is_said(tmp_path):

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tunecompile.estimate.multi_gpu import EnginePlan, PlanReport
 from tunecompile.planner.device_memory import shown
-from tunecompile.planner.solver import in_words
+from tunecompile.planner.solver import describe_plan
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights trained"}
 COLUMNS = (
@@ -92,5 +92,5 @@ def _lines(engine: EnginePlan) -> list[str]:
     spec = "" if engine.memory is None else f", memory={engine.memory!r}"
     return [
         f"{engine.engine}: optimize(model{spec}): "
-        + "; ".join(f"{plan['layers']} layers {in_words(plan)}" for plan in engine.plans)
+        + "; ".join(f"{plan['layers']} layers {describe_plan(plan)}" for plan in engine.plans)
     ]

@@ -21,7 +21,7 @@ from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn, mi
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import give_matrices, movable, replaceable
 from tunecompile.planner.candidates import Cut
-from tunecompile.planner.recompute_attention import compute_again
+from tunecompile.planner.recompute_attention import recompute_in_backward
 from tunecompile.planner.solver import Plan
 
 HASHED = (
@@ -116,7 +116,7 @@ def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan)
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     _save_pinned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
     if plan.attention:
-        compute_again(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        recompute_in_backward(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
     return forward, backward
 
 

@@ -113,7 +113,7 @@ class DryRunPlanner(RuntimePlanner):
         self.menus[id(self.running.region)] = RegionCandidates(
             tuple(candidates.survey(cut, plans)),
             self.tokens,
-            tuple(map(candidates.name, candidates.dear_nodes(graph))),
+            tuple(map(candidates.describe, candidates.expensive_nodes(graph))),
             weights,
             attention=attention,
         )
@@ -158,7 +158,7 @@ class DryRunPlanner(RuntimePlanner):
             for each, option in zip(self._layers_menus(), options)
         ]
         return sum(
-            row.ahead.ms(self._rates_of(each), self.tokens / each.tokens)
+            row.forward_work.ms(self._rates_of(each), self.tokens / each.tokens)
             for each, row in zip(self._layers_menus(), found)
         )
 
@@ -169,7 +169,7 @@ class DryRunPlanner(RuntimePlanner):
             for each in self._layers_menus()
         ]
         return (
-            int(sum((row.ahead.flops + row.back.flops) * scale for row, scale in kept))
+            int(sum((row.forward_work.flops + row.backward_work.flops) * scale for row, scale in kept))
             + self._beside_layers(self.tokens).flops
         )
 

@@ -20,7 +20,7 @@ from tunecompile.planner.device_memory import (
     HostGauge,
     Spec,
     budget_bytes,
-    gauge,
+    gauge_of,
     gradient_bytes,
     moment_bytes,
     part_bytes,
@@ -147,7 +147,7 @@ def estimate(
         _weight_bytes(model) - _host_bytes(model, host_embedding),
         gradient_bytes(trained),
         moment_bytes(trained) if optimizer_bytes is None else optimizer_bytes,
-        gauge(device) if sheet is None else DatasheetGauge(sheet),
+        gauge_of(device) if sheet is None else DatasheetGauge(sheet),
         growing=1.0,
     )
     rehearsal, notes = rehearse(stage, ledger, device, batch_shape, sheet)

@@ -1,1 +1,1 @@
-"""Memory planning as pure functions: graphs, bytes and milliseconds in, a plan for each layer out."""
+"""Memory planning as pure functions: graphs, bytes and milliseconds in, a plan for each layer out. No model is seen."""

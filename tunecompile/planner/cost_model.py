@@ -1,7 +1,8 @@
-"""How long a graph's kernels take, from the graph alone: operations of its products and attention, bytes that all else reads and writes, launches.
+"""How long a graph's kernels take, from the graph alone: math, memory traffic and launches.
 
-A roofline (Williams et al., 2009): a product with few operations a byte takes as long as its bytes. Element-wise code is taken to be fused as far as
-`liveness.py` takes it to be: between two calls, what is in memory is read once, and what somebody needs in memory is written once.
+The model is a roofline (Williams et al., 2009): a product with few operations a byte takes as long as its memory
+traffic. Element-wise code is taken to be fused as in `liveness.py`: between two calls, a value in memory is read once,
+and a value that is needed in memory is written once.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from tunecompile.planner.hardware import Rates
 from tunecompile.planner.liveness import GraphMemory, node_bytes
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")
-RIDGE = 160  #: operations a byte below which a product waits for memory. H200: 690 TFLOPS by 4.1 TB/s
-SUSTAINED = 0.94  #: of the rate of a product that runs alone: a GPU that multiplies all the time lowers its clock. From whole steps on an H200: 0.90 to 0.97
+RIDGE = 160  #: operations a byte below which a product is bound by memory. H200: 690 TFLOPS by 4.1 TB/s
+
+#: Share of a lone product's rate that a GPU sustains: one that multiplies all the time lowers its clock. Whole steps on
+#: an H200: 0.90 to 0.97
+SUSTAINED = 0.94
 GAP = 0.004  #: milliseconds from one kernel to the next. Whole steps on an H200: 3.5 to 4 us
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one graph, or of several: floating point operations of products, and of attention as if nothing were masked; bytes that all else
-    reads and writes, and products beyond what they multiply meanwhile; kernels."""
+    """The work of one graph, or of several together."""
 
-    products: int = 0
-    attention: int = 0
-    traffic: int = 0
-    kernels: int = 0
+    products: int = 0  #: floating point operations of products
+    attention: int = 0  #: floating point operations of attention, as if nothing were masked
+    traffic: int = 0  #: bytes that other kernels read and write, and those of products that their math does not hide
+    kernels: int = 0  #: launches
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -45,29 +48,30 @@ class Work:
 
     @property
     def flops(self) -> int:
+        """Floating point operations of products and attention."""
         return self.products + self.attention
 
-    def dear_ms(self, rates: Rates, scale: float = 1.0) -> float:
+    def math_ms(self, rates: Rates, scale: float = 1.0) -> float:
         """Milliseconds of products and attention, for `scale` times the tokens."""
         return scale * (self.products / rates.flops + self.attention / rates.attention) / SUSTAINED
 
     def ms(self, rates: Rates, scale: float = 1.0) -> float:
-        """Milliseconds of everything."""
+        """Milliseconds of all kernels and of the gaps between them, for `scale` times the tokens."""
         return (
-            self.dear_ms(rates, scale)
+            self.math_ms(rates, scale)
             + scale * self.traffic / rates.bandwidth
             + (self.kernels * GAP if rates.launches else 0.0)
         )
 
 
-def work(graph: Graph) -> Work:
-    """Of a lowered graph, at the hinted sizes."""
+def graph_work(graph: Graph) -> Work:
+    """The work of a lowered graph, at the hinted sizes."""
     memory, done = GraphMemory(graph), Work()
-    read: set[Node] = set()  # since the last call
+    read: set[Node] = set()  # values read since the last call
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if cost(node) is Cost.MATMUL or is_attention(node):
+        if node_cost(node) is Cost.MATMUL or is_attention(node):
             done += _product(node)
             read.clear()
         elif isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel
@@ -81,29 +85,35 @@ def work(graph: Graph) -> Work:
 
 
 def beside_layers(heads: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], tokens: int) -> Work:
-    """Of head and loss (logits and their gradient in one pass over them), and of AdamW. heads: weights."""
+    """The work of head and loss (logits and their gradient in one pass over them), and of AdamW.
+
+    Args:
+        heads: weights [vocabulary, hidden] of the heads.
+        trained: all trained parameters.
+        tokens: of one batch.
+    """
     products = sum(2 * tokens * w.numel() * (2 + w.requires_grad) for w in heads)
     logits = sum(tokens * w.shape[0] * w.element_size() for w in heads)
     return Work(products, traffic=2 * logits + 7 * gradient_bytes(trained))
 
 
 def _product(node: Node) -> Work:
+    """The work of one product or attention call."""
     operations, moved = flops(node), node_bytes(node) + sum(map(node_bytes, set(node.all_input_nodes)))
     if is_attention(node):
         return Work(attention=operations, kernels=1)
-    waited = max(0, moved - operations // RIDGE)  # for memory, beyond the time that multiplying takes
-    return Work(
-        operations // (2 if "scaled" in aten_name(node.target) else 1), traffic=waited, kernels=1
-    )  # FP8 has twice the rate
+    exposed = max(0, moved - operations // RIDGE)  # bytes beyond those that the math hides
+    rate = 2 if "scaled" in aten_name(node.target) else 1  # FP8 has twice the rate
+    return Work(operations // rate, traffic=exposed, kernels=1)
 
 
 def _nodes(node: Node) -> list[Node]:
-    """The tensors that a launch reads or writes."""
+    """The tensors that a Triton launch reads or writes."""
     return [value for value in node.kwargs.get("kwargs", {}).values() if isinstance(value, Node)]
 
 
-def cost(node: Node) -> Cost | None:
-    """Of an op, or of an ATen call; None where the partitioner knows best."""
+def node_cost(node: Node) -> Cost | None:
+    """The cost class of an op or an ATen call; None leaves the decision to the partitioner."""
     if node.target in OPS:
         return OPS[node.target].cost
     name = aten_name(node.target)
@@ -111,7 +121,7 @@ def cost(node: Node) -> Cost | None:
 
 
 def flops(node: Node) -> int:
-    """Floating point operations of a dear call, at the hinted sizes; 0 where nobody counts them."""
+    """Floating point operations of a product or attention call, at the hinted sizes; 0 without a formula."""
     args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
     if (op := OPS.get(node.target)) is not None and op.flops is not None:
         return size_hint(op.flops(*args, **kwargs))
@@ -124,11 +134,15 @@ def flops(node: Node) -> int:
 
 
 def is_attention(node: Node) -> bool:
+    """Whether this is a fused attention kernel, forward or backward."""
     return "attention" in aten_name(node.target)
 
 
 def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
-    """Both products, and five for two in the backward, as if nothing were masked. (torch's counter refuses fewer heads of k than of q.)"""
+    """Operations of both products, or of the backward's five, as if nothing were masked.
+
+    torch's counter refuses fewer heads of k than of q.
+    """
     backward = "backward" in aten_name(node.target)
     q, k = tensors[backward : backward + 2]  # the backward's first is the gradient
     return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))

@@ -1,7 +1,7 @@
-"""GPUs by their datasheets, for plans on machines that have none of them: what they hold, how fast they multiply, read, and talk to each other.
+"""GPUs by their datasheets, to plan on machines without them: memory, math rate, bandwidths, links.
 
-A datasheet's peaks are not what kernels reach. What they reach of them was measured on an H200 (`benchmarks/results/`, `rates.py`), and others are taken
-to reach the same shares; `GpuSpec.measured` says which is which.
+Kernels do not reach a datasheet's peaks. The shares that they reach were measured on an H200 (`benchmarks/results/`,
+`hardware.py`), and other GPUs are assumed to reach the same shares; `GpuSpec.measured` tells which is which.
 """
 
 from __future__ import annotations
@@ -13,51 +13,60 @@ from tunecompile.errors import UnknownGpu
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 from tunecompile.planner.hardware import Rates
 
-MATMUL = 0.80  #: share of the datasheet's operations that a product of 8192 x 8192 x 8192 reaches alone: 790 TFLOP/s on an H200
-STREAM = 0.86  #: share of the memory's bandwidth that element-wise kernels reach: 4.15 TB/s on an H200 (`benchmarks/results/kernels.json`)
+#: share of the datasheet's operations that a lone product of 8192 x 8192 x 8192 reaches: 790 TFLOP/s on an H200
+MATMUL = 0.80
+
+#: share of the memory's bandwidth that element-wise kernels reach: 4.15 TB/s on an H200
+#: (`benchmarks/results/kernels.json`)
+STREAM = 0.86
 COPY = 0.86  #: share of PCIe's bandwidth that copies from pinned memory reach: 55 GB/s on an H200
-RING = 0.80  #: share of a link's bandwidth that NCCL's rings reach over NVLink, 360 of 450 GB/s on an H100 (https://github.com/NVIDIA/nccl-tests)
-BRIDGE = 0.60  #: the same over PCIe, where every byte passes a switch or the host
-ATTENTION = 1.52  #: operations of causal attention, forward and backward, as if nothing were masked, by those of products: 1,200 TFLOP/s on an H200
-SHORT = 840  #: tokens of a row at which attention reaches half of that. cuDNN on an H200: 851 TFLOP/s at 2,048 tokens, 1,215 at 16,384
-NARROW = 0.74  #: factor for heads of 64: 633 TFLOP/s at 2,048 tokens
-USABLE, ECC = (
-    0.985,
-    0.925,
-)  #: share of the memory in the datasheet that torch is told of, and where error correction takes a part of it
-HOST = 64 << 30  #: bytes of host memory that may be taken for each GPU, where nobody says
-CONTEXT = (
-    860 << 20
-)  #: bytes that CUDA's context and libraries take: 850 to 910 MiB in the processes of `benchmarks/results/`
+
+#: share of NVLink's bandwidth that NCCL's rings reach: 360 of 450 GB/s on an H100
+#: (https://github.com/NVIDIA/nccl-tests)
+RING = 0.80
+BRIDGE = 0.60  #: share of PCIe's bandwidth that rings reach, where every byte passes a switch or the host
+
+#: rate of causal attention, forward and backward, counted as if nothing were masked, over that of products: 1,200
+#: TFLOP/s on an H200
+ATTENTION = 1.52
+
+#: tokens of a row at which attention reaches half of that rate. cuDNN on an H200: 851 TFLOP/s at 2,048 tokens, 1,215 at
+#: 16,384
+SHORT = 840
+NARROW = 0.74  #: factor for heads of 64 elements: 633 TFLOP/s at 2,048 tokens
+USABLE = 0.985  #: share of the datasheet's memory that torch reports
+ECC = 0.925  #: the same where error correction takes part of the memory
+HOST = 64 << 30  #: bytes of host memory for each GPU, where none are given
+CONTEXT = 860 << 20  #: bytes of CUDA's context and libraries: 850 to 910 MiB in the processes of `benchmarks/results/`
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One type of GPU. Rates are those of the datasheet; bandwidths between GPUs and to the host are those of one direction."""
+    """One type of GPU, by its datasheet. Bandwidths between GPUs and to the host are those of one direction."""
 
     name: str  #: as `--gpu` takes it
     title: str  #: as its maker calls it
-    tflops: float  #: dense, of bf16 with sums in fp32: 1e12 operations a second
-    bandwidth: float  #: of its memory: 1e12 bytes a second
-    memory: int  #: bytes that torch would tell
-    nvlink: float  #: 1e9 bytes a second; 0 where there is none
-    pcie: float  #: 1e9 bytes a second
+    tflops: float  #: 1e12 dense operations a second, in bf16 with sums in fp32
+    bandwidth: float  #: of its memory, in 1e12 bytes a second
+    memory: int  #: bytes that torch would report
+    nvlink: float  #: in 1e9 bytes a second; 0 where there is none
+    pcie: float  #: in 1e9 bytes a second
     source: str  #: the datasheet
     measured: bool = False  #: whether the shares that kernels reach of these figures were measured on this very type
 
     @property
     def rates(self) -> Rates:
-        """What kernels reach, a millisecond each; attention's is that of long rows."""
+        """The rates that kernels reach, a millisecond each; attention's rate is that of long rows."""
         flops = MATMUL * self.tflops * 1e9
         return Rates(flops, COPY * self.pcie * 1e6, STREAM * self.bandwidth * 1e9, ATTENTION * flops, launches=True)
 
     def attention(self, length: int, width: int) -> float:
-        """Operations a millisecond, as if nothing were masked. length: tokens of a row; width: elements of a head."""
+        """Attention's operations a millisecond, as if nothing were masked; `width`: elements of a head."""
         return self.rates.attention * length / (length + SHORT) * (NARROW if width <= 64 else 1.0)
 
     @property
     def link(self) -> float:
-        """What a ring of GPUs in one machine reaches: bytes a millisecond."""
+        """Bytes a millisecond that a ring of GPUs in one machine reaches."""
         return (RING * self.nvlink if self.nvlink else BRIDGE * self.pcie) * 1e6
 
 
@@ -73,6 +82,7 @@ def _gpu(
     ecc: bool = False,
     measured: bool = False,
 ) -> GpuSpec:
+    """A datasheet whose memory is given in GiB."""
     return GpuSpec(
         name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured
     )
@@ -80,9 +90,10 @@ def _gpu(
 
 _DATASHEETS = "https://www.nvidia.com/en-us/data-center"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+#: by name
 GPUS = {
     gpu.name: gpu
-    for gpu in (  #: by name
+    for gpu in (
         _gpu("b200", "NVIDIA B200 SXM", 2250, 8.0, 180, 900, 64, f"{_DATASHEETS}/hgx"),
         _gpu("h200", "NVIDIA H200 SXM", 989, 4.8, 141, 450, 64, f"{_DATASHEETS}/h200", measured=True),
         _gpu("h100", "NVIDIA H100 SXM", 989, 3.35, 80, 450, 64, f"{_DATASHEETS}/h100"),
@@ -127,14 +138,27 @@ GPUS = {
         ),
     )
 }
-NUMBERS = ("tflops", "bandwidth", "memory", "nvlink", "pcie")  #: what a datasheet of the user's own may say
+NUMBERS = (
+    "tflops",
+    "bandwidth",
+    "memory",
+    "nvlink",
+    "pcie",
+)  #: figures that a user may give in place of the datasheet's
 
 
 def find_gpu(text: str) -> GpuSpec:
-    """`h200`, or a datasheet that differs: `h100,memory=94GiB,bandwidth=3.9`, in the units of `GpuSpec`.
+    """The GPU that a user names.
+
+    Args:
+        text: a name such as `h200`, or a name and figures that differ, in the units of `GpuSpec`:
+            `h100,memory=94GiB,bandwidth=3.9`.
+
+    Returns:
+        Its datasheet.
 
     Raises:
-        UnknownGpu: there is none of that name, or a figure cannot be read.
+        UnknownGpu: there is no GPU of that name, or a figure cannot be read.
     """
     name, *given = (part.strip() for part in text.split(","))
     known = GPUS.get(name.lower())
@@ -148,7 +172,8 @@ def find_gpu(text: str) -> GpuSpec:
         ):
             raise UnknownGpu(
                 given=text,
-                reason=f"{part!r} is no figure of a datasheet: {', '.join(NUMBERS)}, such as memory=94GiB or tflops=835",
+                reason=f"{part!r} is no figure of a datasheet: {', '.join(NUMBERS)}, "
+                "such as memory=94GiB or tflops=835",
                 known=", ".join(GPUS),
             )
         changes[key] = budget_bytes(value, HostGauge()) if key == "memory" else float(value)
@@ -164,28 +189,33 @@ def find_gpu(text: str) -> GpuSpec:
 
 @dataclass(frozen=True)
 class DatasheetGauge:
-    """A gauge of a GPU that is not there, and that nobody uses."""
+    """The memory of a GPU that is absent and empty, in bytes: a `Gauge`."""
 
     gpu: GpuSpec
 
     def allocated(self) -> int:
+        """Always 0 bytes."""
         return 0
 
     failures = allocated
 
     def peak(self) -> tuple[int, int]:
+        """Always 0 bytes."""
         return 0, 0
 
     def release(self) -> None:
-        pass
+        """Nothing to return."""
 
     forget_peak = release
 
     def outside(self) -> int:
+        """Bytes of CUDA's context and libraries."""
         return CONTEXT
 
     def available(self) -> int:
+        """Bytes beside the context."""
         return self.gpu.memory - CONTEXT
 
     def total(self) -> int:
+        """Bytes of the GPU."""
         return self.gpu.memory

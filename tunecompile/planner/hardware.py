@@ -1,4 +1,4 @@
-"""How fast this machine multiplies, reads and writes its memory, and copies to the host: measured once a process, in a few milliseconds."""
+"""How fast this device multiplies, uses its memory and copies to the host: measured once a process."""
 
 from __future__ import annotations
 
@@ -15,49 +15,54 @@ from tunecompile._torch.autograd import outside_compilation
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating point operations of a product, bytes copied from device to host, bytes that a kernel reads and writes, and attention's floating point
-    operations, as if nothing were masked: a millisecond each. `launches`: whether there is a time from one kernel to the next."""
+    """What a device does in a millisecond."""
 
-    flops: float
-    copy: float
-    bandwidth: float = float("inf")
-    attention: float = float("inf")
-    launches: bool = False
+    flops: float  #: floating point operations of a product, a millisecond
+    copy: float  #: bytes copied from device to host, a millisecond
+    bandwidth: float = float("inf")  #: bytes that a kernel reads and writes, a millisecond
+    attention: float = float("inf")  #: floating point operations of attention, as if nothing were masked, a millisecond
+    launches: bool = False  #: whether there is a gap from one kernel to the next
 
 
-SIZE = 8192  #: of the product that is timed: long enough for the rate a GPU sustains, 1.6 ms on an H200
-COPIED = 64 << 20  #: bytes
-WARM = 0.03  #: seconds of work before the clock runs: a GPU that idled is slower at first, and one that multiplies all the time as well
+SIZE = 8192  #: rows and columns of the timed product: long enough for the rate a GPU sustains, 1.6 ms on an H200
+COPIED = 64 << 20  #: bytes of the timed copy
+
+#: Seconds of work before the clock runs: a GPU that idled is slower at first, and one that multiplies all the time as
+#: well.
+WARM = 0.03
 
 
 @functools.cache
-def rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Of matrix products in `dtype`. Random numbers: zeros draw less power and run faster."""
-    with (
-        outside_compilation(),
-        torch.cuda.device(device if device.type == "cuda" else -1),
-    ):  # events are recorded on its stream
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure a device once a process, with matrix products in `dtype`.
+
+    The products are of random numbers: zeros draw less power and run faster.
+    """
+    current = torch.cuda.device(device if device.type == "cuda" else -1)  # events are recorded on its stream
+    with outside_compilation(), current:
         return _measured(device, dtype)
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Time a product, a copy and an element-wise kernel. Without a GPU a product alone."""
     size = SIZE if device.type == "cuda" else 512
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         left = torch.randn(size, size, device=device, dtype=dtype)
     flops = 2 * size**3 / _milliseconds(lambda: left @ left, device)
     if device.type != "cuda":
         return Rates(flops, float("inf"), attention=flops)
-    source, target = (
-        torch.empty(COPIED, dtype=torch.uint8, device=device),
-        torch.empty(COPIED, dtype=torch.uint8, pin_memory=True),
-    )
+    source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
     copy = COPIED / _milliseconds(lambda: target.copy_(source, non_blocking=True), device)
     bandwidth = 2 * left.nbytes / _milliseconds(left.neg_, device)
     return Rates(flops, copy, bandwidth, flops, launches=True)
 
 
 def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> float:
-    """Of one run, the median of a few; the first ones, which load kernels and wake the device, are not counted."""
+    """The median milliseconds of a few runs.
+
+    The first runs, which load kernels and wake the device, are not counted.
+    """
     run()
     times = []
     if device.type != "cuda":

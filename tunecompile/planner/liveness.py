@@ -1,8 +1,9 @@
-"""How much memory a compiled graph needs beside its inputs, from the graph alone.
+"""How many bytes a compiled graph needs beside its inputs, from the graph alone.
 
-Generated code keeps a value in memory where something that is no element-wise code reads or makes it, and where it is returned; element-wise
-code in between lives in registers. A buffer is given back after its last reader. That is a model of Inductor, not its own account, which
-exists only once code is generated; it is right to within a few per cent of a layer's bytes, and the planner learns the rest from measured peaks.
+A value is in memory where a call that is not element-wise reads or makes it, and where the graph returns it.
+Element-wise code in between lives in registers. A buffer is freed after its last reader. This is a model of Inductor,
+not Inductor's own account, which exists only once code is generated. It is right to within a few per cent of a layer's
+bytes, and the planner learns the rest from measured peaks.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ _FUSED = (
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Bytes a graph holds at its peak beside its inputs, how many of them it returns, and in what pieces, the largest first."""
+    """The memory of one run of a graph, in bytes."""
 
-    peak: int
-    pieces: tuple[int, ...]
+    peak: int  #: the most bytes held at once, beside the graph's inputs
+    pieces: tuple[int, ...]  #: bytes of each returned tensor, the largest first
 
     @property
     def returned(self) -> int:
+        """Bytes of all returned tensors."""
         return sum(self.pieces)
 
 
 def tensor_bytes(value: Any) -> int:
-    """Of the tensor, were it dense."""
+    """Bytes of a dense tensor of this shape; 0 for other values."""
     return size_hint(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 class GraphMemory:
-    """Which of a graph's values lie in memory."""
+    """Which of a graph's values are in memory, and which exist only in registers."""
 
     def __init__(self, graph: Graph):
         self.roots: dict[Node, Node | None] = {}
@@ -64,33 +66,40 @@ class GraphMemory:
             self.roots[node] = _root(node, self.roots)
 
     def writes(self, node: Node) -> bool:
-        """Whether the value has memory of its own."""
+        """Whether the value gets a buffer of its own."""
         return self.roots[node] is node
 
     def reads(self, node: Node) -> set[Node]:
-        """Whose memory is read when the value is computed, the graph's inputs among them."""
+        """The nodes whose buffers are read when the value is computed, the graph's inputs among them."""
         return _reads(node, self.roots, inputs=True)
 
 
 def node_bytes(node: Node) -> int:
-    """Of all that it returns."""
+    """Bytes of all tensors that a node returns."""
     value = node.meta.get("val")
     return sum(map(tensor_bytes, value)) if isinstance(value, (tuple, list)) else tensor_bytes(value)
 
 
 def extent(graph: Graph) -> Lifetime:
-    """Walk the graph in order, as the generated code runs."""
+    """Walk a graph in order, as generated code runs, and count bytes.
+
+    Args:
+        graph: lowered, with fake values under `meta["val"]`.
+
+    Returns:
+        Peak and returned bytes, at the hinted sizes.
+    """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     output = nodes[-1]
     roots = GraphMemory(graph).roots
-    reads = {node: set() if node.op == "placeholder" else _reads(node, roots) for node in nodes}
+    reads = {node: _reads(node, roots) if node.op != "placeholder" else set() for node in nodes}
     last: dict[Node, int] = {}
     for node in nodes:
-        if roots[node] is node or _runs(node):  # what is fused reads when its consumer runs
+        if roots[node] is node or _runs(node):  # fused code reads when its consumer runs
             for source in reads[node]:
                 last[source] = place[node]
-    returned = {roots[node] for node in output.all_input_nodes if roots[node] is not None}
+    returned = {root for node in output.all_input_nodes if (root := roots[node]) is not None}
     dying: dict[int, list[Node]] = {}
     for source, when in last.items():
         dying.setdefault(when, []).append(source)
@@ -110,8 +119,15 @@ def extent(graph: Graph) -> Lifetime:
     return Lifetime(peak, tuple(sorted((tensor_bytes(node.meta.get("val")) for node in returned), reverse=True)))
 
 
-def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, dying: dict[int, list[Node]]) -> int:
-    """Bytes of the products that nobody reads but this concatenation: they were written where it stands."""
+def _take_over(
+    cat: Node,
+    roots: dict[Node, Node | None],
+    last: dict[Node, int],
+    place: dict[Node, int],
+    returned: set[Node],
+    dying: dict[int, list[Node]],
+) -> int:
+    """Bytes of products whose only reader is this concatenation: they were written into its buffer."""
     found = {
         root
         for source in cat.all_input_nodes
@@ -126,8 +142,11 @@ def _take_over(cat: Node, roots: dict, last: dict, place: dict, returned: set, d
 
 
 def workspace(node: Node) -> int:
-    """Bytes a vendor's kernel needs while it runs, beside its results: the backward of attention sums dq in fp32, and makes dk and dv for every
-    head of q before it adds them up. (cuDNN, 32 heads of q and 8 of k: 5 times q.)"""
+    """Bytes that a vendor's kernel needs beside its results while it runs.
+
+    The backward of attention sums dq in fp32, and makes dk and dv for every head of q before it adds them up. (cuDNN
+    with 32 heads of q and 8 of k: 5 times q.)
+    """
     name = aten_name(node.target)
     if not ("attention" in name and "backward" in name):
         return 0
@@ -148,7 +167,7 @@ def _results(node: Node) -> int:
 
 
 def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:
-    """The node whose memory this one's value lies in; None for inputs and for what is never in memory."""
+    """The node in whose buffer this node's value is; None for inputs and for values that are never in memory."""
     if node.op != "call_function":
         return None
     if node.target is getitem:
@@ -161,8 +180,9 @@ def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:
 
 
 def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
-    """Of a call with several results: each has its memory, but pieces lie in the whole, and a kernel writes where it is told to."""
+    """The buffer of one of a call's results: its own, the split tensor's, or the one a Triton kernel writes to."""
     call, key = node.args
+    assert isinstance(call, Node)
     if isinstance(key, str):
         written = call.kwargs.get("kwargs", {}).get(key)
         return roots.get(written, node) if isinstance(written, Node) and written.op != "placeholder" else node
@@ -171,11 +191,12 @@ def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
 
 
 def _viewed(node: Node) -> Node | None:
-    """The tensor a view is of."""
+    """The tensor that a view is of; None for other calls."""
     return next(iter(node.all_input_nodes), None) if returns_view(node.target) else None
 
 
 def _fused(node: Node) -> bool:
+    """Whether the call is element-wise code, which is fused into its readers."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         torch.Tag.pointwise in target.tags or aten_name(target) in _FUSED
@@ -190,7 +211,7 @@ def _runs(node: Node) -> bool:
 
 
 def _needs_memory(user: Node) -> bool:
-    """Whether this reader wants its operand in memory, or reads a view of it that somebody does."""
+    """Whether a reader needs its operand in memory, by itself or through a view of it."""
     if user.op == "output":
         return True
     if _viewed(user) is not None or user.target is getitem:
@@ -199,8 +220,12 @@ def _needs_memory(user: Node) -> bool:
 
 
 def _reads(node: Node, roots: dict[Node, Node | None], inputs: bool = False) -> set[Node]:
-    """Whose memory is read when this node is computed, through all that is fused into it; with the graph's inputs, if they are asked for."""
-    found, pending, seen = set(), list(node.all_input_nodes), set()
+    """The nodes whose buffers are read when this node is computed, through all that is fused into it.
+
+    inputs: count the graph's inputs, too.
+    """
+    found: set[Node] = set()
+    pending, seen = list(node.all_input_nodes), set()
     while pending:
         source = pending.pop()
         if source in seen:

@@ -1,35 +1,36 @@
-"""Which plan each layer follows, so that the fastest step fits: a pure function of bytes and milliseconds.
+"""Choose a plan for each layer, so that the fastest step fits: a pure function of bytes and milliseconds.
 
-A layer has a few plans to choose from, each with the bytes it holds until the layer's backward and the time it costs. Only those on
-the lower convex hull of time over bytes can be part of the best choice (up to one layer), so layers are moved along it, the cheapest byte
-first, until the step fits. Where the host is full, the hull is that of what goes there no more. Early layers move before late ones: the last layer's backward runs while all others still hold
-what they saved, and should not need room to compute its own again.
+A layer has a few options, each with the bytes it holds until the layer's backward and the time it costs. Only options
+on the lower convex hull of time over bytes can be part of the best assignment (up to one layer). So layers move along
+the hull, the cheapest byte first, until the step fits. Where the host is full, the hull is that of the options that
+offload no more. Early layers move before late ones: the last layer's backward runs while all other layers still hold
+their activations, and should not need memory for its own recomputation.
 
-What a layer needs only while it runs is not in these bytes, and one layer's is as bad as all layers'. So the search is made under a
-few ceilings on it, from none to the lowest there is, and the fastest choice that fits is taken.
+Bytes that a layer needs only while it runs are not part of what it holds, and one such layer is as bad as all of them.
+So the search runs under a few ceilings on these bytes, from the highest to the lowest possible, and the fastest
+assignment that fits is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layer computes again in its backward pass: the matrix products and attentions of these numbers, in the order of its
-    forward graph, beside all that is cheap. None: everything but attention. tiles: in how many pieces of the tokens it computes what can be
-    computed so and is wide inside. weights: whether its frozen weights stay as matrix products read them, from one step to the next.
-    attention: whether it is computed again, too, where it draws no random numbers."""
+    """What a layer recomputes in its backward pass, beside all that is cheap."""
 
+    #: matrix products and attentions, by their place among `candidates.expensive_nodes`. None: everything but attention
     recompute: frozenset[int] | None = frozenset()
-    tiles: int = 1
-    weights: bool = False
-    attention: bool = False
+    tiles: int = 1  #: tiles of the tokens in which ops with a wide intermediate value run; 1: not tiled
+    weights: bool = False  #: whether frozen weights stay in the layout that products read, from one step to the next
+    attention: bool = False  #: whether attention is recomputed too, where it draws no random numbers
 
     @property
     def key(self) -> str:
+        """The plan as text, part of the cache keys of compiled code."""
         again = "all" if self.recompute is None else ",".join(map(str, sorted(self.recompute)))
         return (
             again
@@ -41,41 +42,45 @@ class Plan:
 
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
-
 AHEAD = (
-    2  #: layers before the one that runs whose copies are on the device too, on their way to the host or back from it
+    2  #: layers beside the running one whose offloaded tensors are on the device too, on their way to the host or back
 )
-WORTH = 0.9  #: of the time that a plan costs with that many: with one, a layer that takes less time than the one before waits for its copies
+
+#: Fewer layers ahead must cost at most this share of the milliseconds: with one ahead, a layer that is shorter than the
+#: layer before
+#: it waits for its copies.
+WORTH = 0.9
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """A plan's price for one layer: bytes held on the device from its forward to its backward, bytes its forward and backward need
-    beside that while they run, bytes that go to the host (what is held is one tensor then), and milliseconds on top of the fastest option. work: milliseconds of both, all included.
-    copying: how much more it is where no other layer's work hides its copies. gradients: bytes of its parameters' that are there from its backward on."""
+    """What a plan costs one layer, in bytes on the device and in milliseconds."""
 
     plan: Plan
-    held: int
-    forward: int
-    backward: int
-    ms: float
-    offloaded: int = 0
-    work: float = 0.0
-    copying: float = 0.0
-    gradients: int = 0
+    held: int  #: bytes held on the device from the layer's forward to its backward
+    forward: int  #: bytes its forward needs beside those, while it runs
+    backward: int  #: bytes its backward needs beside those, while it runs
+    ms: float  #: milliseconds on top of the fastest option
+    offloaded: int = 0  #: bytes that go to the host; what is held is one tensor then
+    work: float = 0.0  #: milliseconds of forward and backward, all included
+    copying: float = 0.0  #: milliseconds more where no other layer's work hides the copies
+    gradients: int = 0  #: bytes of its parameters' gradients, which exist from its backward on
 
-    def leaves(self, nbytes: int) -> bool:
-        """Whether a saved tensor of so many bytes goes to the host. (A batch may be smaller than the one this is the option of.)"""
+    def offloads_tensor(self, nbytes: int) -> bool:
+        """Whether a saved tensor of `nbytes` bytes goes to the host.
+
+        (A batch may be smaller than the one of this option.)
+        """
         return self.offloaded > 0 and (not self.held or 2 * nbytes <= self.held)
 
-    def passing(self, ahead: int) -> int:
-        """Bytes that are needed while the layer runs among its like, and no longer."""
+    def transient(self, ahead: int) -> int:
+        """Bytes needed only while the layer runs among layers of the same option, with copies `ahead` layers ahead."""
         return max(self.forward, self.backward) + (1 + ahead) * self.offloaded
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers of one kind, in the order in which they run, and what they may choose from."""
+    """Consecutive layers of one kind, and the options of each."""
 
     layers: int
     options: tuple[PlanOption, ...]
@@ -83,46 +88,59 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Assignment:
-    """For each stack an option for each layer; the bytes the regions need at the peak; whether that fits; how many layers ahead copies go."""
+    """An option for every layer, and what all of them need together."""
 
-    options: tuple[tuple[PlanOption, ...], ...]
-    peak: int
-    fits: bool
-    ahead: int = AHEAD
+    options: tuple[tuple[PlanOption, ...], ...]  #: for each run of layers an option a layer
+    peak: int  #: bytes the layers, head and loss need at most
+    fits: bool  #: whether the peak is within the limit
+    ahead: int = AHEAD  #: layers that copies go ahead
 
     @property
     def ms(self) -> float:
+        """Milliseconds a step takes beyond the fastest options."""
         return sum(option.ms for stack in self.options for option in stack)
 
     @property
     def work(self) -> float:
-        """Milliseconds of all layers."""
+        """Milliseconds of all layers, forward and backward."""
         return sum(option.work for stack in self.options for option in stack)
 
     @property
     def waiting(self) -> int:
-        """Bytes on the host."""
+        """Bytes offloaded to the host."""
         return _waiting(self.options)
 
     @property
     def offloads(self) -> bool:
+        """Whether anything is offloaded."""
         return self.waiting > 0
 
 
-def onward(options: Sequence[PlanOption], now: PlanOption) -> list[PlanOption]:
-    """What holds less than this one does, the cheapest byte first."""
+def smaller_options(options: Sequence[PlanOption], now: PlanOption) -> list[PlanOption]:
+    """The options that hold fewer bytes than `now`, the fewest milliseconds a byte first."""
     smaller = [option for option in options if option.held < now.held]
-    return sorted(smaller, key=lambda o: (_price(now, o), o.held))
+    return sorted(smaller, key=lambda o: (_ms_per_byte(now, o), o.held))
 
 
-def _price(now: PlanOption, then: PlanOption) -> float:
-    """Milliseconds a byte."""
+def _ms_per_byte(now: PlanOption, then: PlanOption) -> float:
+    """Milliseconds that a layer pays for each byte it frees by going from `now` to `then`."""
     return (then.ms - now.ms) / (now.held - then.held)
 
 
 def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) -> int:
-    """Of a step: the most bytes beside what is there anyway, over each layer's forward, head and loss, and each layer's backward, when what later layers
-    held is gone, and their gradients are there."""
+    """The most bytes that a step needs beside what is resident anyway.
+
+    The maximum is over each layer's forward, over head and loss, and over each layer's backward, where later layers
+    hold nothing more and their gradients exist.
+
+    Args:
+        stacks: an option for every layer, in the order in which layers run.
+        tail: bytes that head and loss need while all layers hold theirs.
+        ahead: layers that copies go ahead.
+
+    Returns:
+        Bytes.
+    """
     order = [option for stack in stacks for option in stack]
     held, moving, highest, gradients = 0, 0, tail, sum(option.gradients for option in order)
     for place, option in enumerate(order):
@@ -138,31 +156,37 @@ def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) 
 
 
 def copies(order: Sequence[PlanOption | None], place: int, ahead: int = AHEAD) -> int:
-    """Bytes on the device while this layer runs, its own and those of the layers before it, of what waits on the host otherwise."""
+    """Bytes of offloaded tensors on the device while layer `place` runs: its own and the `ahead` layers' before it."""
     return sum(option.offloaded for option in order[max(0, place - ahead) : place + 1] if option is not None)
 
 
 def choose(stacks: Sequence[LayerRun], room: int, tail: int = 0, host: int | None = None) -> Assignment:
-    """The fastest choice whose peak is at most `room`; the smallest there is where none fits.
+    """The fastest assignment whose peak is at most `room` bytes; the one with the lowest peak where none fits.
 
-    tail: bytes that head and loss need while all layers hold theirs. host: bytes that may go to the host; None for no limit.
+    Args:
+        stacks: runs of layers with their options, in the order in which they run.
+        room: bytes on the device for all layers, head and loss.
+        tail: bytes that head and loss need while all layers hold theirs.
+        host: bytes that may be offloaded; None for no limit.
+
+    Returns:
+        An option for every layer, with the peak in bytes.
     """
     free = _fastest(stacks, room, tail, None)
     if host is None or free.waiting <= host:
         return free
+    # A limit for each layer, since a few layers could fill the host and leave the rest without an option that fits.
     shared = (
         [LayerRun(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks]
         for most in _shares(stacks, host)
     )
-    found = [
-        _fastest(each, room, tail, host) for each in shared
-    ]  # a few layers could fill the host, and leave no way for the rest
+    found = [_fastest(each, room, tail, host) for each in shared]
     best = min((choice for choice in found if choice.waiting <= host), key=_rank)
     return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
 
 def _fastest(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None) -> Assignment:
-    """By the number of layers that copies go ahead."""
+    """The best assignment over the numbers of layers that copies may go ahead. Bytes, as in `choose`."""
     best = _choose(stacks, room, tail, host, AHEAD)
     for ahead in (1, 0):
         if not best.fits or best.ms:
@@ -173,7 +197,7 @@ def _fastest(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None)
 
 
 def _priced(stacks: Sequence[LayerRun], ahead: int) -> Sequence[LayerRun]:
-    """With none ahead, every layer waits for its copies."""
+    """Options that include their copies' milliseconds where none go ahead: every layer waits for its own then."""
     if ahead:
         return stacks
     return [
@@ -186,12 +210,15 @@ def _priced(stacks: Sequence[LayerRun], ahead: int) -> Sequence[LayerRun]:
 
 
 def _waiting(options: Sequence[Sequence[PlanOption]]) -> int:
-    """Bytes on the host."""
+    """Bytes offloaded to the host."""
     return sum(option.offloaded for stack in options for option in stack)
 
 
 def _shares(stacks: Sequence[LayerRun], host: int) -> list[int]:
-    """Bytes that one layer may send to the host: from as many as every layer could to as many as any would, each half as much again at least."""
+    """Limits in bytes on what one layer offloads, from an equal share of the host to the most that any option offloads.
+
+    Each limit is one and a half times the one before at least.
+    """
     found = [host // sum(stack.layers for stack in stacks)]
     for nbytes in sorted({option.offloaded for stack in stacks for option in stack.options}):
         if nbytes >= 1.5 * found[-1] or (len(found) == 1 and nbytes > found[0]):
@@ -200,14 +227,16 @@ def _shares(stacks: Sequence[LayerRun], host: int) -> list[int]:
 
 
 def _use_up(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int, host: int) -> Assignment:
-    """What fits, made faster one layer at a time while there is room on the device and the host: what saves most time for a byte of either."""
+    """Make an assignment that fits faster, one layer at a time, while there is memory left on the device and the host.
+
+    The move with the most milliseconds saved a byte of either comes first. `room`, `tail` and `host` are bytes.
+    """
     while True:
         left, best = host - choice.waiting, None
         for s, stack in enumerate(stacks):
             taken = choice.options[s]
-            for now, layer in {
-                option: layer for layer, option in enumerate(taken)
-            }.items():  # of layers that do alike, the last
+            last = {option: layer for layer, option in enumerate(taken)}  # of layers with the same option, the last
+            for now, layer in last.items():
                 for option in stack.options:
                     if option.ms >= now.ms or (more := option.offloaded - now.offloaded) > left:
                         continue
@@ -226,21 +255,23 @@ def _use_up(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int
 
 
 def _choose(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
-    best = None
+    """The fastest assignment that fits under any ceiling on transient bytes; else the one with the lowest peak."""
+    best: Assignment | None = None
     for ceiling in _ceilings(stacks, ahead):
         allowed = [
-            LayerRun(stack.layers, tuple(o for o in stack.options if o.passing(ahead) <= ceiling)) for stack in stacks
+            LayerRun(stack.layers, tuple(o for o in stack.options if o.transient(ahead) <= ceiling)) for stack in stacks
         ]
         found = _descend(allowed, room, tail, host, ahead)
         if best is None or _rank(found) < _rank(best):
             best = found
         if best.fits and best.ms <= sum(stack.layers * min(o.ms for o in stack.options) for stack in stacks):
             break
+    assert best is not None  # there is always a ceiling
     return best
 
 
 def _keep_last(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: int) -> Assignment:
-    """What the last layer saved is read at once: no work hides its copies. It stays, where there is room for it."""
+    """Keep the last layer's activations on the device where they fit: no work hides their copies."""
     last = choice.options[-1][-1]
     stays = next((o for o in stacks[-1].options if o.plan == last.plan and not o.offloaded), None)
     if not last.offloaded or stays is None:
@@ -251,21 +282,22 @@ def _keep_last(choice: Assignment, stacks: Sequence[LayerRun], room: int, tail: 
 
 
 def _rank(choice: Assignment) -> tuple[bool, float]:
+    """Smaller is better: by milliseconds among assignments that fit, by peak bytes among the others."""
     return not choice.fits, choice.ms if choice.fits else choice.peak
 
 
 def _ceilings(stacks: Sequence[LayerRun], ahead: int) -> list[int]:
-    """From the highest on, each a tenth lower at least, to the lowest under which every layer has an option."""
-    lowest = max(min(o.passing(ahead) for o in stack.options) for stack in stacks)
+    """Ceilings on transient bytes, each a tenth lower or more, down to the lowest that gives every layer an option."""
+    lowest = max(min(o.transient(ahead) for o in stack.options) for stack in stacks)
     found: list[int] = []
-    for bytes_ in sorted({o.passing(ahead) for stack in stacks for o in stack.options}, reverse=True):
+    for bytes_ in sorted({o.transient(ahead) for stack in stacks for o in stack.options}, reverse=True):
         if not found or lowest < bytes_ <= 0.9 * found[-1]:
             found.append(bytes_)
     return found if found[-1] <= lowest else [*found, lowest]
 
 
 def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
-    """Layer after layer from its fastest option to those that hold less, until the step fits."""
+    """Move layer after layer from its fastest option to options that hold fewer bytes, until the step fits."""
     at = [[min(stack.options, key=lambda o: (o.ms, o.held))] * stack.layers for stack in stacks]
     ways: list[dict[PlanOption, list[PlanOption]]] = [{} for _ in stacks]
 
@@ -280,7 +312,7 @@ def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None,
         _, stack, layer, then = min(moves, key=lambda move: move[:3])
         at[stack][layer] = then
         needed = peak(at, tail, ahead)
-        if needed < best.peak:  # a move may need more than it frees: room to compute a layer again
+        if needed < best.peak:  # a move may need more than it frees: recomputing a layer needs memory, too
             best = Assignment(options(), needed, needed <= room, ahead)
     return best
 
@@ -290,26 +322,33 @@ def _moves(
     at: Sequence[Sequence[PlanOption]],
     ways: Sequence[dict[PlanOption, list[PlanOption]]],
     left: int | None,
-):
-    """(milliseconds a byte, stack, layer, option) of the cheapest move that the host has room for: of layers that do alike, the first's."""
+) -> Iterator[tuple[float, int, int, PlanOption]]:
+    """(milliseconds a byte, run, layer, option) of each move for which `left` bytes on the host suffice.
+
+    Of layers with the same option the first moves. left: None for no limit.
+    """
     for s, taken in enumerate(at):
         for now in dict.fromkeys(taken):
             if now not in ways[s]:
-                ways[s][now] = onward(stacks[s].options, now)
+                ways[s][now] = smaller_options(stacks[s].options, now)
             if (
                 then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)
             ) is not None:
-                yield _price(now, then), s, taken.index(now), then
+                yield _ms_per_byte(now, then), s, taken.index(now), then
 
 
-def in_words(plan: dict[str, Any]) -> str:
-    """What an entry of `plans_by_layer` says, as a sentence's predicate."""
-    said = f"compute again: {', '.join(plan['recompute'])}" if plan["recompute"] else "keep what is dear to compute"
-    said += f"; MLP in {plan['tiles']} pieces" if plan["tiles"] > 1 else ""
-    waiting = "all but the largest tensor" if plan["largest_stays"] else "the rest"
-    return f"{said}; {waiting} waits on the host" if plan["offload"] else said
+def describe_plan(plan: dict[str, Any]) -> str:
+    """An entry of a report's `plans`, as the predicate of a sentence about layers."""
+    parts = [
+        f"recompute {', '.join(plan['recompute'])}" if plan["recompute"] else "keep all that is expensive to recompute"
+    ]
+    if plan["tiles"] > 1:
+        parts.append(f"MLP in {plan['tiles']} tiles")
+    if plan["offload"]:
+        parts.append(f"{'all but the largest tensor' if plan['largest_stays'] else 'the rest'} is offloaded")
+    return "; ".join(parts)
 
 
 def plan_lines(plans: Sequence[dict[str, Any]]) -> list[str]:
-    """How many layers do what."""
-    return [f"    {plan['layers']:3d} layers {in_words(plan)}" for plan in plans]
+    """A line for each plan: how many layers follow it, and what they do."""
+    return [f"    {plan['layers']:3d} layers {describe_plan(plan)}" for plan in plans]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunecompile.planner.device_memory import Spec, gauge
+from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime import telemetry_files
 
 WINDOW = 20  #: steps over which speed is taken
@@ -86,7 +86,7 @@ class Telemetry:
 def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
     """What a monitor is told of a model. The host knows all of it: nothing waits for the device."""
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
-    on, plan = gauge(device), budget and budget.admitted
+    on, plan = gauge_of(device), budget and budget.admitted
     peak = budget.measured if budget else on.peak()[0]
     return {
         "model": type(model).__name__,

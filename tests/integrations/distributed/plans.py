@@ -53,7 +53,7 @@ def each_for_its_own_batch(rank, ranks):
         assert _plans(made) == [(4, rank == 1)]
         assert _said(
             made,
-            f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'compute again'}",
+            f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'recompute'}",
         )
 
 

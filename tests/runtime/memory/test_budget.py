@@ -151,7 +151,7 @@ def to_the_host(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(per_device, "_offload", offload)
-    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))
     return made
 
 
@@ -199,12 +199,12 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     memory = tunecompile.report(model).memory
     assert [
         p for p in memory["plans"] if p["offload"] and p["largest_stays"]
-    ] and "all but the largest tensor waits on the host" in str(tunecompile.report(model))
+    ] and "all but the largest tensor is offloaded" in str(tunecompile.report(model))
     option = next(o for o in model._tunecompile.step.budget.options.values() if o.offloaded and o.held)
     assert (
-        option.leaves(option.held // 2)
-        and not option.leaves(option.held)
-        and not option.leaves(int(0.75 * option.held))
+        option.offloads_tensor(option.held // 2)
+        and not option.offloads_tensor(option.held)
+        and not option.offloads_tensor(int(0.75 * option.held))
     )
     assert (
         0
@@ -225,7 +225,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
 
     monkeypatch.setattr(replay, "CudaRecorder", Again)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
-    monkeypatch.setattr(budget, "rates", lambda *_: Rates(flops, 1e12))
+    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops, 1e12))
     reference, model = plain(), build(int(1.5 * needed()))
     state = model._tunecompile
     for number in range(7):
@@ -277,7 +277,7 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     from tunecompile.runtime.memory import per_device
 
     meter = Meter()
-    monkeypatch.setattr(per_device, "gauge", lambda device: meter)
+    monkeypatch.setattr(per_device, "gauge_of", lambda device: meter)
     whole = needed()
     meter.most = meter.held = 100 * whole  # of loading the model: no step's
     model = build(int(1.3 * whole))
@@ -299,7 +299,7 @@ def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
     from tunecompile.runtime.memory import per_device
 
     meter = Meter()
-    monkeypatch.setattr(per_device, "gauge", lambda device: meter)
+    monkeypatch.setattr(per_device, "gauge_of", lambda device: meter)
     whole = needed()
     model = build(int(1.3 * whole))
     step(model)

@@ -110,7 +110,7 @@ def test_the_error_says_which_device_is_full(monkeypatch):
             )
         return whole(*args)
 
-    monkeypatch.setattr(per_device, "gauge", Counting)
+    monkeypatch.setattr(per_device, "gauge_of", Counting)
     model = build(int(1.2 * needed()))
     step(model)
     first, last = on_each(model)

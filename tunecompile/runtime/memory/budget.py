@@ -17,7 +17,7 @@ from tunecompile.integrations.fsdp import Shards
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import Work, beside_layers
 from tunecompile.planner.device_memory import MARGIN, shown
-from tunecompile.planner.hardware import Rates, rates
+from tunecompile.planner.hardware import Rates, measure_rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Assignment, LayerRun, Plan, PlanOption, choose
 from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.memory.graph_allowance import RECORDED
@@ -155,7 +155,7 @@ class RuntimePlanner(MemoryAccounting):
         """Whether it goes to the host. The batch may be larger than the one that the plan was made for: bytes are taken as they were then."""
         if (option := self.options.get(id(slot))) is None:
             return False
-        return option.leaves(
+        return option.offloads_tensor(
             saved.untyped_storage().nbytes() * self.admitted.tokens // max(self.tokens, self.admitted.tokens)
         )
 
@@ -176,7 +176,7 @@ class RuntimePlanner(MemoryAccounting):
         try:
             weights = matrix_bytes(graph) if self.kept is not None else 0
             self.moving[region] = growth(graph) if self.moves else 0
-            rows, names = [], tuple(map(candidates.name, candidates.dear_nodes(graph)))
+            rows, names = [], tuple(map(candidates.describe, candidates.expensive_nodes(graph)))
             for plans in candidates.candidate_stages(graph):
                 rows += candidates.survey(cut, plans)
                 self.menus[region] = RegionCandidates(tuple(rows), tokens, names, weights, attention=attention)
@@ -339,7 +339,7 @@ class RuntimePlanner(MemoryAccounting):
         """Milliseconds of all layers' forwards."""
         if not self.recordings.look():
             return 0.0
-        return sum(each.rows[0].ahead.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
+        return sum(each.rows[0].forward_work.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
 
     def _keep_weights(self, choice: Assignment, slots: list[list[Any]], left: int) -> tuple[Assignment, int]:
         """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
@@ -388,7 +388,7 @@ class RuntimePlanner(MemoryAccounting):
         return stacks, slots
 
     def _rates(self) -> Rates:
-        return rates(self.device, self._dtype())
+        return measure_rates(self.device, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return (

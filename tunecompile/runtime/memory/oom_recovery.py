@@ -27,7 +27,7 @@ from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.planner.device_memory import shown
-from tunecompile.planner.solver import in_words
+from tunecompile.planner.solver import describe_plan
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall, full_gpu, requested
@@ -234,7 +234,7 @@ class Recovery:
         plans = ((budget, plan) for budget in self.budgets for plan in budget.plans_by_layer())
         return (
             " / ".join(
-                f"{plan['layers']} layers{f' of {budget.device}' if len(self.budgets) > 1 else ''} {in_words(plan)}"
+                f"{plan['layers']} layers{f' of {budget.device}' if len(self.budgets) > 1 else ''} {describe_plan(plan)}"
                 for budget, plan in plans
             )
             or "yet to be made"

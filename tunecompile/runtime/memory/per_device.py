@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tunecompile._torch.cuda import grow_segments
-from tunecompile.planner.device_memory import Spec, gauge
+from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head import Head
@@ -57,7 +57,7 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
         RuntimePlanner(
             state.memory,
             state.model,
-            gauge(device),
+            gauge_of(device),
             device,
             slots,
             state.heads,
