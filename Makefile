@@ -1,5 +1,6 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
 # make test    what needs no GPU, without the slow cases (make test-all has them)
+# make lint    ruff and pyright; make format mends what they can mend by themselves
 # make docs    the pages of docs/ and all docstrings as a site, reports/docs/index.html
 # make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
 # make test-gpu, make wheel, make clean
@@ -27,14 +28,14 @@ READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo docs test test-all test-gpu test-versions wheel clean links
+.PHONY: all demo docs format lint test test-all test-gpu test-versions wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
 define environment
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' $<)
-	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $< -e '.[all,test]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $< -e '.[all,test,lint]'
 	touch $@
 endef
 
@@ -60,6 +61,15 @@ test-all: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check -q .
+	$(PY) -m ruff format -q --check .
+	$(PY) -m pyright --level error
+
+format: $(READY)
+	$(PY) -m ruff check -q --fix .
+	$(PY) -m ruff format -q .
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict -f docs/mkdocs.yml -d ../reports/docs
