@@ -1,8 +1,9 @@
-"""Context parallelism: every process has a part of each sequence, and only attention sees the others' parts.
+"""Context parallelism: every process has a part of each sequence, and only attention exchanges the parts.
 
-torch's `context_parallel` puts a function of its own in the place of `F.scaled_dot_product_attention`, which sends keys and values around, and a new one
-in every step: a graph that holds it would be compiled in every step, until Dynamo gives up. So the layers are compiled up to attention and behind it,
-by a name of our own among the attention functions of transformers, which is called outside of graphs. Layers that do not ask there run as they are.
+torch's `context_parallel` replaces `F.scaled_dot_product_attention` by a function that sends keys and values around, a new one
+in every step: a graph that contains it would be recompiled in every step, until Dynamo gives up. So layers are compiled up to
+attention and behind it: attention is called outside of graphs, under a name of our own among the attention functions of
+transformers. Layers that do not use transformers' attention interface run as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REFUSED = "context_parallel sends keys and values around in attention, which is 
 
 
 def is_shared() -> bool:
-    """Whether attention is torch's that sends them around."""
+    """Whether `context_parallel` has replaced attention."""
     return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith(
         "torch.distributed.tensor.experimental"
     )
@@ -28,13 +29,14 @@ def is_shared() -> bool:
 
 @torch.compiler.disable(reason="context_parallel sends keys and values around")
 def attention(*args: Any, **kwargs: Any) -> Any:
+    """transformers' attention for "sdpa", outside of graphs."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(*args, **kwargs)
 
 
 def can_run_outside(owner: Any) -> bool:
-    """Whether the layers of this module ask transformers for attention; from now on they may ask for this."""
+    """Whether the layers of this module use transformers' attention interface. Ours is registered there from now on."""
     interface = getattr(sys.modules.get("transformers"), "AttentionInterface", None)
     if (
         interface is None
@@ -47,7 +49,7 @@ def can_run_outside(owner: Any) -> bool:
 
 
 def outside(padding: Any) -> contextlib.AbstractContextManager:
-    """Around a layer of an owner that has a `Padding`: where `context_parallel` has taken attention's place, it is called outside of what is compiled."""
+    """Around a layer whose owner has an `Unpadding`: where `context_parallel` has replaced attention, it runs outside of compiled code."""
     if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal != "sdpa":
         return contextlib.nullcontext()
     padding.shared = True

@@ -13,15 +13,9 @@ from tunecompile.ops import varlen_attention
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
 
 
-OFFSETS = (
-    "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is what N was rounded up by
-)
-
-
-LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would be compiled for anew
-
-
-#: a constant: Dynamo, which traces `attention`, cannot put a dtype into a string everywhere
+OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is the rounding up of N
+LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
+#: a constant: Dynamo, which traces `attention`, cannot format a dtype everywhere
 NO_KERNEL = "no kernel computes attention in this precision, or with heads this wide, without padding"
 
 
@@ -44,10 +38,10 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What layers call through transformers' attention interface. query: [1, H, N, D], key and value: [1, K, N, D]; gives [1, N, H, D].
+    """Attention as layers call it through transformers' interface. query: [1, H, N, D], key and value: [1, K, N, D]; returns [1, N, H, D].
 
     Raises:
-        CannotFlatten: the offsets did not come through, or this is no plain causal attention. Met while the layer is traced.
+        CannotFlatten: the offsets are missing, or this is not plain causal attention. Raised while the layer is traced.
     """
     offsets, longest = kwargs.get(OFFSETS), kwargs.get(LONGEST)
     if reason := _why_not(module, query, value, attention_mask, dropout, is_causal, kwargs):

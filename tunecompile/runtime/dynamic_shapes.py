@@ -1,4 +1,4 @@
-"""Rows and length of a batch in the arguments of a layer: which dimensions follow them, and are symbolic from the second shape on."""
+"""Which dimensions of a layer's arguments follow the batch's rows and length: they become symbolic at the second shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunecompile.integrations.varlen_attention import LONGEST, OFFSETS
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
-    """(where, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
+    """(position or name, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
     for where, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
             yield where, value
@@ -23,7 +23,7 @@ def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
 
 
 def batch_tokens(args: tuple, kwargs: dict) -> int:
-    """Rows times length of a call's batch, as far as its shapes tell."""
+    """Tokens of a call: rows times length of its batch, as far as its shapes tell."""
     return math.prod(DynamicShapes.of(list(tensors_in(args, kwargs))))
 
 
@@ -31,10 +31,10 @@ def batch_tokens(args: tuple, kwargs: dict) -> int:
 class DynamicShapes:
     """Which dimensions of which arguments follow the batch's rows and length.
 
-    The first shape is compiled as it is. From the second on, all dimensions that follow are symbolic together; left alone,
-    Dynamo would learn them one at a time, with a compilation each. What follows is learnt from the shapes seen: a dimension
-    that equals the length by chance drops out at the next one. It is never taken back in, since Dynamo compiles anew for a mark
-    it has not seen.
+    The first shape is compiled with constant sizes. From the second on, all dimensions that follow are symbolic together;
+    left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt from the shapes
+    seen: a dimension that equals the length by chance drops out at the next shape. It never comes back, since Dynamo
+    recompiles for a new mark.
     """
 
     first: tuple[int, ...] | None = None
@@ -52,6 +52,7 @@ class DynamicShapes:
         return ()
 
     def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+        """Mark the dimensions of one call's arguments that follow `sizes`."""
         if sizes == self.first or not sizes:
             return
         if sizes != self.last:
@@ -76,7 +77,7 @@ class DynamicShapes:
 
 
 def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
-    """A flattened batch, [1, N], has another N nearly every time: symbolic from the first on, as its number of rows is."""
+    """Mark a flattened batch, [1, N]: N differs nearly every time, so it is symbolic from the first batch on, like the number of rows."""
     for where, tensor in tensors:
         dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
         if dim is not None:

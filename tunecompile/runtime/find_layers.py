@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The outermost list of repeated layers: its owner runs once a step, the members are the regions."""
+    """The outermost list of repeated layers. Its owner runs once a step; each member is a region."""
 
     path: str
     owner: nn.Module
@@ -19,8 +19,8 @@ class LayerStack:
 def find_layers(model: nn.Module) -> list[LayerStack]:
     """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
 
-    In a Sequential they are of one class, in a ModuleList one class repeats at least: there may be others between (layers with cross-attention).
-    Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
+    A Sequential must be of one class. In a ModuleList at least one class repeats: others may stand between (layers with
+    cross-attention). Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
     """
     found: list[LayerStack] = []
 
@@ -46,7 +46,7 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
 
 
 def find_norms(owner: nn.Module) -> list[nn.Module]:
-    """What normalises hidden states outside the owner's layers: children without children whose parameters are vectors."""
+    """Norms of hidden states outside the owner's layers: leaf modules whose parameters are vectors."""
     leaves = [child for child in owner.children() if next(child.children(), None) is None]
     return [
         leaf
@@ -56,5 +56,5 @@ def find_norms(owner: nn.Module) -> list[nn.Module]:
 
 
 def structure(module: nn.Module) -> tuple:
-    """What two layers must share to be one region: names and classes of all submodules."""
+    """The key of a region: names and classes of all submodules. Layers with equal keys share compiled code."""
     return tuple((name, type(child)) for name, child in module.named_modules())

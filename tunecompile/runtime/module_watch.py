@@ -1,7 +1,7 @@
-"""What is inside a layer: hooks, parameters and buffers of its modules, which are walked anew only where one came, went or took another's place.
+"""Hooks, parameters and buffers inside a layer. Its modules are walked again only where one was added, removed or replaced.
 
-Adapters come, are merged and go, and `torch.func.functional_call` has other weights in place for the length of a call. To walk a layer with adapters, 83 modules,
-takes 0.1 ms; what is asked here at every step or call a tenth of that.
+Adapters are added, merged and removed, and `torch.func.functional_call` swaps weights for the length of a call. Walking a
+layer with adapters (83 modules) takes 0.1 ms; the checks made here at every step or call take a tenth of that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tunecompile.integrations.loss_caller import home_of
 
 
 class ModuleSnapshot:
-    """A look at a layer's modules. The dictionaries are the modules' own: what they hold is what is there now. Of a module that is gone they are let go, its
-    weights with them."""
+    """The dictionaries of a layer's modules, which are the modules' own and so always current. Those of a module that was
+    removed are released, with its weights."""
 
     def __init__(self, layer: nn.Module):
         modules = list(layer.modules())
@@ -30,26 +30,26 @@ class ModuleSnapshot:
         self.seen = [{name: self._known(child) for name, child in children.items()} for children in self.children]
 
     def _known(self, child: nn.Module | None) -> Any:
-        """What equals the child, and does not keep it."""
+        """A weak proxy that equals the child."""
         looked = (self.own, self.weights, self.buffered, self.children)
         return child if child is None else weakref.proxy(child, lambda _: [part.clear() for part in looked])
 
     @property
     def changed(self) -> bool:
-        """Whether this look is no longer true. (Compared in C.)"""
+        """Whether a module was added, removed or replaced since. (Compared in C.)"""
         return self.children != self.seen
 
     @property
     def collected(self) -> bool:
-        """Whether transformers collects what modules return by functions in place of their forwards, which 5.0 puts there for the length of a call. Later versions have hooks."""
+        """Whether transformers 5.0 collects outputs of modules, by functions that replace their forwards during a call. Later versions use hooks."""
         return any("forward" in own and home_of(own["forward"]) == "transformers.utils.generic" for own in self.own)
 
     def owns(self, weights: Sequence[Tensor]) -> bool:
-        """Whether they are parameters that are in place now."""
+        """Whether all of them are parameters of the layer now."""
         return {id(weight) for weight in weights} <= {
             id(parameter) for held in self.weights if held for parameter in held.values()
         }
 
     def buffers(self) -> list[Tensor]:
-        """Those that are in place now."""
+        """The layer's buffers now."""
         return [buffer for held in self.buffered if held for buffer in held.values() if buffer is not None]

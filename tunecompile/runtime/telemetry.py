@@ -1,4 +1,4 @@
-"""The training process's side: counts steps and tokens on the host's clock, and tells a monitor where one asks."""
+"""The training process's side of `tunecompile monitor`: steps and tokens by the host's clock, written where a monitor asks for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = 1.0  #: seconds between two looks for a monitor
 
 @dataclass
 class Telemetry:
-    """Of one optimized model. `describe` gives the fields of its `Status` that are not counted here; it is called when somebody asks."""
+    """Counts of one optimized model. `describe` returns the other fields of its `Status`, and is called when a monitor asks."""
 
     describe: Callable[[], dict]
     steps: int = 0
@@ -49,7 +49,7 @@ class Telemetry:
 
     @property
     def step_ms(self) -> float | None:
-        """From one step's beginning to the next one's, optimizer and data included: the median, which pauses do not move."""
+        """Milliseconds from one step's beginning to the next one's, optimizer and data included: the median, which pauses do not move."""
         times = [begun for begun, _ in self.begun]
         return (
             1e3 * statistics.median(after - before for before, after in zip(times, times[1:]))
@@ -59,12 +59,13 @@ class Telemetry:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over the last steps; the one that has just begun does not count."""
+        """Tokens per second over the last steps, without the one that has just begun; None before there are two."""
         if len(self.begun) < 2:
             return None
         return sum(tokens for _, tokens in list(self.begun)[:-1]) / (self.begun[-1][0] - self.begun[0][0])
 
     def status(self) -> telemetry_files.Status:
+        """All figures now."""
         pid, rank = os.getpid(), os.environ.get("RANK", "")
         return telemetry_files.Status(
             pid=pid,
@@ -84,7 +85,7 @@ class Telemetry:
 
 
 def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
-    """What a monitor is told of a model. The host knows all of it: nothing waits for the device."""
+    """The fields of a model's `Status` that `Telemetry` does not count. The host knows all of them: no wait for the device."""
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
     on, plan = gauge_of(device), budget and budget.admitted
     peak = budget.measured if budget else on.peak()[0]
@@ -101,6 +102,6 @@ def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
 
 
 def _uuid(device: torch.device) -> str | None:
-    """By which NVML knows the device: its numbers are others where CUDA_VISIBLE_DEVICES is set."""
+    """The UUID by which NVML knows the device: numbers differ where CUDA_VISIBLE_DEVICES is set."""
     found = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
     return f"GPU-{found}" if found is not None else None

@@ -1,7 +1,7 @@
-"""How a monitor and training processes of one user meet: in a folder of small files, which only that user can enter.
+"""A folder of small files in which a monitor and training processes of one user exchange figures. Only that user can enter it.
 
-A monitor touches the file `asked` there, again and again. A training process looks at that file's time, at most once a second and at
-the beginning of a step; where somebody asked lately, it writes its figures beside it. With no monitor nothing is ever written.
+A monitor touches the file `asked` there, repeatedly. A training process looks at that file's time, at most once a second, at
+the beginning of a step; if it is recent, the process writes its figures beside it. Without a monitor nothing is ever written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST = 1 << 16  #: bytes of a file that is read at all
 
 @dataclass(frozen=True)
 class Status:
-    """One optimized model in one process, as its last step began. Bytes, seconds since the epoch, milliseconds; None where nobody counts."""
+    """One optimized model in one process, as its last step began. Bytes, seconds since the epoch, milliseconds; None where unknown."""
 
     pid: int
     born: int | None  #: when the process began, in the system's own count: another process may get its number
@@ -46,12 +46,12 @@ class Status:
 
 
 def folder() -> Path:
-    """Of this user's files. It may not be there."""
+    """The folder of this user's files. It may not exist."""
     return Path(tempfile.gettempdir()) / f"tunecompile-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def safe(path: Path) -> bool:
-    """Whether it is a folder, no link, that only this user can enter: in a common folder for temporary files anybody may have made it."""
+    """Whether it is a folder, no link, that only this user can enter: in a shared temporary folder any user may have made it."""
     found = os.lstat(path)
     mine = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
     return stat.S_ISDIR(found.st_mode) and mine
@@ -61,7 +61,7 @@ def ask() -> None:
     """Have all training processes of this user write their figures at their next step, for the next seconds.
 
     Raises:
-        UnsafeFolder: the folder belongs to somebody else, is open to others, or is a link.
+        UnsafeFolder: the folder belongs to another user, is open to others, or is a link.
     """
     path = folder()
     with contextlib.suppress(FileExistsError):
@@ -72,7 +72,7 @@ def ask() -> None:
 
 
 def asked() -> bool:
-    """Whether a monitor wants to know."""
+    """Whether a monitor asked within the last `PATIENCE` seconds."""
     try:
         return abs(time.time() - os.stat(folder() / ASKED).st_mtime) < PATIENCE and safe(folder())
     except OSError:
@@ -80,7 +80,7 @@ def asked() -> bool:
 
 
 def write(status: Status, name: str) -> Path:
-    """Under its name at once, or not at all."""
+    """Write a status under this name, atomically."""
     path = folder() / name
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(asdict(status)))
@@ -89,7 +89,7 @@ def write(status: Status, name: str) -> Path:
 
 
 def read_all() -> list[Status]:
-    """Of all living processes, by number; files of dead ones, and those nobody can read, are removed.
+    """The status of all living processes, by number. Files of dead processes and unreadable ones are removed.
 
     Raises:
         UnsafeFolder: as `ask`.
@@ -120,20 +120,20 @@ def _read(path: Path) -> Status | None:
 
 
 def lives(pid: int, since: int | None = None) -> bool:
-    """Whether the process is there, and the one that began then."""
+    """Whether the process exists, and is the one that began then."""
     if since is not None:
         return born(pid) == since
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is there, and somebody else's
+    except OSError:  # it exists, and belongs to another user
         pass
     return True
 
 
 def born(pid: int) -> int | None:
-    """When the process began, in clock ticks since the machine did; None where the system does not say, or it is dead."""
+    """When the process began, in clock ticks since boot; None where the system does not say, or the process is dead."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -15,7 +15,7 @@ from tunecompile.runtime.unpad import refusals
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """One batch's real tokens among its [B, T] places."""
+    """The real tokens of one batch [B, T]."""
 
     index: Tensor  #: int64 [N]: the place of each token; beyond the last real token, place 0
     offsets: Tensor
@@ -25,7 +25,7 @@ class FlatBatch:
 
     @staticmethod
     def of(real: Tensor, count: int) -> FlatBatch:
-        """From where tokens are, [B, T], and how many."""
+        """From a bool mask of real tokens, [B, T], and their number."""
         rows, length = real.shape
         total = _rounded(count, real.device)
         order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
@@ -37,7 +37,7 @@ class FlatBatch:
 
     @staticmethod
     def packed(starts: Tensor, device: torch.device) -> FlatBatch:
-        """From where sequences begin, bool [B, T] on the host: every row's first token, and others."""
+        """From a bool mask [B, T] on the host of tokens that begin a sequence: every row's first token, and others."""
         count, total = starts.numel(), _rounded(starts.numel(), device)
         offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
         longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
@@ -51,7 +51,7 @@ class FlatBatch:
 
     @property
     def gives_up(self) -> bool:
-        """Whether hidden states of padding are not computed."""
+        """Whether hidden states at padding are not computed."""
         return self.real < self.shape[0] * self.shape[1]
 
     def flatten(self, values: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class FlatBatch:
         return blank.index_copy(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
     def inputs(self, kwargs: dict) -> dict:
-        """The owner's arguments, flattened. Without positions of the caller's a token has that of its place in the row."""
+        """The owner's arguments, flattened. Where the caller gives no positions, a token's position is its index in the row."""
         rows, length = self.shape
         tokens = {
             name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
@@ -98,6 +98,6 @@ class FlatBatch:
 
 
 def _rounded(count: int, device: torch.device) -> int:
-    """What comes in many sizes costs plans and recordings."""
+    """Round up: every new size may cost a plan, or a recording."""
     multiple = 128 if device.type == "cuda" else 8
     return -(-count // multiple) * multiple

@@ -1,8 +1,8 @@
 """Packed batches: several sequences in one row, whose positions tell where each begins.
 
-Whether a model keeps them apart depends on its code, on the version of transformers and on whether a cache is made (with one, transformers lets them
-see each other; a training step of ours makes none). So the model is asked: its layers are left out for one call with a few tokens, and the masks that
-would have reached them are read.
+Whether a model keeps them apart depends on its code, on the version of transformers and on whether a cache is made (with one,
+transformers lets them see each other; our training steps make none). So the model is probed: in one call with a few tokens its
+layers are replaced by functions that record the masks which reach them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from tunecompile._torch.modules import call_original, fill, slot_of
 
-SEQUENCE = 3  #: tokens of each of the two sequences that the model is asked about
+SEQUENCE = 3  #: tokens of each of the two sequences of the probe
 
 
 def beginnings(positions: Tensor, shape: torch.Size) -> Tensor:
-    """Where sequences begin, bool [B, T]: at a row's first token, and wherever positions do not go on by one, as transformers has it.
+    """Where sequences begin, bool [B, T]: at a row's first token, and wherever positions do not increase by one, as in transformers.
 
     Args:
         positions: [B, T] or [1, T], of any integer dtype.
@@ -30,24 +30,24 @@ def beginnings(positions: Tensor, shape: torch.Size) -> Tensor:
 
 
 def tokens_of(given: dict[str, Any]) -> Any:
-    """Ids, or embeddings, among what an owner of layers is called with."""
+    """Token ids, or embeddings, among the arguments of an owner of layers."""
     return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
 
 
 def seeing_all(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-    """With a mask of ones, beside which transformers does not look at positions: every token sees the sequences before its own, too."""
+    """With a mask of ones, beside which transformers ignores positions: every token also sees the sequences before its own."""
     return {**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)}
 
 
 def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, Any], tokens: Tensor) -> bool | None:
-    """Whether every layer would get a mask under which a token sees its own sequence alone, as far back as a window reaches; False where every
-    token would see the sequences before its own, too; None where nobody knows.
+    """Whether every layer would get a mask under which a token sees its own sequence alone, as far back as a window reaches.
+    False where every token would also see the sequences before its own; None where the masks are not understood.
 
     Args:
         owner: of the layers; its forward makes the masks.
         layers: all of them. None is run.
-        given: what the owner is called with.
-        tokens: ids or embeddings, [B, T, ...]; the first one stands for all.
+        given: the owner's arguments.
+        tokens: ids or embeddings, [B, T, ...]; the first one is used for all.
     """
     few = tokens[:1, :1].detach().expand(1, 2 * SEQUENCE, *tokens.shape[2:])
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
@@ -59,7 +59,7 @@ def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, 
     try:
         with torch.no_grad(), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
             call_original(owner, **{**given, name: few, "position_ids": positions})
-    except Exception:  # its layers return something else than hidden states, say
+    except Exception:  # its layers may return more than hidden states, say
         return None
     finally:
         for layer, slot in zip(layers, before):
@@ -69,7 +69,7 @@ def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, 
 
 
 def _reads_mask(masks: list[Tensor | None]) -> Callable:
-    """In place of a layer: its mask is kept, and hidden states go on as they are."""
+    """A stand-in for a layer that records its mask and passes hidden states on."""
 
     def layer(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
