@@ -1,9 +1,9 @@
 """Context parallelism: every process has a part of each sequence, and only attention exchanges the parts.
 
-torch's `context_parallel` replaces `F.scaled_dot_product_attention` by a function that sends keys and values around, a new one
-in every step: a graph that contains it would be recompiled in every step, until Dynamo gives up. So layers are compiled up to
-attention and behind it: attention is called outside of graphs, under a name of our own among the attention functions of
-transformers. Layers that do not use transformers' attention interface run as they are.
+torch's `context_parallel` replaces `F.scaled_dot_product_attention` by a function that sends keys and values around, a
+new one in every step: a graph that contains it would be recompiled in every step, until Dynamo gives up. So layers are
+compiled up to attention and behind it: attention is called outside of graphs, under a name of our own among the
+attention functions of transformers. Layers that do not use transformers' attention interface run as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def can_run_outside(owner: Any) -> bool:
 
 
 def outside(padding: Any) -> contextlib.AbstractContextManager:
-    """Around a layer whose owner has an `Unpadding`: where `context_parallel` has replaced attention, it runs outside of compiled code."""
+    """Around a layer whose owner has an `Unpadding`: where `context_parallel` has replaced attention, it runs outside
+    of compiled code.
+    """
     if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal != "sdpa":
         return contextlib.nullcontext()
     padding.shared = True

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class PassThrough:
-    """Stands in a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the model,
-    which are not optimized, get the function itself."""
+    """Stands in a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the
+    model, which are not optimized, get the function itself.
+    """
 
     def __init__(self, function: Callable):
         self.function = function

@@ -38,7 +38,8 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as layers call it through transformers' interface. query: [1, H, N, D], key and value: [1, K, N, D]; returns [1, N, H, D].
+    """Attention as layers call it through transformers' interface. query: [1, H, N, D], key and value: [1, K, N, D];
+    returns [1, N, H, D].
 
     Raises:
         CannotFlatten: the offsets are missing, or this is not plain causal attention. Raised while the layer is traced.

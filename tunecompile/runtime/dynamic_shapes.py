@@ -31,10 +31,10 @@ def batch_tokens(args: tuple, kwargs: dict) -> int:
 class DynamicShapes:
     """Which dimensions of which arguments follow the batch's rows and length.
 
-    The first shape is compiled with constant sizes. From the second on, all dimensions that follow are symbolic together;
-    left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt from the shapes
-    seen: a dimension that equals the length by chance drops out at the next shape. It never comes back, since Dynamo
-    recompiles for a new mark.
+    The first shape is compiled with constant sizes. From the second on, all dimensions that follow are symbolic
+    together; left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt
+    from the shapes seen: a dimension that equals the length by chance drops out at the next shape. It never comes back,
+    since Dynamo recompiles for a new mark.
     """
 
     first: tuple[int, ...] | None = None
@@ -77,7 +77,9 @@ class DynamicShapes:
 
 
 def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
-    """Mark a flattened batch, [1, N]: N differs nearly every time, so it is symbolic from the first batch on, like the number of rows."""
+    """Mark a flattened batch, [1, N]: N differs nearly every time, so it is symbolic from the first batch on, like the
+    number of rows.
+    """
     for where, tensor in tensors:
         dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
         if dim is not None:

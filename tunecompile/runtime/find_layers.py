@@ -20,7 +20,8 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
     """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
 
     A Sequential must be of one class. In a ModuleList at least one class repeats: others may stand between (layers with
-    cross-attention). Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
+    cross-attention). Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are
+    not layers.
     """
     found: list[LayerStack] = []
 

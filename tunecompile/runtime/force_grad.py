@@ -25,8 +25,9 @@ class _RequireGrad(torch.autograd.Function):
 
 
 def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Node | None]:
-    """Let the hidden states of a model's first layer require a gradient, as those of all others do. Otherwise it would be the one call of
-    another kind, and the first step would compile twice. Computing that gradient costs a few tenths of a per cent of a step.
+    """Let the hidden states of a model's first layer require a gradient, as those of all others do. Otherwise it would
+    be the one call of another kind, and the first step would compile twice. Computing that gradient costs a few tenths
+    of a per cent of a step.
 
     Returns:
         The arguments, and the node that was made; None where the arguments stay as they are.
@@ -46,9 +47,10 @@ def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def drop_graph(output: Any, forced: Node) -> Any:
-    """The output of such a layer, detached where its graph leads to nothing else: a layer may run without the weights it would train (its adapter is
-    merged, or disabled), and a step that trains nothing fails as it does in eager code. One look at the node of a compiled layer, which lists its
-    parameters."""
+    """The output of such a layer, detached where its graph leads to nothing else: a layer may run without the weights
+    it would train (its adapter is merged, or disabled), and a step that trains nothing fails as it does in eager code.
+    One look at the node of a compiled layer, which lists its parameters.
+    """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     seen, pending = {forced}, [get_gradient_edge(tensor).node for tensor in tensors]
     while pending:

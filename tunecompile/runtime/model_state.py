@@ -67,7 +67,9 @@ class ModelCall:
 
 
 class Part:
-    """One feature of an optimized model. A feature overrides the moments it needs; there is one object of each kind for a model."""
+    """One feature of an optimized model. A feature overrides the moments it needs; there is one object of each kind for
+    a model.
+    """
 
     def attach(self, state: State) -> None:
         """At `optimize`: put hooks and slots in place."""
@@ -189,7 +191,9 @@ class State(NotCopied):
 
     @property
     def store(self) -> RankStore:
-        """Of the ranks that train the model. Not read before the first training step, when there are adapters and ranks."""
+        """Of the ranks that train the model. Not read before the first training step, when there are adapters and
+        ranks.
+        """
         if self._store is None:
             self._store = RankStore.of(self.model)
         return self._store
@@ -209,7 +213,8 @@ class State(NotCopied):
         return self.regions + [slot.region for slot in self.norms if slot.region.variants]
 
     def matches(self) -> list[MatchCount]:
-        """Found and rewritten patterns, one count a family, for one layer, in the last graph compiled of each region; with those of heads, whose
-        losses are fused outside the regions."""
+        """Found and rewritten patterns, one count a family, for one layer, in the last graph compiled of each region;
+        with those of heads, whose losses are fused outside the regions.
+        """
         tallies = [tally for region in self.compiled() for context in pieces_of(region) for tally in context.tallies]
         return merge_tallies(tallies, [head.tally for head in self.heads])

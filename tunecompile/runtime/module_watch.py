@@ -1,7 +1,8 @@
-"""Hooks, parameters and buffers inside a layer. Its modules are walked again only where one was added, removed or replaced.
+"""Hooks, parameters and buffers inside a layer. Its modules are walked again only where one was added, removed or
+replaced.
 
-Adapters are added, merged and removed, and `torch.func.functional_call` swaps weights for the length of a call. Walking a
-layer with adapters (83 modules) takes 0.1 ms; the checks made here at every step or call take a tenth of that.
+Adapters are added, merged and removed, and `torch.func.functional_call` swaps weights for the length of a call. Walking
+a layer with adapters (83 modules) takes 0.1 ms; the checks made here at every step or call take a tenth of that.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from tunecompile.integrations.loss_caller import home_of
 
 
 class ModuleSnapshot:
-    """The dictionaries of a layer's modules, which are the modules' own and so always current. Those of a module that was
-    removed are released, with its weights."""
+    """The dictionaries of a layer's modules, which are the modules' own and so always current. Those of a module that
+    was removed are released, with its weights.
+    """
 
     def __init__(self, layer: nn.Module):
         modules = list(layer.modules())
@@ -41,7 +43,9 @@ class ModuleSnapshot:
 
     @property
     def collected(self) -> bool:
-        """Whether transformers 5.0 collects outputs of modules, by functions that replace their forwards during a call. Later versions use hooks."""
+        """Whether transformers 5.0 collects outputs of modules, by functions that replace their forwards during a call.
+        Later versions use hooks.
+        """
         return any("forward" in own and home_of(own["forward"]) == "transformers.utils.generic" for own in self.own)
 
     def owns(self, weights: Sequence[Tensor]) -> bool:

@@ -40,8 +40,10 @@ class NotCopied:
 
 @dataclass
 class Step:
-    """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a layer that
-    decided by itself would run a re-entrant checkpoint's first forward and its recomputation in different ways."""
+    """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a
+    layer that decided by itself would run a re-entrant checkpoint's first forward and its recomputation in different
+    ways.
+    """
 
     active: bool = False
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say

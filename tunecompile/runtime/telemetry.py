@@ -1,4 +1,6 @@
-"""The training process's side of `tunecompile monitor`: steps and tokens by the host's clock, written where a monitor asks for them."""
+"""The training process's side of `tunecompile monitor`: steps and tokens by the host's clock, written where a monitor
+asks for them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ EVERY = 1.0  #: seconds between two looks for a monitor
 
 @dataclass
 class Telemetry:
-    """Counts of one optimized model. `describe` returns the other fields of its `Status`, and is called when a monitor asks."""
+    """Counts of one optimized model. `describe` returns the other fields of its `Status`, and is called when a monitor
+    asks.
+    """
 
     describe: Callable[[], dict]
     steps: int = 0
@@ -49,7 +53,9 @@ class Telemetry:
 
     @property
     def step_ms(self) -> float | None:
-        """Milliseconds from one step's beginning to the next one's, optimizer and data included: the median, which pauses do not move."""
+        """Milliseconds from one step's beginning to the next one's, optimizer and data included: the median, which
+        pauses do not move.
+        """
         times = [begun for begun, _ in self.begun]
         return (
             1e3 * statistics.median(after - before for before, after in zip(times, times[1:]))
@@ -85,7 +91,9 @@ class Telemetry:
 
 
 def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
-    """The fields of a model's `Status` that `Telemetry` does not count. The host knows all of them: no wait for the device."""
+    """The fields of a model's `Status` that `Telemetry` does not count. The host knows all of them: no wait for the
+    device.
+    """
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
     on, plan = gauge_of(device), budget and budget.admitted
     peak = budget.measured if budget else on.peak()[0]

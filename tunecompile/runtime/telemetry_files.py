@@ -1,7 +1,9 @@
-"""A folder of small files in which a monitor and training processes of one user exchange figures. Only that user can enter it.
+"""A folder of small files in which a monitor and training processes of one user exchange figures. Only that user can
+enter it.
 
-A monitor touches the file `asked` there, repeatedly. A training process looks at that file's time, at most once a second, at
-the beginning of a step; if it is recent, the process writes its figures beside it. Without a monitor nothing is ever written.
+A monitor touches the file `asked` there, repeatedly. A training process looks at that file's time, at most once a
+second, at the beginning of a step; if it is recent, the process writes its figures beside it. Without a monitor nothing
+is ever written.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _LARGEST = 1 << 16  #: bytes of a file that is read at all
 
 @dataclass(frozen=True)
 class Status:
-    """One optimized model in one process, as its last step began. Bytes, seconds since the epoch, milliseconds; None where unknown."""
+    """One optimized model in one process, as its last step began. Bytes, seconds since the epoch, milliseconds; None
+    where unknown.
+    """
 
     pid: int
     born: int | None  #: when the process began, in the system's own count: another process may get its number
@@ -51,7 +55,9 @@ def folder() -> Path:
 
 
 def safe(path: Path) -> bool:
-    """Whether it is a folder, no link, that only this user can enter: in a shared temporary folder any user may have made it."""
+    """Whether it is a folder, no link, that only this user can enter: in a shared temporary folder any user may have
+    made it.
+    """
     found = os.lstat(path)
     mine = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
     return stat.S_ISDIR(found.st_mode) and mine

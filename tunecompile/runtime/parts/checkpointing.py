@@ -10,7 +10,8 @@ class Checkpointing(Part):
     """Layers follow `gradient_checkpointing_enable` and its opposite, between any two steps."""
 
     def follow(self, state: State) -> None:
-        """Each layer runs the variant that recomputes inside. A function that does more than checkpoint, as transformers' does with
+        """Each layer runs the variant that recomputes inside. A function that does more than checkpoint, as
+        transformers' does with
         `offload=True`, is called around the layer, unless a budget plans what is saved."""
         if not state.stacks:
             return

@@ -86,7 +86,9 @@ def _region(state: State, name: str) -> Region:
 
 
 class EntryHook(NotCopied):
-    """Forward pre-hook of the module that owns the layers: decides whether this is a training step, and keeps a cache out of it."""
+    """Forward pre-hook of the module that owns the layers: decides whether this is a training step, and keeps a cache
+    out of it.
+    """
 
     def __init__(self, state: State, owner: nn.Module, counts: bool):
         self.state, self.counts = state, counts

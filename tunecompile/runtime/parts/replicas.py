@@ -1,4 +1,6 @@
-"""Replicas of `nn.DataParallel` share the original's slots, which would call the original's layers: they run without us."""
+"""Replicas of `nn.DataParallel` share the original's slots, which would call the original's layers: they run without
+us.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Whether a batch reaches the layers without its padding: one value, decided at the entry of the module that owns the layers.
+"""Whether a batch reaches the layers without its padding: one value, decided at the entry of the module that owns the
+layers.
 
-The padded run computes hidden states at padding; without padding they are zero. So padding is removed only where the labels of a forward whose loss
-is known show that no loss reads them. In all other cases the batch keeps its padding, and the report says why. A packed batch has no padding, and
-nothing is dropped.
+The padded run computes hidden states at padding; without padding they are zero. So padding is removed only where the
+labels of a forward whose loss is known show that no loss reads them. In all other cases the batch keeps its padding,
+and the report says why. A packed batch has no padding, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class UnpadPolicy:
         )
 
     def keeps_apart(self, given: dict, tokens: Tensor) -> bool | None:
-        """Whether the model's own masks keep packed sequences apart. Tried once for each way in which the model can be called."""
+        """Whether the model's own masks keep packed sequences apart. Tried once for each way in which the model can be
+        called.
+        """
         way = (
             given.get("use_cache"),
             getattr(self.owner.config, "use_cache", None),

@@ -65,7 +65,9 @@ class FlatBatch:
         return blank.index_copy(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
     def inputs(self, kwargs: dict) -> dict:
-        """The owner's arguments, flattened. Where the caller gives no positions, a token's position is its index in the row."""
+        """The owner's arguments, flattened. Where the caller gives no positions, a token's position is its index in the
+        row.
+        """
         rows, length = self.shape
         tokens = {
             name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None

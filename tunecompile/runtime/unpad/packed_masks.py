@@ -1,8 +1,8 @@
 """Packed batches: several sequences in one row, whose positions tell where each begins.
 
-Whether a model keeps them apart depends on its code, on the version of transformers and on whether a cache is made (with one,
-transformers lets them see each other; our training steps make none). So the model is probed: in one call with a few tokens its
-layers are replaced by functions that record the masks which reach them.
+Whether a model keeps them apart depends on its code, on the version of transformers and on whether a cache is made
+(with one, transformers lets them see each other; our training steps make none). So the model is probed: in one call
+with a few tokens its layers are replaced by functions that record the masks which reach them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SEQUENCE = 3  #: tokens of each of the two sequences of the probe
 
 
 def beginnings(positions: Tensor, shape: torch.Size) -> Tensor:
-    """Where sequences begin, bool [B, T]: at a row's first token, and wherever positions do not increase by one, as in transformers.
+    """Where sequences begin, bool [B, T]: at a row's first token, and wherever positions do not increase by one, as in
+    transformers.
 
     Args:
         positions: [B, T] or [1, T], of any integer dtype.
@@ -35,13 +36,16 @@ def tokens_of(given: dict[str, Any]) -> Any:
 
 
 def seeing_all(given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-    """With a mask of ones, beside which transformers ignores positions: every token also sees the sequences before its own."""
+    """With a mask of ones, beside which transformers ignores positions: every token also sees the sequences before its
+    own.
+    """
     return {**given, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)}
 
 
 def keeps_apart(owner: nn.Module, layers: Sequence[nn.Module], given: dict[str, Any], tokens: Tensor) -> bool | None:
-    """Whether every layer would get a mask under which a token sees its own sequence alone, as far back as a window reaches.
-    False where every token would also see the sequences before its own; None where the masks are not understood.
+    """Whether every layer would get a mask under which a token sees its own sequence alone, as far back as a window
+    reaches. False where every token would also see the sequences before its own; None where the masks are not
+    understood.
 
     Args:
         owner: of the layers; its forward makes the masks.

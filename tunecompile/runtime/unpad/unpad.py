@@ -1,9 +1,11 @@
-"""Padded batches reach the layers without their padding: [B, T] tokens become [1, N] real ones, and the last hidden states [B, T, H] again.
-Packed ones, whose positions begin anew inside a row, do so without the mask that would keep their sequences apart.
+"""Padded batches reach the layers without their padding: [B, T] tokens become [1, N] real ones, and the last hidden
+states [B, T, H] again. Packed ones, whose positions begin anew inside a row, do so without the mask that would keep
+their sequences apart.
 
-Only the calls between the module that owns the layers and its output change, so head, loss and trainer see the shapes they know.
-Attention learns where a row begins from `offsets`, through the attention interface of transformers: a function under a name of our
-own, without a mask function, so that no mask is made. The models' configs carry that name during the flattened call only.
+Only the calls between the module that owns the layers and its output change, so head, loss and trainer see the shapes
+they know. Attention learns where a row begins from `offsets`, through the attention interface of transformers: a
+function under a name of our own, without a mask function, so that no mask is made. The models' configs carry that name
+during the flattened call only.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ class Unpadding:
         return output
 
     def score(self, args: tuple, kwargs: dict) -> Any:
-        """The owner's call without gradients (DPO's reference model, GRPO's old policy). It must use the same kernels as training: a different
-        rounding would look like a change of the policy."""
+        """The owner's call without gradients (DPO's reference model, GRPO's old policy). It must use the same kernels
+        as training: a different rounding would look like a change of the policy.
+        """
         given = self._by_name(args, kwargs)
         decision = self.decide(given) if self._scores_flat(given, args, kwargs) else UnpadDecision()
         self.flat = decision.drops
@@ -78,8 +81,9 @@ class Unpadding:
         return self._without_padding(decision, given, args, kwargs)
 
     def _scores_flat(self, given: dict, args: tuple, kwargs: dict) -> bool:
-        """Whether scoring calls come without padding: as training steps did. Padding is removed only if the head is never called, that is, where
-        the caller selects labelled rows itself."""
+        """Whether scoring calls come without padding: as training steps did. Padding is removed only if the head is
+        never called, that is, where the caller selects labelled rows itself.
+        """
         takes_cache = any(parameter.name == "use_cache" for parameter in self.parameters)
         if not scores(self.owner, takes_cache, args, kwargs):
             return False
@@ -116,7 +120,9 @@ class Unpadding:
             return call_original(self.owner, *args, **kwargs)
 
     def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
-        """Training steps make no cache (see `EntryHook`), without which sequences would no longer see each other: a mask keeps it so."""
+        """Training steps make no cache (see `EntryHook`), without which sequences would no longer see each other: a
+        mask keeps it so.
+        """
         tokens, unmasked = packed_masks.tokens_of(given), given.get("attention_mask") is None
         if unmasked and given.get("position_ids") is not None and tokens is not None:
             if self.policy.keeps_apart(given, tokens) is False:
@@ -129,7 +135,9 @@ class Unpadding:
         self._note(reason, batches)
 
     def logits_are_read(self) -> None:
-        """Logits of a flattened call have another reader beside the loss, or a loss with other labels: padding may matter to it."""
+        """Logits of a flattened call have another reader beside the loss, or a loss with other labels: padding may
+        matter to it.
+        """
         if self.flattened and not self.refused:
             self.refuse(
                 "logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)"
@@ -159,8 +167,10 @@ class Unpadding:
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
-    """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model in DPO, the old policy in
-    GRPO): the same code has to compute them, or its rounding becomes part of the loss. Generation is recognised by its cache."""
+    """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
+    in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.
+    Generation is recognised by its cache.
+    """
     if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
         return False
     if not takes_cache:
