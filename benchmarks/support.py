@@ -23,7 +23,7 @@ from suites import outcome
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.support import cells  # noqa: E402
+from tests.support.matrix.cells import cells  # noqa: E402
 from tunecompile.cli.compare.machine import header  # noqa: E402
 
 

@@ -11,6 +11,8 @@ os.environ.pop("TUNECOMPILE", None)
 
 import torch  # noqa: E402
 
+pytest.register_assert_rewrite("tests.support")
+
 # Without a GPU templates run in Triton's interpreter, which changes every kernel of the process, other packages' too. So they have a
 # process of their own: test_templates.py starts it, and so does naming them on the command line.
 if not torch.cuda.is_available() and any("templates" in argument for argument in sys.argv[1:]):
@@ -34,3 +36,32 @@ def fresh_compiler():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def to_the_host(monkeypatch):
+    """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
+    from tunecompile.planner.hardware import Rates
+    from tunecompile.runtime.memory import budget, per_device
+    from tunecompile.runtime.memory.offload import Offload
+    from tunecompile.runtime.memory.pinned_pool import HostCopyEngine
+
+    made = []
+
+    def offload(_state, device, _devices):
+        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopyEngine()))
+        return made[-1]
+
+    monkeypatch.setattr(per_device, "_offload", offload)
+    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    return made
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How often a head computed logits as a whole."""
+    from tunecompile.runtime.loss_head import Head
+
+    calls, whole = [], Head.logits
+    monkeypatch.setattr(Head, "logits", lambda self, *args: calls.append(self) or whole(self, *args))
+    return calls

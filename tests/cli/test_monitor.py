@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.memory.stack import Stack
+from tests.support.memory.offload_stack import Stack
 from tunecompile.cli.monitor.gpu import GpuReading, MachineReader, MachineSnapshot, Nvml, Process
 from tunecompile.errors import UnsafeFolder
 from tunecompile.runtime import telemetry, telemetry_files
@@ -367,5 +367,3 @@ def test_it_looks_and_asks_until_interrupted(monkeypatch, terminal):
         watch.watch(console, interval=20.0, sleep=sleep)
     assert max(slept) < telemetry_files.PATIENCE / 2 and len(asked) >= len(slept) and sum(slept[:4]) == 20
     assert "17,406" in console.export_text()
-
-

@@ -8,8 +8,8 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tunecompile
-from tests.models.test_gpu import build
 from tests.support import zoo
+from tests.support.models.gpu import build
 from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once, told_apart
 
 ANALYSIS = next(

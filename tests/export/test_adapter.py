@@ -1,8 +1,5 @@
 """Adapters of an optimized model are saved as PEFT saves them, which is the format that vLLM loads."""
 
-import json
-import re
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import tunecompile
-from tests.export.test_safetensors import logits
 from tests.support import zoo
+from tests.support.files import logits, read_as_by_vllm
 from tunecompile.cli.main import app
 
 PeftModel = pytest.importorskip("peft").PeftModel
@@ -36,33 +33,6 @@ def test_saved_as_without_tunecompile(quantized, tmp_path):
 def test_what_vllm_reads(tmp_path):
     tunecompile.optimize(zoo.adapt(zoo.make("llama"), use_rslora=True), executor="eager").save_pretrained(tmp_path)
     read_as_by_vllm(tmp_path, layers=3)
-
-
-def read_as_by_vllm(folder, layers):
-    """Of adapter_config.json r, lora_alpha, target_modules and use_rslora, and neither DoRA, bias nor saved modules (vllm/lora/peft_helper.py); of tensors
-    those that begin with base_model.model and end with lora_A.weight or lora_B.weight, one pair a module."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert (
-        config["peft_type"] == "LORA"
-        and config["r"] == 4
-        and config["lora_alpha"] == 8
-        and config["use_rslora"] is True
-    )
-    assert config["bias"] == "none" and not config["use_dora"] and not config["modules_to_save"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    found = {
-        re.fullmatch(
-            r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight", name
-        ).groups()
-        for name in tensors
-    }
-    modules = {module for module, _, _ in found}
-    assert (
-        {part for _, part, _ in found} == set(config["target_modules"])
-        and len(modules) == layers * 7
-        and len(found) == 2 * len(modules)
-    )
-    assert all(value.shape[0 if "lora_A" in name else 1] == 4 for name, value in tensors.items())
 
 
 def merge(*options):

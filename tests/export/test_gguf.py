@@ -5,47 +5,20 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import tunecompile
-from tests.export.test_safetensors import logits
 from tests.support import zoo
+from tests.support.files import logits
+from tests.support.tokenizers import SPLITS, byte_level, finished
 from tunecompile.cli import main
 from tunecompile.cli.compare import demo_model as reader
 from tunecompile.errors import CannotWriteGguf, MissingExtra
 from tunecompile.export import gguf as writer
 
 gguf = pytest.importorskip("gguf")
-
-SPLITS = {
-    "llama-bpe": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(writer.WORDS % "{1,3}"), "isolated"), by_bytes(False)]
-    ),
-    "qwen2": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(writer.WORDS % ""), "isolated"), by_bytes(False)]
-    ),
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_bytes(True)]),
-    "gpt-2": lambda: by_bytes(True),
-}
-
-
-def by_bytes(words):
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
-
-
-def byte_level(split="llama-bpe", bos=True):
-    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)}, [("a", "b"), ("ab", "c")], ignore_merges=split == "llama-bpe"
-        )
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split](), decoders.ByteLevel()
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
-    return finished(tokenizer)
 
 
 def pieces():
@@ -60,14 +33,6 @@ def pieces():
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return finished(tokenizer)
-
-
-def finished(tokenizer):
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
-    )
 
 
 LLAMA_3 = {

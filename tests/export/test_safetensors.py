@@ -9,16 +9,10 @@ from transformers import AutoModelForCausalLM
 
 import tunecompile
 from tests.support import zoo
+from tests.support.files import distance, logits
 from tunecompile.errors import CannotMerge
-from tunecompile.integrations.bitsandbytes import keep_unpacked
 
 pytest.importorskip("peft")
-
-
-def logits(model, inputs=None):
-    keep_unpacked(model)  # weights that were packed could not be merged, and round scales
-    with torch.no_grad():
-        return model.eval()(input_ids=(inputs or zoo.batch())["input_ids"]).logits
 
 
 def loaded(folder, dtype=torch.float32):
@@ -108,10 +102,6 @@ def test_several_adapters(tmp_path):
     model.merge_adapter()
     tunecompile.save_merged(model, tmp_path / "merged", dtype="float32")
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
-
-
-def distance(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "8 bit"])

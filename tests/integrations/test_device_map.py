@@ -9,6 +9,7 @@ from torch import nn
 import tunecompile
 from tests.integrations.distributed.common import of_docs
 from tests.support import zoo
+from tests.support.compare import assert_same_step
 
 hooks = pytest.importorskip("accelerate.hooks")
 pytest.importorskip("transformers")
@@ -37,10 +38,7 @@ def make() -> nn.Module:
 
 def same_gradients(model: nn.Module, reference: nn.Module, steps: int = 2) -> None:
     for seed in range(steps):
-        inputs = zoo.batch(seed=seed, rows=2 + seed)
-        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and set(ours) == set(theirs)
-        assert max(zoo.errors(ours, theirs).values()) < 1e-4
+        assert_same_step(model, reference, zoo.batch(seed=seed, rows=2 + seed))
 
 
 @pytest.mark.parametrize("first", ["placed", pytest.param("optimized", marks=pytest.mark.slow)])

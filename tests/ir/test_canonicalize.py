@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.conftest import Recorder, check, random
+from tests.support.passes.run import Recorder, check, random
 from tunecompile.ir.canonicalize import is_barrier
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.conftest import Recorder, family
+from tests.support.passes.run import Recorder, family
 from tunecompile.compiler.pass_manager import recognize
 from tunecompile.errors import InvalidRewrite
 from tunecompile.ir.canonicalize import canonicalize_graph

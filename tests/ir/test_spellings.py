@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.passes.conftest import family
+from tests.support.passes.run import family
 from tests.support.planted import SUBJECTS
 from tunecompile.verification.check_pass import Example, _near_misses, _spellings, respelled, spoilt, through
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.test_attach import compiled_slots, equal_steps, optimized, small
 from tests.support import zoo
+from tests.support.compare import assert_same_step
+from tests.support.models.pairs import compiled_slots, optimized, small
 from tunecompile.errors import NotOptimized
 
 pytest.importorskip("transformers")
@@ -43,7 +44,7 @@ def test_adapter_added_after_optimize():
     zoo.step(base, zoo.batch())
     model, reference = twins(base, lambda m: get_peft_model(m, lora()))
     assert not compiled_slots(reference)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     found = {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
     assert found["lora"] == (3, 3) and found["linear_cross_entropy"] == (1, 1)
     assert tunecompile.optimize(model) is model and len(compiled_slots(model)) == 5
@@ -62,20 +63,20 @@ def test_adapters_are_switched_disabled_and_deleted():
     model.add_adapter("other", lora(r=2, target_modules=["k_proj", "v_proj"]))
     reference = copy.deepcopy(model)
     optimized(model)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     for m in (model, reference):
         m.set_adapter("other")
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     with torch.no_grad(), model.disable_adapter(), reference.disable_adapter():  # DPO's reference model
         ours, theirs = (m(zoo.batch()["input_ids"]).logits for m in (model, reference))
         assert torch.equal(ours, theirs)
     for m in (model, reference):
         m.base_model.set_adapter(["default", "other"])
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     for m in (model, reference):
         m.set_adapter("default")
         m.delete_adapter("other")
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     assert not [note for note in tunecompile.report(model).notes if "eagerly" in note]
     found = {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
     assert found["lora"] == (3, 3)
@@ -90,8 +91,8 @@ def test_gradients_with_the_adapter_disabled():
     with model.disable_adapter(), reference.disable_adapter():
         for m in (model, reference):
             m.base_model.model.model.norm.weight.requires_grad_(True)
-        equal_steps(model, reference)
-    equal_steps(model, reference)
+        assert_same_step(model, reference)
+    assert_same_step(model, reference)
 
 
 @pytest.mark.parametrize("memory", [None, "1GiB"])
@@ -102,7 +103,7 @@ def test_merged_adapters_are_not_trained(memory):
     model = get_peft_model(small(), lora())
     reference = copy.deepcopy(model)
     tunecompile.optimize(model, executor="eager", memory=memory)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     for m in (model, reference):
         m.merge_adapter()
         loss = m.train()(**zoo.batch()).loss
@@ -112,11 +113,11 @@ def test_merged_adapters_are_not_trained(memory):
         for name, module in m.named_modules():
             if hasattr(module, "lora_A") and ".1." in name:
                 module.unmerge()
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     assert not any(p.grad is not None for name, p in model.named_parameters() if ".0." in name)
     for m in (model, reference):
         m.unmerge_adapter()
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
     base = optimized(small())
     zoo.step(base, zoo.batch())
     model, reference = twins(base, lambda m: get_peft_model(m, lora(**options)))
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     assert any(f"the head became a {kind}" in note for note in tunecompile.report(model).notes)
 
 
@@ -187,7 +188,7 @@ def test_another_adapter_on_the_head_is_read_anew():
     for name in ("default", "other", "default"):
         for m in (model, reference):
             m.set_adapter(name)
-        equal_steps(model, reference)
+        assert_same_step(model, reference)
     assert "Linear" not in str([m.refused for m in tunecompile.report(model).matches])
 
 
@@ -299,7 +300,7 @@ def test_adapter_saved_and_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(small(), tmp_path, is_trainable=True)
     assert list(loaded.state_dict()) == list(model.state_dict())
-    equal_steps(model, loaded)
+    assert_same_step(model, loaded)
     tunecompile.restore(model)
     merged = model.merge_and_unload()
     assert torch.allclose(

@@ -10,29 +10,9 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.gpu import SHAPE, build, median
 
 pytestmark = pytest.mark.gpu
-
-SHAPE = dict(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=2,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=64,
-    vocab_size=4099,
-)  # nothing is a power of two
-
-
-def build(family: str, mode: str):
-    model = zoo.make(family, **SHAPE).to("cuda", torch.bfloat16)
-    if mode == "qlora":
-        model = zoo.quantize(model, torch.bfloat16)
-    return model if mode == "full" else zoo.adapt(model, r=16, lora_alpha=16)
-
-
-def median(values) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def compare(model, reference, inputs, autocast, limit=1.25) -> None:
@@ -99,7 +79,8 @@ def test_checkpointing_changes_memory_and_nothing_else():
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_log_probabilities_of_tokens_make_no_logits(mode):
     """As DPO and GRPO take them: no further from fp32 than eager's, in less memory than the logits need."""
-    from tests.runtime.loss_head.test_log_probs import SPELLINGS, tally, weighed
+    from tests.support.losses import SPELLINGS, weighed
+    from tests.support.reports import head_tally
 
     model = zoo.make("llama", **{**SHAPE, "vocab_size": 65_536}).to("cuda", torch.bfloat16)
     model = model if mode == "full" else zoo.adapt(model, r=16)
@@ -118,7 +99,7 @@ def test_log_probabilities_of_tokens_make_no_logits(mode):
         theirs, mine = (zoo.errors(each, found[0]) for each in found[1:])
         assert median(mine.values()) <= 1.05 * median(theirs.values()), spelling
         assert peaks[2] < peaks[1] - 2 * 8 * 1023 * 65_536, (spelling, peaks)
-    assert tally(model).rewritten == 1 and not tally(model).refused
+    assert head_tally(model).rewritten == 1 and not head_tally(model).refused
 
 
 def test_templates_are_taken():
@@ -241,8 +222,8 @@ ONE_STEP = """
 import torch
 from torch._inductor.runtime import triton_heuristics
 import tunecompile
-from tests.models import zoo
-from tests.models.test_gpu import build
+from tests.support import zoo
+from tests.support.models.gpu import build
 
 model, theirs = tunecompile.optimize(build("llama", "qlora")), []
 made = triton_heuristics.TritonCompileResult.make_launcher

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models.test_gpu import SHAPE
 from tests.support import zoo
+from tests.support.models.gpu import SHAPE
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.attention_backend import AttentionCall
 

@@ -7,10 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tunecompile
-from tests.models.test_gpu import build, median
-from tests.ops.test_fp8 import case, provider
 from tests.support import zoo
-from tests.support.checks import error
+from tests.support.models.gpu import build, median
+from tests.support.ops.arguments import fp8_case, fp8_provider
+from tests.support.ops.checks import error
 from tunecompile.ops import lora_linear, lora_linear_nf4
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def moved(args, device):
 
 def both(op, args) -> tuple[list, list]:
     """A provider's results on the GPU and on the CPU, which emulates."""
-    run = provider(op).run
+    run = fp8_provider(op).run
     return [t.cpu() for t in run(*moved(args, "cuda"))], list(run(*args))
 
 
@@ -45,7 +45,7 @@ def both(op, args) -> tuple[list, list]:
 )
 def test_kernels_give_what_the_emulation_gives(options):
     """But for the order of sums: the same e4m3 operands, bf16 results."""
-    args = case(**options)
+    args = fp8_case(**options)
     ours, theirs = both(lora_linear, args)
     assert error(ours[0], theirs[0]) < 4e-3 and error(ours[1], theirs[1]) < 4e-3
     grad = torch.randn(theirs[0].shape).bfloat16()
@@ -55,9 +55,9 @@ def test_kernels_give_what_the_emulation_gives(options):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_packed_weights(double):
-    from tests.ops.test_lora_nf4 import pair
+    from tests.support.ops.arguments import dense_and_packed
 
-    _, packed = pair(torch.bfloat16, double, (512, 128), (16, 16), bias=True)
+    _, packed = dense_and_packed(torch.bfloat16, double, (512, 128), (16, 16), bias=True)
     ours, theirs = both(lora_linear_nf4, packed)
     # The scales differ by the bound's slack, so values round elsewhere: each is as far from the exact ones as e4m3 puts it.
     exact = lora_linear_nf4(*packed)[0]

@@ -8,9 +8,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 import tunecompile
-from tests.ops.test_lora_mlp import dense, leaves, packed
 from tests.support import zoo
-from tests.support.checks import error, wide
+from tests.support.ops.arguments import dense_mlp, mlp_leaves, packed_mlp
+from tests.support.ops.checks import error, wide
 from tunecompile.compiler.backend import Backend
 from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
@@ -47,7 +47,7 @@ def exactly(arguments):
         for i, part in enumerate(wide(arguments))
     ]
     y = lora_mlp.reference(*made)[0]
-    return [y.detach(), *torch.autograd.grad(y, leaves(made), upstream(y))]
+    return [y.detach(), *torch.autograd.grad(y, mlp_leaves(made), upstream(y))]
 
 
 def whole(arguments):
@@ -69,7 +69,7 @@ def in_pieces(arguments, tiles):
 @pytest.mark.parametrize("tiles", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_as_exact_as_the_whole(kind, tiles):
-    arguments = on_gpu(dense(torch.bfloat16) if kind == "dense" else packed(True)[0])
+    arguments = on_gpu(dense_mlp(torch.bfloat16) if kind == "dense" else packed_mlp(True)[0])
     for best, theirs, mine in zip(exactly(arguments), whole(arguments), in_pieces(arguments, tiles), strict=True):
         assert (theirs.shape, theirs.dtype) == (mine.shape, mine.dtype)
         assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.bfloat16).eps / 2)

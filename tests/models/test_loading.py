@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import tunecompile
-from tests.integrations.distributed.common import DEVICE, of_docs
+from tests.integrations.distributed.common import DEVICE
 from tests.support import zoo
+from tests.support.files import loaded, save_shards
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -19,25 +20,6 @@ def path(tmp_path_factory):
     save_shards(folder)
     assert len(list(folder.glob("*.safetensors"))) > 2
     return str(folder)
-
-
-def save_shards(folder) -> None:
-    """A checkpoint of several files."""
-    zoo.make("llama").save_pretrained(folder, max_shard_size="150KB")
-
-
-def loaded(told: str, **names):
-    """By the lines of the docs that say so. What is told of GPUs is said of the host where there is none."""
-    return of_docs(
-        told,
-        {
-            "torch": torch,
-            "dtype": torch.float32,
-            "device": DEVICE,
-            **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "BitsAndBytesConfig")},
-            **names,
-        },
-    )
 
 
 def trained(make, **adapter):

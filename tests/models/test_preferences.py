@@ -6,13 +6,14 @@ import importlib
 import pytest
 
 import tunecompile
-from tests.models import support_trainers
-from tests.models.support_losses import dpo, grpo
-from tests.models.support_trainers import adapted
-from tests.models.test_support import follow_run
-from tests.runtime.loss_head.test_log_probs import made, tally  # noqa: F401: a fixture
-from tests.runtime.test_loops import equal, fell_back, pair
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.matrix import trainers as support_trainers
+from tests.support.matrix.follow import follow_run
+from tests.support.matrix.losses import dpo, grpo
+from tests.support.matrix.trainers import adapted
+from tests.support.models.pairs import pair
+from tests.support.reports import fell_back, head_tally
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "loss", [dpo, grpo, functools.partial(grpo, entropy=False)], ids=["dpo", "grpo", "grpo without entropy"]
 )
-def test_by_trls_functions(loss, made):  # noqa: F811
+def test_by_trls_functions(loss, made):
     model, reference = pair(adapted)
-    equal(model, reference, lambda m: loss(m, zoo.batch(rows=4)))
-    assert tally(model).rewritten == 1 and len(made) == (loss is grpo)
+    assert_same_run(model, reference, lambda m: loss(m, zoo.batch(rows=4)))
+    assert head_tally(model).rewritten == 1 and len(made) == (loss is grpo)
 
 
 @pytest.mark.parametrize("kind", ["DPO", "ORPO"])
@@ -33,5 +34,5 @@ def test_by_trls_functions(loss, made):  # noqa: F811
 def test_trainers(kind, tmp_path):
     model = follow_run(next(cell for cell in support_trainers.CELLS if cell.name == kind), tmp_path)
     fused = kind == "DPO" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")  # TRL's own
-    assert tally(model).rewritten == (0 if fused else 1), tunecompile.report(model)
+    assert head_tally(model).rewritten == (0 if fused else 1), tunecompile.report(model)
     assert not fell_back(model)

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tests.ops.test_lora import arguments, leaves, with_leaves
-from tests.support.checks import error
+from tests.support.ops.arguments import fp8_case, fp8_provider, lora_leaves, with_lora_leaves
+from tests.support.ops.checks import error
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
@@ -15,16 +15,6 @@ from tunecompile.ops import fp8, lora_linear, lora_linear_nf4
 UNIT = 2.0**-4  # e4m3 rounds by at most this
 ADAPTER = 2.0**-7  # two e4m3 numbers a value, and the product that is left out
 BF16 = 2.0**-8
-
-
-def case(sizes=(48, 16), ranks=(4, 8), k=64, rows=40, adapters=torch.float32, **options):
-    """bf16 arguments whose rows differ in size by orders of magnitude."""
-    x = (torch.randn(2, rows // 2, k) * torch.randn(2, rows // 2, 1).mul(2).exp()).bfloat16()
-    return arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, base=torch.bfloat16, **options)
-
-
-def provider(op):
-    return next(p for p in op.providers if p.name == "fp8")
 
 
 def matrices(args):
@@ -50,8 +40,8 @@ def matrices(args):
     ids=str,
 )
 def test_every_element_is_within_the_rounding_of_its_factors(options):
-    args = case(**options)
-    y, xa = provider(lora_linear).run(*args)
+    args = fp8_case(**options)
+    y, xa = fp8_provider(lora_linear).run(*args)
     reference, reference_xa = lora_linear(*args)
     assert (y.shape, y.dtype, y.is_contiguous()) == (reference.shape, reference.dtype, True) and error(
         xa, reference_xa
@@ -70,7 +60,7 @@ def test_every_element_is_within_the_rounding_of_its_factors(options):
 
 
 def test_an_adapter_a_thousand_times_smaller_than_the_weight_is_not_lost():
-    args = case(sizes=(48,), ranks=(8,), scales=[1.0])
+    args = fp8_case(sizes=(48,), ranks=(8,), scales=[1.0])
     args[5] = [args[5][0] * 1e-3]
     tokens, weight, xa, adapters, _ = matrices(args)
 
@@ -88,10 +78,10 @@ def test_an_adapter_a_thousand_times_smaller_than_the_weight_is_not_lost():
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [False, True])
 def test_gradients_of_adapters_are_exact_and_those_of_activations_rounded(own, adapters):
-    args = case(bias=True, own=own, adapters=adapters)
+    args = fp8_case(bias=True, own=own, adapters=adapters)
     y, xa = lora_linear(*args)
     grad = (torch.randn(y.shape) * torch.randn(*y.shape[:-1], 1).mul(2).exp()).bfloat16()
-    got = provider(lora_linear.backward_op).run(grad, *args, xa)
+    got = fp8_provider(lora_linear.backward_op).run(grad, *args, xa)
     reference = lora_linear.backward_op.reference(grad, *args, xa)
     assert len(got) == len(reference) and all((g.shape, g.dtype) == (r.shape, r.dtype) for g, r in zip(got, reference))
     assert all(error(g, r) < 4 * BF16 for g, r in zip(got[1:], reference[1:]))
@@ -115,54 +105,57 @@ def test_gradients_of_adapters_are_exact_and_those_of_activations_rounded(own, a
 
 
 def test_the_whole_error_is_a_few_per_cent():
-    args = case(sizes=(256,), ranks=(8,), k=256)
+    args = fp8_case(sizes=(256,), ranks=(8,), k=256)
     tokens, weight, xa, adapters, _ = matrices(args)
     assert (
-        0.01 < error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 0.05
+        0.01
+        < error(fp8_provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t())
+        < 0.05
     )
 
 
 def test_an_adapter_larger_than_the_weight_saturates_nothing():
-    args = case(sizes=(32,), ranks=(4,), scales=[100.0])
+    args = fp8_case(sizes=(32,), ranks=(4,), scales=[100.0])
     tokens, weight, xa, adapters, _ = matrices(args)
     assert (
-        error(provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()) < 2 * ADAPTER
+        error(fp8_provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t())
+        < 2 * ADAPTER
     )
 
 
 def test_zeros():
-    args = case(sizes=(16,), ranks=(4,))
+    args = fp8_case(sizes=(16,), ranks=(4,))
     args[0], args[2], args[5] = (
         torch.zeros_like(args[0]),
         [torch.zeros_like(args[2][0])],
         [torch.zeros_like(args[5][0])],
     )
-    y, xa = provider(lora_linear).run(*args)
+    y, xa = fp8_provider(lora_linear).run(*args)
     assert (y == 0).all() and all(
-        (g == 0).all() for g in provider(lora_linear.backward_op).run(torch.zeros_like(y), *args, xa)
+        (g == 0).all() for g in fp8_provider(lora_linear.backward_op).run(torch.zeros_like(y), *args, xa)
     )
 
 
 def test_packed_weights_give_what_their_values_give():
     pytest.importorskip("bitsandbytes")
-    from tests.ops.test_lora_nf4 import pair
+    from tests.support.ops.arguments import dense_and_packed
 
-    dense, packed = pair(torch.bfloat16, True, (32, 16), (4, 2), bias=True)
-    ours, theirs = provider(lora_linear_nf4).run(*packed), provider(lora_linear).run(*dense)
+    dense, packed = dense_and_packed(torch.bfloat16, True, (32, 16), (4, 2), bias=True)
+    ours, theirs = fp8_provider(lora_linear_nf4).run(*packed), fp8_provider(lora_linear).run(*dense)
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
     grad = torch.randn(ours[0].shape).bfloat16()
-    ours = provider(lora_linear_nf4.backward_op).run(grad, *packed, ours[1])
-    theirs = provider(lora_linear.backward_op).run(grad, *dense, theirs[1])
+    ours = fp8_provider(lora_linear_nf4.backward_op).run(grad, *packed, ours[1])
+    theirs = fp8_provider(lora_linear.backward_op).run(grad, *dense, theirs[1])
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("double", [True, False])
 def test_the_bound_of_packed_weights_holds_and_is_near(double):
     pytest.importorskip("bitsandbytes")
-    from tests.ops.test_lora_nf4 import pair
+    from tests.support.ops.arguments import dense_and_packed
     from tunecompile.ops.lora_nf4 import _largest
 
-    dense, packed = pair(torch.float32, double, (512, 64), (4, 2))
+    dense, packed = dense_and_packed(torch.float32, double, (512, 64), (4, 2))
     bound, largest = _largest(*packed[3:7]), torch.cat(dense[2]).abs().max()
     assert largest * 0.9999 <= bound <= 3 * largest
 
@@ -172,7 +165,7 @@ def test_the_bound_of_packed_weights_holds_and_is_near(double):
     [(lambda a: a[0].half(), "float16"), (lambda a: a[0].float(), "float32"), (lambda a: a[0][..., :56], "16")],
 )
 def test_what_cannot_be_in_fp8_runs_as_before_and_says_why(change, reason):
-    args = case()
+    args = fp8_case()
     args[0] = change(args)
     args[2] = [w.to(args[0].dtype)[:, : args[0].shape[-1]] for w in args[2]]
     assert lora_linear.choose(args, "fp8").name == lora_linear.choose(args).name != "fp8"
@@ -181,7 +174,7 @@ def test_what_cannot_be_in_fp8_runs_as_before_and_says_why(change, reason):
 
 
 def test_only_who_asks_gets_it():
-    args = case()
+    args = fp8_case()
     assert lora_linear.choose(args, "fp8").name == "fp8" and lora_linear.choose(args).precision is None
     assert {op.name for op in OPS.values() if any(p.precision for p in op.providers)} == {
         "lora_linear",
@@ -194,9 +187,9 @@ def test_only_who_asks_gets_it():
 
 
 def test_autograd_of_the_op_is_untouched():
-    args = case()
-    new = [t.detach().requires_grad_() for t in leaves(args)]
-    lora_linear(*with_leaves(args, new))[0].sum().backward()
+    args = fp8_case()
+    new = [t.detach().requires_grad_() for t in lora_leaves(args)]
+    lora_linear(*with_lora_leaves(args, new))[0].sum().backward()
     assert all(t.grad is not None for t in new)
 
 
@@ -262,8 +255,8 @@ def test_on_a_gpu_siblings_are_one_product_each_way(nested):
         (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32]),
     ):
         for names in (
-            traced(provider(op).run, args, mode),
-            traced(provider(op.backward_op).run, [grad, *args, xa], mode),
+            traced(fp8_provider(op).run, args, mode),
+            traced(fp8_provider(op.backward_op).run, [grad, *args, xa], mode),
         ):
             assert names.count("aten._scaled_mm.default") == 1
             assert names.count("triton_kernel_wrapper_functional") == 2 + len(

@@ -7,29 +7,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tests.support.checks import QUICK, assert_fake_is_real, error, tensor
+from tests.support.ops.checks import QUICK, assert_fake_is_real, error, tensor
+from tests.support.ops.cross_entropy import OPTIONS, H, Largest, T, V, problem
 from tunecompile.ops import linear_cross_entropy
 
 module = importlib.import_module("tunecompile.ops.linear_cross_entropy")
-T, H, V = 13, 6, 9
 
 
 @pytest.fixture
 def chunked(monkeypatch):
     monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: 4)
-
-
-def problem(dtype=torch.float64, bias=True, masked="some", ignore=-100, rows=T):
-    hidden, weight = torch.randn(rows, H).to(dtype), torch.randn(V, H).to(dtype)
-    labels = torch.randint(0, V, (rows,))
-    if masked == "some":
-        labels[::3] = ignore
-    elif masked == "all":
-        labels[:] = ignore
-    return hidden, weight, torch.randn(V).to(dtype) if bias else None, labels
 
 
 def fused(hidden, weight, bias, labels, scale=1.0, softcap=0.0, ignore=-100, smoothing=0.0):
@@ -50,17 +38,6 @@ def gradients(fn, tensors, *rest, **options):
     loss = fn(*new, *rest, **options)
     (loss * 0.37).backward()
     return loss.detach(), [t.grad for t in new if t is not None]
-
-
-OPTIONS = [
-    dict(),
-    dict(scale=0.5),
-    dict(scale=-1.5),
-    dict(softcap=2.0),
-    dict(scale=3.0, softcap=1.5, smoothing=0.1),
-    dict(smoothing=0.2),
-    dict(smoothing=1.0),
-]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -190,19 +167,6 @@ def test_with_an_adapter(chunked, masked, options):
     exact, theirs = gradients(apart, (hidden, bias, inner, outer), labels, **options)
     torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor any operation gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
-        return result
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.test_linear_cross_entropy import OPTIONS, Largest, T, V, problem
-from tests.support.checks import QUICK, assert_fake_is_real, error
+from tests.support.ops.checks import QUICK, assert_fake_is_real, error
+from tests.support.ops.cross_entropy import OPTIONS, Largest, T, V, problem
 from tunecompile.ops import linear_cross_entropy_rows
 
 module = importlib.import_module("tunecompile.ops.linear_cross_entropy")

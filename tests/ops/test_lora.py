@@ -6,26 +6,19 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, assert_provider_is_exact, error, tensor
+from tests.support.ops.arguments import lora_arguments, lora_leaves, with_lora_leaves
+from tests.support.ops.checks import (
+    DTYPES,
+    LAYOUTS,
+    QUICK,
+    assert_fake_is_real,
+    assert_provider_is_exact,
+    error,
+    tensor,
+)
 from tunecompile.ops import lora_linear
 
 FORWARD, BACKWARD = "k_extension", "grouped"
-
-
-def arguments(x, sizes=(6,), ranks=(2,), bias=False, own=False, dtype=None, adapters=None, base=None, scales=None):
-    """(x, inputs, weights, biases, a, b, scales, dtype) with every tensor at the scale a network has."""
-    k, base = x.shape[-1], base or x.dtype
-    adapters, dtype = adapters or x.dtype, dtype or x.dtype
-    return [
-        x,
-        [torch.randn(x.shape).to(x.dtype) for _ in sizes] if own else [],
-        [tensor((n, k), dtype=base, scale=k**-0.5) for n in sizes],
-        [tensor((n,), dtype=base) for n in sizes] if bias else [],
-        [tensor((r, k), dtype=adapters, scale=k**-0.5) for r in ranks],
-        [tensor((n, r), dtype=adapters) for n, r in zip(sizes, ranks)],
-        list(scales or [0.5 + i for i in range(len(sizes))]),
-        dtype,
-    ]
 
 
 def formula(x, inputs, weights, biases, a, b, scales, dtype):
@@ -34,26 +27,6 @@ def formula(x, inputs, weights, biases, a, b, scales, dtype):
         source = inputs[i] if inputs else x
         ys.append(F.linear(x, w, biases[i] if biases else None) + F.linear(F.linear(source, a[i]), b[i]) * scales[i])
     return torch.cat(ys, -1)
-
-
-def leaves(args):
-    x, inputs, _, biases, a, b, *_ = args
-    return [x, *inputs, *biases, *a, *b]
-
-
-def with_leaves(args, new):
-    x, inputs, weights, biases, a, b, scales, dtype = args
-    it = iter(new)
-    return [
-        next(it),
-        [next(it) for _ in inputs],
-        weights,
-        [next(it) for _ in biases],
-        [next(it) for _ in a],
-        [next(it) for _ in b],
-        scales,
-        dtype,
-    ]
 
 
 CASES = [
@@ -69,9 +42,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 5), (4, 5), (1, 1)])
 def test_gradcheck(shape, case):
-    args = arguments(torch.randn(shape, dtype=torch.float64), **case)
-    new = [t.detach().requires_grad_() for t in leaves(args)]
-    assert torch.autograd.gradcheck(lambda *n: lora_linear(*with_leaves(args, n))[0], new)
+    args = lora_arguments(torch.randn(shape, dtype=torch.float64), **case)
+    new = [t.detach().requires_grad_() for t in lora_leaves(args)]
+    assert torch.autograd.gradcheck(lambda *n: lora_linear(*with_lora_leaves(args, n))[0], new)
     torch.testing.assert_close(lora_linear(*args)[0], formula(*args), rtol=1e-12, atol=1e-13)
     xa = torch.cat(
         [F.linear(args[1][i] if args[1] else args[0], m).reshape(-1, m.shape[0]) for i, m in enumerate(args[4])], 1
@@ -81,11 +54,11 @@ def test_gradcheck(shape, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp64_gradients_have_fp64_precision(case):
-    args = arguments(torch.randn(3, 7, dtype=torch.float64), **case)
-    got, exact = ([t.detach().requires_grad_() for t in leaves(args)] for _ in range(2))
+    args = lora_arguments(torch.randn(3, 7, dtype=torch.float64), **case)
+    got, exact = ([t.detach().requires_grad_() for t in lora_leaves(args)] for _ in range(2))
     weight = torch.randn(3, sum(w.shape[0] for w in args[2]), dtype=torch.float64)
-    (lora_linear(*with_leaves(args, got))[0] * weight).sum().backward()
-    (formula(*with_leaves(args, exact)) * weight).sum().backward()
+    (lora_linear(*with_lora_leaves(args, got))[0] * weight).sum().backward()
+    (formula(*with_lora_leaves(args, exact)) * weight).sum().backward()
     assert max(error(g.grad, e.grad) for g, e in zip(got, exact)) < 1e-13
 
 
@@ -110,7 +83,7 @@ def test_any_shape_dtype_and_stride(rows, k, siblings, dtype, layout, bias, own,
     torch.manual_seed(0)
     sizes, ranks = zip(*siblings)
     adapters = torch.float32 if wide else dtype
-    args = arguments(tensor((2, rows, k), layout, dtype), sizes, ranks, bias, own, adapters, adapters)
+    args = lora_arguments(tensor((2, rows, k), layout, dtype), sizes, ranks, bias, own, adapters, adapters)
     assert_fake_is_real(lora_linear, *args)
     assert_fake_is_real(lora_linear.backward_op, *backward_arguments(args, layout))
 
@@ -128,14 +101,14 @@ def test_any_shape_dtype_and_stride(rows, k, siblings, dtype, layout, bias, own,
 )
 def test_providers_are_as_exact_as_the_reference(case, dtype, adapters):
     adapters = torch.float32 if adapters == "fp32" else dtype
-    args = arguments(tensor((2, 40, 64), "strided", dtype), dtype=adapters, adapters=adapters, **case)
+    args = lora_arguments(tensor((2, 40, 64), "strided", dtype), dtype=adapters, adapters=adapters, **case)
     assert_provider_is_exact(lora_linear, FORWARD, *args)
     assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
 
 
 @pytest.mark.parametrize("sizes", [(48,), (48, 16)])
 def test_weights_that_are_stored_the_other_way_round(sizes):
-    args = arguments(tensor((2, 40, 64), dtype=torch.bfloat16), sizes, (8, 4)[: len(sizes)], bias=True)
+    args = lora_arguments(tensor((2, 40, 64), dtype=torch.bfloat16), sizes, (8, 4)[: len(sizes)], bias=True)
     args[2] = [weight.t().contiguous().t() for weight in args[2]]
     assert_provider_is_exact(lora_linear, FORWARD, *args)
     assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
@@ -145,7 +118,7 @@ def test_weights_that_are_stored_the_other_way_round(sizes):
 @pytest.mark.parametrize("own", [False, True])
 def test_half_precision_is_no_worse_than_peft(own, adapters):
     """PEFT's two rounded results added, on the same numbers, where the adapter's share is smaller than the base's."""
-    args = arguments(tensor((3, 20, 64), dtype=torch.bfloat16), (32, 16), (8, 4), True, own, adapters, adapters)
+    args = lora_arguments(tensor((3, 20, 64), dtype=torch.bfloat16), (32, 16), (8, 4), True, own, adapters, adapters)
     args[5] = [m * 0.1 for m in args[5]]
 
     def peft(x, inputs, weights, biases, a, b, scales, dtype):
@@ -156,7 +129,7 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
         return torch.cat(ys, -1)
 
     ours, theirs, exact = (
-        [t.detach().to(d or t.dtype).requires_grad_() for t in leaves(args)] for d in (None, None, torch.float64)
+        [t.detach().to(d or t.dtype).requires_grad_() for t in lora_leaves(args)] for d in (None, None, torch.float64)
     )
     args64 = [
         v.double()
@@ -167,7 +140,11 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
         for v in args
     ]
     grad = torch.randn(3, 20, 48).bfloat16()
-    ys = [lora_linear(*with_leaves(args, ours))[0], peft(*with_leaves(args, theirs)), peft(*with_leaves(args64, exact))]
+    ys = [
+        lora_linear(*with_lora_leaves(args, ours))[0],
+        peft(*with_lora_leaves(args, theirs)),
+        peft(*with_lora_leaves(args64, exact)),
+    ]
     for y, g in zip(ys, (grad, grad, grad.double())):
         y.backward(g)
     assert ys[0].dtype == ys[1].dtype and error(ys[0], ys[2]) <= 1.05 * error(ys[1], ys[2])
@@ -177,15 +154,15 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
 
 
 def test_frozen_and_trained_inputs_in_any_mix():
-    args = arguments(torch.randn(3, 5, dtype=torch.float64), (4, 3), (2, 1), bias=True, own=True)
-    for mask in range(1, 2 ** len(leaves(args)), 37):
+    args = lora_arguments(torch.randn(3, 5, dtype=torch.float64), (4, 3), (2, 1), bias=True, own=True)
+    for mask in range(1, 2 ** len(lora_leaves(args)), 37):
 
         def fresh():
-            return [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(leaves(args))]
+            return [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(lora_leaves(args))]
 
         ours, exact = fresh(), fresh()
-        lora_linear(*with_leaves(args, ours))[0].square().sum().backward()
-        formula(*with_leaves(args, exact)).square().sum().backward()
+        lora_linear(*with_lora_leaves(args, ours))[0].square().sum().backward()
+        formula(*with_lora_leaves(args, exact)).square().sum().backward()
         for o, e in zip(ours, exact):
             assert (o.grad is None) == (e.grad is None)
             if e.grad is not None:
@@ -193,7 +170,7 @@ def test_frozen_and_trained_inputs_in_any_mix():
 
 
 def test_xa_has_no_gradient_and_an_expanded_one_works():
-    args = arguments(torch.randn(3, 5), (4,), (2,))
+    args = lora_arguments(torch.randn(3, 5), (4,), (2,))
     x = args[0].requires_grad_()
     y, xa = lora_linear(*args)
     assert not xa.requires_grad
@@ -203,13 +180,13 @@ def test_xa_has_no_gradient_and_an_expanded_one_works():
 
 
 def test_opcheck():
-    args = arguments(torch.randn(3, 5), (4, 3), (2, 1), bias=True, own=True)
+    args = lora_arguments(torch.randn(3, 5), (4, 3), (2, 1), bias=True, own=True)
     torch.library.opcheck(
-        lora_linear.overload, tuple(with_leaves(args, [t.detach().requires_grad_() for t in leaves(args)]))
+        lora_linear.overload, tuple(with_lora_leaves(args, [t.detach().requires_grad_() for t in lora_leaves(args)]))
     )
 
 
 def test_flops():
-    args = arguments(torch.randn(2, 3, 5), (4, 3), (2, 1))
+    args = lora_arguments(torch.randn(2, 3, 5), (4, 3), (2, 1))
     assert lora_linear.flops(*args) == 2 * 6 * 5 * 7
     assert lora_linear.backward_op.flops(*backward_arguments(args)) == 2 * 6 * 5 * 7

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.ops.test_lora_mlp import dense, leaves, packed
-from tests.support.checks import assert_fake_is_real, error, wide
+from tests.support.ops.arguments import dense_mlp, mlp_leaves, packed_mlp
+from tests.support.ops.checks import assert_fake_is_real, error, wide
 from tunecompile.ops import lora_mlp, lora_mlp_tiled
 from tunecompile.ops.lora_mlp_tiled import pieces
 
@@ -16,7 +16,7 @@ def results(op, arguments, *more):
     y = op(*arguments, *more)
     y = y if more else y[0]
     torch.manual_seed(5)
-    return [y, *torch.autograd.grad(y, leaves(arguments), torch.randn(y.shape).to(y.dtype))]
+    return [y, *torch.autograd.grad(y, mlp_leaves(arguments), torch.randn(y.shape).to(y.dtype))]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_pieces_hold_every_token_once(tokens, tiles, sizes):
     [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)],
 )
 def test_as_exact_as_the_whole(dtype, adapted, tiles):
-    arguments = dense(dtype, "silu", adapted)
+    arguments = dense_mlp(dtype, "silu", adapted)
     exact = [
         tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part)
         if i in (0, 7, 8)
@@ -51,26 +51,26 @@ def test_as_exact_as_the_whole(dtype, adapted, tiles):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_over_packed_weights(double):
-    arguments, _ = packed(double)
+    arguments, _ = packed_mlp(double)
     for whole, mine in zip(results(lora_mlp, arguments), results(lora_mlp_tiled, arguments, 4)):
         assert error(mine, whole) < 1e-6
 
 
 def test_gradcheck():
-    arguments = dense(torch.float64)
+    arguments = dense_mlp(torch.float64)
     run = lambda x, *m: lora_mlp_tiled(x, *arguments[1:7], m[:3], m[3:], *arguments[9:], 4)  # noqa: E731
-    assert torch.autograd.gradcheck(run, leaves(arguments), fast_mode=True)
+    assert torch.autograd.gradcheck(run, mlp_leaves(arguments), fast_mode=True)
 
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_fake_and_schema(tiles):
-    for arguments in (dense(), packed(True)[0]):
+    for arguments in (dense_mlp(), packed_mlp(True)[0]):
         detached = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
         assert_fake_is_real(lora_mlp_tiled, *detached, tiles)
         assert_fake_is_real(
             lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, tiles)), *detached, tiles
         )
-    torch.library.opcheck(lora_mlp_tiled.overload, (*dense(), tiles))
+    torch.library.opcheck(lora_mlp_tiled.overload, (*dense_mlp(), tiles))
 
 
 def test_a_tiled_form_takes_what_the_op_takes():

@@ -3,28 +3,17 @@
 import pytest
 import torch
 
-from tests.ops.test_lora import arguments, leaves, with_leaves
-from tests.support.checks import assert_fake_is_real
+from tests.support.ops.arguments import dense_and_packed, lora_arguments, lora_leaves, with_lora_leaves
+from tests.support.ops.checks import assert_fake_is_real
 from tunecompile.ops import lora_linear, lora_linear_nf4
 
 pytest.importorskip("bitsandbytes")
-from tests.ops.test_nf4 import quantized  # noqa: E402
-
-
-def pair(dtype, double, sizes, ranks, adapters=None, **case):
-    """Arguments of `lora_linear` on dequantised weights, and of `lora_linear_nf4` on the packed ones."""
-    x = torch.randn(2, 3, 64).to(dtype)
-    dense = arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, **case)
-    made = [quantized(n, 64, double=double, dtype=dtype) for n in sizes]
-    dense[2] = [expected for _, expected in made]
-    columns = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
-    packed = [x, dense[1], *columns, *dense[3:], list(sizes), 64, "nf4"]
-    return dense, packed
+from tests.support.ops.arguments import quantized
 
 
 def packed_leaves(packed, new):
     x, inputs, p, m, c, s, o, biases, a, b, scales, dtype, *rest = packed
-    x, inputs, _, biases, a, b, _, _ = with_leaves([x, inputs, None, biases, a, b, None, None], new)
+    x, inputs, _, biases, a, b, _, _ = with_lora_leaves([x, inputs, None, biases, a, b, None, None], new)
     return [x, inputs, p, m, c, s, o, biases, a, b, scales, dtype, *rest]
 
 
@@ -35,10 +24,10 @@ def packed_leaves(packed, new):
     "dtype, adapters", [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)]
 )
 def test_values_and_gradients_are_those_of_the_dense_op(dtype, adapters, double, sizes, ranks, case):
-    dense, packed = pair(dtype, double, sizes, ranks, adapters, **case)
-    ours, theirs = ([t.detach().requires_grad_() for t in leaves(dense)] for _ in range(2))
+    dense, packed = dense_and_packed(dtype, double, sizes, ranks, adapters, **case)
+    ours, theirs = ([t.detach().requires_grad_() for t in lora_leaves(dense)] for _ in range(2))
     y, xa = lora_linear_nf4(*packed_leaves(packed, ours))
-    expected, expected_xa = lora_linear(*with_leaves(dense, theirs))
+    expected, expected_xa = lora_linear(*with_lora_leaves(dense, theirs))
     assert torch.equal(y, expected) and torch.equal(xa, expected_xa)
     grad = torch.randn(y.shape).to(dtype)
     y.backward(grad)
@@ -50,24 +39,25 @@ def test_values_and_gradients_are_those_of_the_dense_op(dtype, adapters, double,
 
 def test_gradcheck():
     x = torch.randn(3, 64, dtype=torch.float64)
-    dense = arguments(x, (4, 3), (2, 1), bias=True, own=True)
+    dense = lora_arguments(x, (4, 3), (2, 1), bias=True, own=True)
     made = [quantized(n, 64, dtype=torch.float32)[0] for n in (4, 3)]
     packed = [x, dense[1], *[[m[i] for m in made] for i in range(5)], *dense[3:], [4, 3], 64, "nf4"]
-    new = [t.detach().requires_grad_() for t in leaves(dense)]
+    new = [t.detach().requires_grad_() for t in lora_leaves(dense)]
     assert torch.autograd.gradcheck(lambda *n: lora_linear_nf4(*packed_leaves(packed, n))[0], new, fast_mode=True)
 
 
 def test_opcheck():
-    dense, packed = pair(torch.float32, True, (4, 3), (2, 1), bias=True, own=True)
+    dense, packed = dense_and_packed(torch.float32, True, (4, 3), (2, 1), bias=True, own=True)
     torch.library.opcheck(
-        lora_linear_nf4.overload, tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in leaves(dense)]))
+        lora_linear_nf4.overload,
+        tuple(packed_leaves(packed, [t.detach().requires_grad_() for t in lora_leaves(dense)])),
     )
 
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("case", [dict(), dict(own=True, bias=True)], ids=str)
 def test_bitsandbytes_provider_gives_the_references_values(case, double):
-    dense, packed = pair(torch.float32, double, (8, 3), (4, 2), None, **case)
+    dense, packed = dense_and_packed(torch.float32, double, (8, 3), (4, 2), None, **case)
     y, xa = lora_linear_nf4(*packed)
     grad = torch.randn(y.shape)
     for op, args in ((lora_linear_nf4, packed), (lora_linear_nf4.backward_op, [grad, *packed, xa])):

@@ -5,23 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checks import QUICK, assert_fake_is_real, error, outputs
+from tests.support.ops.arguments import quantized
+from tests.support.ops.checks import QUICK, assert_fake_is_real, error, outputs
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
 
 bnb = pytest.importorskip("bitsandbytes")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):
-    weight = (torch.randn(rows, columns) * scale).to(dtype)
-    packed, state = bnb.functional.quantize_4bit(
-        weight, blocksize=blocksize, compress_statistics=double, quant_type=quant_type
-    )
-    nested = (state.state2.code, state.state2.absmax, state.offset) if double else (None, None, None)
-    return (packed, state.absmax, *nested, rows, columns, blocksize, quant_type, dtype), bnb.functional.dequantize_4bit(
-        packed, state
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
+from tests.support.ops.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
 from tunecompile.ops import add_rms_norm, rms_norm
 
 AXES = pytest.mark.parametrize("offset, round_first", [(0.0, False), (0.0, True), (1.0, False), (1.0, True)])

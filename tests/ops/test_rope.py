@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
+from tests.support.ops.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
 from tunecompile.ops import rope
 from tunecompile.ops.rope import rotate_half, rotate_pairs
 

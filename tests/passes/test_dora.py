@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.passes.conftest import check, family, random
-from tests.passes.test_lora import operands, peft_block, rows_of, trained
+from tests.support.passes.functions import operands, peft_block, rows_of, trained_block
+from tests.support.passes.run import check, family, random
 from tunecompile._torch.fake_tensors import make_fx
 from tunecompile.integrations.peft_trace import substitute
 from tunecompile.ops import adapted_norm
@@ -147,7 +147,11 @@ def magnified(**options):
 def test_peft(options):
     model = magnified(**options)
     seen = check(
-        model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3, "lora_linear": 2}, parameters=trained(model)
+        model,
+        random(2, 3, 8),
+        passes=GROUPED,
+        expect={"adapted_norm": 3, "lora_linear": 2},
+        parameters=trained_block(model),
     )
     assert len(seen.graphs) == 1
 
@@ -156,7 +160,9 @@ def test_peft(options):
 def test_peft_with_dropout():
     """The base is multiplied twice, by what is dropped and by what is not."""
     model = magnified(lora_dropout=0.5)
-    seen = check(model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3}, parameters=trained(model), tol=9)
+    seen = check(
+        model, random(2, 3, 8), passes=GROUPED, expect={"adapted_norm": 3}, parameters=trained_block(model), tol=9
+    )
     assert len(seen.graphs) == 1 and len(seen.refused) == 3
 
 
@@ -184,8 +190,8 @@ def test_peft_over_4_bits(double, storage):
         random(2, 3, 64),
         passes=GROUPED,
         expect={"dequantize_4bit": 4, "adapted_norm": 2, "lora_linear": 2},
-        parameters=trained(model),
-        tol=5e-5 if all(p.dtype == torch.float32 for p in trained(model)) else 3e-2,
+        parameters=trained_block(model),
+        tol=5e-5 if all(p.dtype == torch.float32 for p in trained_block(model)) else 3e-2,
     )  # peft 0.18 gives adapters the dtype of the storage
     assert len(seen.graphs) == 1 and not seen.refused
 

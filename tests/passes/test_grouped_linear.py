@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.conftest import check, family, random
-from tests.passes.test_lora import Siblings, lora, operands
+from tests.support.passes.functions import Siblings, lora, operands
+from tests.support.passes.run import check, family, random
 from tunecompile.ops import gated_activation
 
 PASSES = family("lora", "grouped_linear")

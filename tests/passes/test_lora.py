@@ -5,30 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.passes.conftest import PIPELINE, assert_same, check, family, random
+from tests.support.passes.functions import Siblings, lora, operands, peft_block, rows_of, trained_block
+from tests.support.passes.run import assert_same, check, family, random
 from tunecompile.compiler.backend import Backend
+from tunecompile.passes import PIPELINE
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 
 PASSES = family("lora")
 GROUPED = family("lora", "grouped_linear")
-
-
-def operands(n=6, k=8, r=2, dtype=torch.float32, adapters=None, bias=False):
-    made = [
-        random(n, k, dtype=dtype, grad=False),
-        random(r, k, dtype=adapters or dtype),
-        random(n, r, dtype=adapters or dtype),
-    ]
-    return made + ([random(n, dtype=dtype)] if bias else [])
-
-
-def lora(x, w, a, b, bias=None, scale=0.5):
-    return F.linear(x, w, bias) + F.linear(F.linear(x, a), b) * scale
-
-
-def rows_of(x, w, bias):
-    """GPT-2's linears: the weight is [in, out]."""
-    return torch.addmm(bias, x.view(-1, x.size(-1)), w).view(x.size()[:-1] + (w.shape[1],))
 
 
 SPELLINGS = [
@@ -349,33 +333,6 @@ def test_an_adapter_of_an_adapter():
 # PEFT itself
 
 
-class Block(nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(8, 8, bias=bias), nn.Linear(8, 4, bias=bias), nn.Linear(8, 6, bias=bias)
-
-    def forward(self, x):
-        return self.o(torch.tanh(self.q(x)) * self.k(x).repeat(1, 1, 2))
-
-
-def peft_block(biased=False, dtype=torch.float32, **options):
-    peft = pytest.importorskip("peft")
-    block = Block(biased).to(dtype)
-    block.requires_grad_(False)
-    settings = dict(r=2, lora_alpha=8, lora_dropout=0.0, target_modules=["q", "k", "o"])
-    model = peft.inject_adapter_in_model(peft.LoraConfig(**{**settings, **options}), block)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p, std=0.3)
-        if "bias" in options and name.endswith("bias"):
-            p.requires_grad_()
-    return model.train()
-
-
-def trained(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -392,13 +349,13 @@ def trained(model):
 def test_peft(options):
     bias = options.pop("bias", False)
     model = peft_block(bias, **options)
-    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model))
+    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained_block(model))
 
 
 def test_peft_trained_biases():
     model = peft_block(True, bias="all")
     assert any(n.endswith("bias") for n, p in model.named_parameters() if p.requires_grad)
-    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained(model))
+    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained_block(model))
 
 
 def test_peft_in_bf16_with_fp32_adapters():
@@ -411,7 +368,7 @@ def test_peft_in_bf16_with_fp32_adapters():
         random(2, 3, 8, dtype=torch.bfloat16),
         passes=PASSES,
         expect={"lora_linear": 3},
-        parameters=trained(model),
+        parameters=trained_block(model),
         tol=2e-2,
     )
 
@@ -455,35 +412,3 @@ def test_dropout_masks_of_siblings_differ():
     q, k = torch.compile(layer, backend=backend)(torch.randn(4, 16, 8, requires_grad=True))
     assert {t.family: t.rewritten for t in backend.contexts[0].tallies}["grouped_linear"] == 2
     assert not torch.equal(q, k)
-
-
-class Siblings(nn.Module):
-    """Adapted linears of one input, PEFT's spelling."""
-
-    def __init__(
-        self, number, dropout=0.0, bias=False, ranks=(2, 3, 1), sizes=(6, 4, 5), same=False, dtype=torch.float32
-    ):
-        super().__init__()
-        sizes, ranks = (sizes[:1] * 3, ranks[:1] * 3) if same else (sizes, ranks)
-
-        def each(make):
-            made = [make(i) for i in range(number)]
-            return nn.ParameterList(made[:1] * number if same else made)
-
-        self.w = each(lambda i: nn.Parameter(torch.randn(sizes[i], 8, dtype=dtype), requires_grad=False))
-        self.a = each(lambda i: nn.Parameter(torch.randn(ranks[i], 8)))
-        self.b = each(lambda i: nn.Parameter(torch.randn(sizes[i], ranks[i])))
-        self.bias = each(lambda i: nn.Parameter(torch.randn(sizes[i], dtype=dtype))) if bias else [None] * number
-        self.dropout, self.scales = dropout, [0.5, 2.0, 1.0] if not same else [0.5] * 3
-
-    def trained(self):
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def one(self, i, x):
-        result = F.linear(x, self.w[i], self.bias[i])
-        dtype = result.dtype
-        own = F.dropout(x.to(self.a[i].dtype), self.dropout, self.training) if self.dropout else x.to(self.a[i].dtype)
-        return (result + F.linear(F.linear(own, self.a[i]), self.b[i]) * self.scales[i]).to(dtype)
-
-    def forward(self, x):
-        return tuple(self.one(i, x) for i in range(len(self.w)))

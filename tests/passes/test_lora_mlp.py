@@ -4,28 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.passes.conftest import check, family, random
-from tests.passes.test_lora import lora, operands
-from tunecompile.ir.op import Provider
-from tunecompile.ops import lora_mlp
+from tests.support.passes.functions import lora, mlp, mlp_weights, operands
+from tests.support.passes.run import check, family, random
 
 PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp")
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """A provider that supports everything: there is none on a CPU."""
-    monkeypatch.setattr(
-        lora_mlp, "providers", [Provider("test", lambda *args: lora_mlp.reference(*args), lambda *args: None)]
-    )
-
-
-def weights(**options):
-    return [*operands(12, 8, **options), *operands(12, 8, **options), *operands(8, 12, **options)]
-
-
-def mlp(x, *o, act=F.silu):
-    return lora(act(lora(x, *o[:3])) * lora(x, *o[3:6]), *o[6:])
 
 
 ONE = {"lora_mlp": 1}
@@ -34,7 +16,7 @@ APART = {"lora_linear": 2, "gated_activation": 1}
 
 @pytest.mark.parametrize("act", [F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh")])
 def test_matches(joined, act):
-    check(lambda x, *o: mlp(x, *o, act=act), random(2, 3, 8), *weights(), passes=PASSES, expect=ONE)
+    check(lambda x, *o: mlp(x, *o, act=act), random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=ONE)
 
 
 def test_autocast(joined):
@@ -42,15 +24,15 @@ def test_autocast(joined):
         with torch.autocast("cpu", torch.bfloat16):
             return mlp(x, *o)
 
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *weights(), passes=PASSES, expect=ONE, tol=3e-2)
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *mlp_weights(), passes=PASSES, expect=ONE, tol=3e-2)
 
 
 def test_dynamic_shapes(joined):
-    check(mlp, random(2, 3, 8), *weights(), passes=PASSES, expect=ONE, rows=(0, 1))
+    check(mlp, random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=ONE, rows=(0, 1))
 
 
 def test_two_in_a_row(joined):
-    check(lambda x, *o: mlp(x + mlp(x, *o), *o), random(2, 3, 8), *weights(), passes=PASSES, expect={"lora_mlp": 2})
+    check(lambda x, *o: mlp(x + mlp(x, *o), *o), random(2, 3, 8), *mlp_weights(), passes=PASSES, expect={"lora_mlp": 2})
 
 
 def test_ranks_of_their_own(joined):
@@ -59,7 +41,7 @@ def test_ranks_of_their_own(joined):
 
 
 def test_nothing_on_a_cpu():
-    check(mlp, random(2, 3, 8), *weights(), passes=PASSES, expect=APART)
+    check(mlp, random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=APART)
 
 
 MUST_NOT = {
@@ -78,7 +60,7 @@ MUST_NOT = {
 
 @pytest.mark.parametrize("spelling", MUST_NOT)
 def test_does_not_match(joined, spelling):
-    assert "lora_mlp" not in check(MUST_NOT[spelling], random(2, 3, 8), *weights(), passes=PASSES).ops
+    assert "lora_mlp" not in check(MUST_NOT[spelling], random(2, 3, 8), *mlp_weights(), passes=PASSES).ops
 
 
 def test_biases_and_dropout_stay_apart(joined):
@@ -101,7 +83,7 @@ def test_adapters_in_another_dtype_stay_apart(joined):
     check(
         fn,
         random(2, 3, 8, dtype=torch.bfloat16),
-        *weights(dtype=torch.bfloat16, adapters=torch.float32),
+        *mlp_weights(dtype=torch.bfloat16, adapters=torch.float32),
         passes=PASSES,
         expect=APART,
         tol=3e-2,
@@ -110,9 +92,9 @@ def test_adapters_in_another_dtype_stay_apart(joined):
 
 def test_dequantised_weights(joined):
     pytest.importorskip("bitsandbytes")
-    from tests.passes.test_nf4 import linear
+    from tests.support.passes.functions import linear_4bit
 
-    gate, up, down = linear(n=128), linear(n=128), linear(n=64, k=128)
+    gate, up, down = linear_4bit(n=128), linear_4bit(n=128), linear_4bit(n=64, k=128)
 
     def one(layer, x, a, b):
         return layer(x) + F.linear(F.linear(x, a), b) * 0.5
@@ -138,4 +120,4 @@ def test_gate_and_up_without_autograd(joined):
             act = F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])
         return lora(act, *o[6:]) + x
 
-    assert "lora_mlp" not in check(fn, random(2, 3, 8), *weights(), passes=PASSES).ops
+    assert "lora_mlp" not in check(fn, random(2, 3, 8), *mlp_weights(), passes=PASSES).ops

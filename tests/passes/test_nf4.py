@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from tests.passes.conftest import check, family, random
+from tests.support.passes.functions import linear_4bit
+from tests.support.passes.run import check, family, random
 from tunecompile.compiler.pass_manager import Context
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -13,31 +14,12 @@ PASSES = family("nf4")
 ALL = family("nf4", "lora", "grouped_linear", "lora_nf4")
 
 
-def linear(
-    n=6, k=64, bias=False, dtype=torch.float32, double=True, quant_type="nf4", blocksize=None, storage=torch.uint8
-):
-    made = bnb.nn.Linear4bit(
-        k, n, bias=bias, compute_dtype=dtype, quant_type=quant_type, compress_statistics=double, quant_storage=storage
-    )
-    options = {"quant_storage": storage} if blocksize is None else {"blocksize": blocksize, "quant_storage": storage}
-    made.weight = bnb.nn.Params4bit(
-        torch.randn(n, k, dtype=dtype),
-        requires_grad=False,
-        quant_type=quant_type,
-        compress_statistics=double,
-        **options,
-    )
-    if bias:
-        made.bias = nn.Parameter(torch.randn(n, dtype=dtype))
-    return made.to("cpu").train()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer(dtype, quant_type, double, bias):
-    layer = linear(bias=bias, dtype=dtype, double=double, quant_type=quant_type)
+    layer = linear_4bit(bias=bias, dtype=dtype, double=double, quant_type=quant_type)
     check(
         layer,
         random(2, 3, 64, dtype=dtype),
@@ -51,25 +33,25 @@ def test_a_layer(dtype, quant_type, double, bias):
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
 def test_bytes_that_are_stored_as_floats(storage):
     """So that FSDP shards them (bnb_4bit_quant_storage)."""
-    check(linear(storage=storage), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+    check(linear_4bit(storage=storage), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (1, 1, 64), (5, 64)])
 def test_any_rank_of_the_input(shape):
-    check(linear(bias=True), random(*shape), passes=PASSES, tol=2e-5)
+    check(linear_4bit(bias=True), random(*shape), passes=PASSES, tol=2e-5)
 
 
 def test_blocks_of_another_size():
-    check(linear(k=128, blocksize=128), random(2, 3, 128), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+    check(linear_4bit(k=128, blocksize=128), random(2, 3, 128), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
 
 
 def test_an_input_of_another_dtype_than_the_computation():
-    layer = linear(dtype=torch.bfloat16)
+    layer = linear_4bit(dtype=torch.bfloat16)
     check(layer, random(2, 3, 64), passes=PASSES, tol=1.5e-2)
 
 
 def test_two_layers_in_a_row():
-    first, second = linear(n=64), linear()
+    first, second = linear_4bit(n=64), linear_4bit()
     check(lambda x: second(first(x)), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 2}, tol=2e-5)
 
 
@@ -84,17 +66,17 @@ def test_a_frozen_input():
     )
 
 
-linear_ = linear()
+linear_ = linear_4bit()
 
 
 def test_dynamic_shapes():
-    check(linear(), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5, dynamic=True)
+    check(linear_4bit(), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5, dynamic=True)
 
 
 class Pair(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.q, self.k = linear(**options), linear(n=4, **options)
+        self.q, self.k = linear_4bit(**options), linear_4bit(n=4, **options)
 
     def forward(self, x):
         return self.q(x), self.k(x)

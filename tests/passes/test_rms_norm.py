@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.passes.conftest import check, family, random
+from tests.support.passes.run import check, family, random
 
 PASSES = family("rms_norm")
 EPS = 1e-3

@@ -2,29 +2,14 @@
 
 import pytest
 import torch
-from torch import nn
 
-from tests.passes.conftest import check, family, random
-
-PASSES = family("rope")
-H = 4
-
-
-def tables(length=5, dim=8, dtype=torch.float32, rows=1, grad=False):
-    angles = torch.rand(rows, length, dim // 2) * 6
-    angles = torch.cat((angles, angles), -1)
-    return angles.cos().to(dtype).requires_grad_(grad), angles.sin().to(dtype).requires_grad_(grad)
+from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
+from tests.support.passes.run import check, random
 
 
 def halves(dim=8, grad=False):
     angles = torch.rand(1, 1, 5, dim // 2) * 6
     return angles.cos().requires_grad_(grad), angles.sin().requires_grad_(grad)
-
-
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
 
 
 def llama(q, k, cos, sin):
@@ -77,18 +62,6 @@ def test_transposed_heads_and_positions_of_each_row(rows):
         return llama(q.view(2, 5, 4, 8).transpose(1, 2), k.view(2, 5, 2, 8).transpose(1, 2), cos, sin)
 
     check(fn, random(2, 5, 32), random(2, 5, 16), *tables(rows=rows), passes=PASSES, expect={"rope": 2})
-
-
-class Heads(nn.Module):
-    """Queries and keys of projections, turned by a function of both and of the tables."""
-
-    def __init__(self, turn):
-        super().__init__()
-        self.q, self.k, self.turn = nn.Linear(6, 32), nn.Linear(6, 16), turn
-
-    def forward(self, x, cos, sin):
-        q, k = (layer(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for layer in (self.q, self.k))
-        return self.turn(q, k, cos, sin)
 
 
 def test_dynamic_shapes():
@@ -258,10 +231,6 @@ def test_trained_tables():
 
 def test_constant_tables():
     check(lambda x: x * 0.6 + rotate_half(x) * 0.8, random(2, 4, 5, 8), passes=PASSES)
-
-
-def turned(half):
-    return lambda x, c, s: x * c + half(x) * s
 
 
 MUTATIONS = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.passes.conftest import check, random
-from tests.passes.test_rope import PASSES, Heads
+from tests.support.passes.rope import PASSES, Heads
+from tests.support.passes.run import check, random
 
 
 def angles(*shape, dtype=torch.float32):

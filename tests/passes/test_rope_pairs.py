@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.passes.conftest import check, random
-from tests.passes.test_rope import PASSES, H, Heads, rotate_half, tables, turned
+from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
+from tests.support.passes.run import check, random
 
 
 def repeated(length=5, dim=8, dtype=torch.float32, rows=1):

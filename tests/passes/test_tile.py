@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.passes.conftest import assert_same, random, results
-from tests.passes.test_lora_mlp import joined, mlp, weights  # noqa: F401
+from tests.support.passes.functions import mlp, mlp_weights
+from tests.support.passes.run import assert_same, random, results
 from tunecompile.compiler.backend import Backend
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
@@ -24,22 +24,22 @@ def ran(fn, args, plan, rows=()):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.key)
-def test_forward_and_backward_are_replaced(joined, plan):  # noqa: F811
-    args = [random(2, 9, 8), *weights()]
+def test_forward_and_backward_are_replaced(joined, plan):
+    args = [random(2, 9, 8), *mlp_weights()]
     ops, saved = ran(mlp, args, plan)
     assert ops == {"lora_mlp_tiled": 1, "lora_mlp_tiled_backward": 1} and saved == 0
     torch._dynamo.reset()
     assert "lora_mlp" in ran(mlp, args, KEEP)[0]
 
 
-def test_two_in_a_row(joined):  # noqa: F811
-    ops, _ = ran(lambda x, *o: mlp(x + mlp(x, *o), *o), [random(2, 9, 8), *weights()], Plan(tiles=2))
+def test_two_in_a_row(joined):
+    ops, _ = ran(lambda x, *o: mlp(x + mlp(x, *o), *o), [random(2, 9, 8), *mlp_weights()], Plan(tiles=2))
     assert ops == {"lora_mlp_tiled": 2, "lora_mlp_tiled_backward": 2}
 
 
 @pytest.mark.parametrize("tokens", [(2, 9), (2, 3)])
-def test_sizes_that_are_symbols(joined, tokens):  # noqa: F811
-    assert "lora_mlp_tiled" in ran(mlp, [random(*tokens, 8), *weights()], Plan(tiles=4), rows=(0, 1))[0]
+def test_sizes_that_are_symbols(joined, tokens):
+    assert "lora_mlp_tiled" in ran(mlp, [random(*tokens, 8), *mlp_weights()], Plan(tiles=4), rows=(0, 1))[0]
 
 
 def test_variants_never_meet():
@@ -47,12 +47,12 @@ def test_variants_never_meet():
     assert len({plan.key for plan in plans}) == len(plans)
 
 
-def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):  # noqa: F811
+def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):
     monkeypatch.setattr(
         lora_mlp,
         "providers",
         [*lora_mlp.providers, Provider("other", lambda *args: lora_mlp.reference(*args), lambda *args: None, "fp8")],
     )
     backend = Backend("test", PIPELINE, "eager", plan=Plan(tiles=2), precision="fp8")
-    torch.compile(mlp, backend=backend)(random(2, 9, 8), *weights()).sum().backward()
+    torch.compile(mlp, backend=backend)(random(2, 9, 8), *mlp_weights()).sum().backward()
     assert "lora_mlp of test is not in fp8: it is computed in pieces" in backend.contexts[-1].notes

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.memory.test_budget import LAYERS, needed, same, step
 from tests.support import zoo
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS, needed, step
 from tunecompile.cli.compare.meters import count_saved_bytes
 
 pytest.importorskip("transformers")
@@ -69,7 +70,7 @@ def two_kinds_step(model, rows=64):
 def test_each_kind_of_layer_is_planned_for_what_it_holds(trained):
     reference, free = two_kinds_step(two_kinds(None, trained)), two_kinds("1TiB", trained)
     for _ in range(2):
-        same(two_kinds_step(free), reference)
+        assert_equal(two_kinds_step(free), reference)
     budget = free._tunecompile.step.budget
     assert len(budget.menus) == 1 + trained
     needed = tunecompile.report(free).memory["predicted_peak"]
@@ -78,5 +79,5 @@ def test_each_kind_of_layer_is_planned_for_what_it_holds(trained):
     for share in (0.7, 0.3):
         model = two_kinds(int(share * needed), trained)
         for _ in range(3):
-            same(two_kinds_step(model), reference)
+            assert_equal(two_kinds_step(model), reference)
         assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])

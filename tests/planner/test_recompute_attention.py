@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunecompile
-from tests.runtime.memory.test_budget import same, step
 from tests.support import zoo
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import step
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.planner import candidates
 from tunecompile.planner.recompute_attention import is_recomputable
@@ -36,11 +37,11 @@ def saved_bytes(model):
 def test_the_same_bits_for_fewer_bytes(monkeypatch):
     model = deep("1KiB")
     reference = step(deep(None))
-    same(step(model), reference)
+    assert_equal(step(model), reference)
     assert follows(model) == ("everything", "attention")
     monkeypatch.setattr(candidates, "is_recomputable", lambda node: False)
     without = deep("1KiB")
-    same(step(without), reference)
+    assert_equal(step(without), reference)
     assert follows(without) == ("everything",)
     assert saved_bytes(model) < 0.85 * saved_bytes(without)
 
@@ -49,14 +50,14 @@ def test_the_same_bits_for_fewer_bytes(monkeypatch):
 def test_other_lengths():
     model, reference = deep("1KiB"), deep(None)
     for length in (24, 17, 24):
-        same(step(model, length=length), step(reference, length=length))
+        assert_equal(step(model, length=length), step(reference, length=length))
     assert follows(model) == ("everything", "attention")
 
 
 @pytest.mark.slow
 def test_dropout_in_attention_is_never_drawn_twice():
     model, reference = deep("1KiB", attention_dropout=0.3), deep(None, attention_dropout=0.3)
-    same(step(model), step(reference))
+    assert_equal(step(model), step(reference))
     assert "attention" not in follows(model)
 
 

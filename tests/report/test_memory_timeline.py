@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.memory.test_budget import LAYERS, Meter, build, needed, same, step, to_the_host  # noqa: F401
 from tests.support import chromium, zoo
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
 from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
 from tunecompile.report import memory_timeline
 from tunecompile.runtime.memory.timeline_trace import STEPS
@@ -102,7 +103,10 @@ def test_the_page_stands_alone_and_says_what_a_cpu_cannot_measure(tmp_path):
     assert "LlamaForCausalLM" in text and "data:image/svg+xml;base64," in text and "a CPU keeps no count" in text
     assert not any(far in text for far in ("http:", "https:", "<script", "<link", "url("))
     assert budget_of(model).step_ms() is None  # the rates of one kernel say little of another's on a CPU
-    assert model._tunecompile.part(StepTelemetry).telemetry.step_ms and f"{model._tunecompile.part(StepTelemetry).telemetry.step_ms:,.1f}" in text
+    assert (
+        model._tunecompile.part(StepTelemetry).telemetry.step_ms
+        and f"{model._tunecompile.part(StepTelemetry).telemetry.step_ms:,.1f}" in text
+    )
 
 
 @chromium.needed
@@ -121,7 +125,7 @@ def test_in_a_browser(tmp_path):
 def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered, tmp_path):
     reference, model = step(build(None)), build("1TiB")
     for _ in range(STEPS + 1):
-        same(step(model), reference)
+        assert_equal(step(model), reference)
     budget = budget_of(model)
     seen = [(sample.kind, sample.place) for sample in budget.trace.samples]
     assert (
@@ -142,7 +146,7 @@ def test_a_bigger_batch_is_sampled_again():
     assert (budget_of(model).trace.step, budget_of(model).trace.tokens) == (6, 48)
 
 
-def test_copies_stand_in_the_page(to_the_host, tmp_path):  # noqa: F811
+def test_copies_stand_in_the_page(to_the_host, tmp_path):
     model = build(int(0.7 * needed()))
     for _ in range(2):
         step(model)
@@ -164,5 +168,3 @@ def test_measured_bytes_follow_the_plan(tmp_path):
     predicted, measured = (parts[LAYERS].before - parts[0].before, parts[LAYERS].measured - parts[0].measured)
     assert 0.7 < measured / predicted < 1.3
     assert "GiB" in page(model, tmp_path)
-
-

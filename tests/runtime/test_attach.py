@@ -15,26 +15,12 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.compare import assert_same_step
+from tests.support.models.pairs import compiled_slots, optimized, small
 from tunecompile.errors import NotAModule, NotOptimized
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def small(family: str = "llama", **changes) -> nn.Module:
-    return zoo.make(family, num_hidden_layers=2, **changes)
-
-
-def optimized(model: nn.Module) -> nn.Module:
-    return tunecompile.optimize(model, executor="eager")
-
-
-def equal_steps(model: nn.Module, reference: nn.Module, inputs: dict | None = None, limit: float = 1e-4) -> None:
-    inputs = inputs or zoo.batch()
-    (loss, gradients), (expected, exact) = zoo.step(model, inputs), zoo.step(reference, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    worst = max(zoo.errors(gradients, exact).items(), key=lambda item: item[1])
-    assert worst[1] < limit, worst
 
 
 def anatomy(model: nn.Module) -> dict:
@@ -50,10 +36,6 @@ def anatomy(model: nn.Module) -> dict:
         )
 
     return {(name, key): look(value) for name, module in model.named_modules() for key, value in vars(module).items()}
-
-
-def compiled_slots(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if module._compiled_call_impl is not None]
 
 
 def checkpoint(model: nn.Module, **kwargs) -> None:
@@ -125,7 +107,7 @@ def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     for m in (model, reference):
         checkpoint(m, use_reentrant=use_reentrant)
     enabled = anatomy(model)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     ours = {
         "_compiled_call_impl",
         "_forward_pre_hooks",
@@ -143,7 +125,7 @@ def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     assert set(vars(layer)) == set(vars(other))
     assert layer._gradient_checkpointing_func.keywords == other._gradient_checkpointing_func.keywords
     assert layer._gradient_checkpointing_func.func is other._gradient_checkpointing_func.func
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
 
 
 def test_checkpointing_of_every_other_layer_and_off_again():
@@ -153,10 +135,10 @@ def test_checkpointing_of_every_other_layer_and_off_again():
         pytest.skip("transformers has no every_n_layers yet")
     for m in (model, reference):
         m.activation_checkpointing_enable(every_n_layers=2)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     for m in (model, reference):
         m.activation_checkpointing_disable()
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     assert tunecompile.report(model).compiles == 2  # one with, one without
 
 
@@ -178,18 +160,18 @@ def test_checkpointing_that_does_more_stays_around_the_layers():
         checkpoint(m, use_reentrant=False)
         for layer in m.model.layers:
             layer._gradient_checkpointing_func = functools.partial(otherwise, use_reentrant=False)
-    equal_steps(reference, reference)
+    assert_same_step(reference, reference)
     expected, copied[:] = list(copied), []
-    equal_steps(model, model)
+    assert_same_step(model, model)
     assert copied == expected and len(copied) >= 2
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     report = tunecompile.report(model)
     assert report.compiles == 1 and any(
         note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes
     )
     for m in (model, reference):
         checkpoint(m, use_reentrant=False)
-    equal_steps(model, reference)
+    assert_same_step(model, reference)
     assert tunecompile.report(model).compiles == 2 and not any(
         "does more" in note for note in tunecompile.report(model).notes
     )
@@ -221,9 +203,9 @@ def test_copies_work_and_are_not_optimized(duplicate):
     with pytest.raises(NotOptimized):
         tunecompile.report(twin)
     assert twin.model.layers[0]._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
-    equal_steps(twin, model)
+    assert_same_step(twin, model)
     assert tunecompile.report(model).compiles == compiles
-    equal_steps(optimized(twin), model)
+    assert_same_step(optimized(twin), model)
     assert len(compiled_slots(twin)) == 5  # the owner of the layers, two of them, the last norm and the head
 
 
@@ -235,12 +217,12 @@ def test_saved_and_loaded_as_before(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert list(loaded.state_dict()) == list(model.state_dict())
-    equal_steps(loaded, model)
+    assert_same_step(loaded, model)
     with torch.no_grad():
         loaded.model.layers[0].mlp.up_proj.weight.mul_(2)
     model.load_state_dict(loaded.state_dict())  # resuming: the same graphs, other weights
     compiles = tunecompile.report(model).compiles
-    equal_steps(model, loaded)
+    assert_same_step(model, loaded)
     assert tunecompile.report(model).compiles == compiles
 
 
@@ -305,8 +287,8 @@ def test_two_models_of_one_class_under_different_plans():
     optimized(first), optimized(second)
     checkpoint(second, use_reentrant=True)
     for seed in range(2):
-        equal_steps(first, plain, zoo.batch(seed=seed))
-        equal_steps(second, plain, zoo.batch(seed=seed))
+        assert_same_step(first, plain, zoo.batch(seed=seed))
+        assert_same_step(second, plain, zoo.batch(seed=seed))
     assert tunecompile.report(first).compiles == tunecompile.report(second).compiles == 1
     saved = [tunecompile.report(m).to_dict()["saved_bytes"] for m in (first, second)]
     assert saved[1] < saved[0] / 5 and not compiled_slots(plain)
@@ -344,7 +326,7 @@ def test_imported_before_everything_else(tmp_path):
     code = """
 import tunecompile
 import peft, transformers
-from tests.models import zoo
+from tests.support import zoo
 model, reference = zoo.adapt(zoo.make("llama", num_hidden_layers=2)), zoo.adapt(zoo.make("llama", num_hidden_layers=2))
 (loss, mine), (expected, exact) = zoo.step(tunecompile.optimize(model, executor="eager"), zoo.batch()), zoo.step(reference, zoo.batch())
 print(abs(loss - expected).item() < 1e-4 and max(zoo.errors(mine, exact).values()) < 1e-4 and tunecompile.report(model).compiles > 0)

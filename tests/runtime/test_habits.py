@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models.test_custom_models import WIDTH, Modern, check, ids
 from tests.support import zoo
+from tests.support.models.custom import WIDTH, Modern, ids, trained_beside_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,7 +54,7 @@ class KeywordStack(Stack):
 
 
 def test_layers_called_by_keyword_only():
-    report = check(KeywordStack(OnlyKeywords), X)
+    report = trained_beside_eager(KeywordStack(OnlyKeywords), X)
     assert report.compiles == 2 and not report.notes[1:], report
 
 
@@ -76,7 +76,7 @@ class AppendingStack(Stack):
 
 
 def test_layers_that_append_to_an_argument():
-    check(AppendingStack(Appending), X, loss=lambda out: out)
+    trained_beside_eager(AppendingStack(Appending), X, loss=lambda out: out)
 
 
 class InPlace(Habit):
@@ -88,7 +88,7 @@ class InPlace(Habit):
 
 
 def test_layers_that_write_in_place():
-    check(Stack(InPlace), X)
+    trained_beside_eager(Stack(InPlace), X)
 
 
 class Counting(Habit):
@@ -106,7 +106,7 @@ class Counting(Habit):
 
 def test_layers_that_keep_state():
     model = Stack(Counting)
-    check(model, X)
+    trained_beside_eager(model, X)
     assert [layer.calls.item() for layer in model.layers] == [2, 2, 2]
     assert all(layer.norm.num_batches_tracked == 2 for layer in model.layers)
 
@@ -119,7 +119,7 @@ class Printing(Habit):
 
 
 def test_a_graph_break_inside_a_layer(capsys):
-    report = check(Stack(Printing), X)
+    report = trained_beside_eager(Stack(Printing), X)
     assert capsys.readouterr().out.count("inside a layer") == 12
     assert any("in pieces" in note and "test_habits.py" in note for note in report.notes), report
 
@@ -130,7 +130,7 @@ class Reading(Habit):
 
 
 def test_a_layer_that_reads_a_number(capsys):
-    report = check(Stack(Reading), X)
+    report = trained_beside_eager(Stack(Reading), X)
     assert any("in pieces" in note or "eagerly" in note for note in report.notes), report
 
 
@@ -142,7 +142,7 @@ class NotUnderCompile(Habit):
 
 
 def test_a_layer_that_refuses_to_be_compiled():
-    report = check(Stack(NotUnderCompile), X)
+    report = trained_beside_eager(Stack(NotUnderCompile), X)
     assert any("eagerly" in note for note in report.notes), report
 
 
@@ -153,7 +153,7 @@ class Disabled(Habit):
 
 
 def test_a_layer_that_is_kept_from_dynamo():
-    report = check(Stack(Disabled), X)
+    report = trained_beside_eager(Stack(Disabled), X)
     assert report.compiles == 0 and any("eagerly" in note for note in report.notes), report
 
 
@@ -173,7 +173,7 @@ class Picky(Habit):
 
 
 def test_an_op_that_takes_real_tensors_only():
-    report = check(Stack(Picky), X)
+    report = trained_beside_eager(Stack(Picky), X)
     assert any(
         "ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note
         for note in report.notes
@@ -223,7 +223,7 @@ class OwnFunction(Habit):
 
 
 def test_a_users_autograd_function_is_obeyed():
-    check(Stack(OwnFunction), X)
+    trained_beside_eager(Stack(OwnFunction), X)
 
 
 def test_broken_backend_leaves_the_region_eager(monkeypatch):
@@ -233,7 +233,7 @@ def test_broken_backend_leaves_the_region_eager(monkeypatch):
         raise RuntimeError("out of ideas")
 
     monkeypatch.setattr(backend, "run_stage", fail)
-    report = check(Stack(Habit), X)
+    report = trained_beside_eager(Stack(Habit), X)
     assert report.compiles == 0 and any("out of ideas" in note for note in report.notes), report
 
 
@@ -252,7 +252,7 @@ class Unlike(nn.Module):
 
 
 def test_lists_of_unlike_shared_and_unused_layers():
-    report = check(Unlike(), X)
+    report = trained_beside_eager(Unlike(), X)
     assert report.compiles >= 1, report
 
 
@@ -269,7 +269,7 @@ class Copied(Stack):
 
 def test_a_first_layer_that_writes_into_its_input():
     model = Copied(WritesIntoItsInput)
-    check(model, X)
+    trained_beside_eager(model, X)
     assert torch.equal(model.given, 0.5 * X) and not model.given.requires_grad
 
 
@@ -287,7 +287,7 @@ def test_shared_layers():
     layer = Habit()
     model = Stack(Habit)
     model.layers = nn.ModuleList([layer, layer, Habit()])
-    report = check(model, X)
+    report = trained_beside_eager(model, X)
     assert report.compiles == 1, report
     tunecompile.restore(model)
     assert not [m for m in model.modules() if m._compiled_call_impl is not None]
@@ -297,7 +297,7 @@ def test_half_of_the_layers_compiled_by_the_user():
     model = Stack(Habit)
     model.layers[0].compile(backend="aot_eager")
     theirs = model.layers[0]._compiled_call_impl
-    report = check(model, X)
+    report = trained_beside_eager(model, X)
     assert any("compiled already" in note for note in report.notes) and report.regions[0].layers == 2, report
     tunecompile.restore(model)
     assert model.layers[0]._compiled_call_impl is theirs
@@ -306,7 +306,7 @@ def test_half_of_the_layers_compiled_by_the_user():
 def test_a_part_of_a_model_was_optimized_before():
     model = Modern(2)
     tunecompile.optimize(model.blocks[0], executor="eager")
-    report = check(model, ids(), labels=ids(), loss=lambda out: out["loss"])
+    report = trained_beside_eager(model, ids(), labels=ids(), loss=lambda out: out["loss"])
     assert report.compiles >= 1
     tunecompile.restore(model)
     tunecompile.restore(model.blocks[0])

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.test_loops import equal, pair
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.models.pairs import pair
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,7 +30,7 @@ def test_hooks_on_layers_fire():
             layer.mlp.register_full_backward_hook(
                 lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm())
             )
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     assert len(seen[id(model)]) == len(seen[id(reference)]) == 4
     assert torch.allclose(torch.stack(seen[id(model)]), torch.stack(seen[id(reference)]), rtol=1e-4)
 
@@ -53,7 +54,7 @@ def scaling(kind: str, scale: float):
 def test_hooks_that_come_after_compilation_change_numbers(kind, where):
     """Each time of the same code, with another scale; then none, and what was compiled without them serves again."""
     model, reference = pair()
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     compiled = tunecompile.report(model).compiles
     for scale in (1.5, 3.0):
         handles = (
@@ -68,10 +69,10 @@ def test_hooks_that_come_after_compilation_change_numbers(kind, where):
         with contextlib.ExitStack() as placed:
             for handle in handles:
                 placed.enter_context(handle)
-            equal(model, reference, lambda m: m(**zoo.batch()).loss)
+            assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     hooked = tunecompile.report(model).compiles
     assert hooked > compiled
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     assert tunecompile.report(model).compiles == hooked
 
 
@@ -110,12 +111,12 @@ def in_its_place(layer: nn.Module) -> nn.Module:
 def test_hooks_on_modules_that_come_after_the_first_step(put):
     """The module is there for a step before its hook is."""
     model, reference = pair()
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     placed = [put(layer) for m in (model, reference) for layer in m.model.layers]
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     for module in placed:
         module.register_forward_hook(lambda module, args, out: out * 3)
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
 def test_modules_that_are_taken_out_are_freed():

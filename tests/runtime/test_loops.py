@@ -1,7 +1,5 @@
 """Real training loops: losses and gradients as without `optimize`, whatever the batches, precision and checkpointing."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,44 +7,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tunecompile
-from tests.models.support_losses import evaluated_before_the_backward
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.matrix.losses import evaluated_before_the_backward
+from tests.support.models.pairs import pair, small
+from tests.support.reports import fell_back
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def small(family: str = "llama", **changes) -> nn.Module:
-    return zoo.make(family, num_hidden_layers=2, **changes)
-
-
-def pair(build=small) -> tuple[nn.Module, nn.Module]:
-    """(optimized, as it was), with the same weights."""
-    reference = build().train()
-    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
-
-
-def equal(model: nn.Module, reference: nn.Module, run, limit: float = 1e-4) -> None:
-    """`run(model)` is a loss: the same on both, and so are its gradients."""
-    losses = []
-    for m in (model, reference):
-        m.zero_grad(set_to_none=True)
-        torch.manual_seed(5)
-        loss = run(m)
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(
-        losses[1], rel=1e-5, abs=1e-7, nan_ok=True
-    )  # GRPO's is small: a difference of terms near one
-    mine, exact = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
-    assert set(mine) == set(exact)
-    floor = 1e-4 * max((g.norm().item() for g in exact.values()), default=0)  # the q and k of a single token get noise
-    worst = {n: ((mine[n] - g).norm() / g.norm().clamp_min(max(floor, 1e-12))).item() for n, g in exact.items()}
-    assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
-
-
-def fell_back(model: nn.Module) -> list[str]:
-    return [note for note in tunecompile.report(model).notes if "eager" in note or "pieces" in note]
 
 
 # -- a plain loop (losses on logits, clipping and more: support_losses.py, support_trainers.py) -------------------------
@@ -90,7 +58,7 @@ def test_writing_into_logits_reaches_all_that_share_their_memory(write):
     model, reference = pair()
     inputs = zoo.batch()
     labels = inputs["labels"].clamp(min=0)
-    equal(model, reference, lambda m: write(m(inputs["input_ids"]).logits, labels))
+    assert_same_run(model, reference, lambda m: write(m(inputs["input_ids"]).logits, labels))
 
 
 @pytest.mark.parametrize("reading", [torch.no_grad, torch.inference_mode])
@@ -106,7 +74,7 @@ def test_metrics_are_read_before_the_loss(reading, part):
             seen.append(logits.argmax(-1).sum().item())
         return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, : logits.shape[1]].flatten())
 
-    equal(model, reference, run)
+    assert_same_run(model, reference, run)
     assert seen[0] == seen[1]
     tally = next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
     assert tally.rewritten or "before the loss" in tally.refused[0]
@@ -121,7 +89,7 @@ def test_a_view_made_without_gradients_gives_none():
             view = out.logits.view(-1, out.logits.shape[-1])
         return out.loss + F.cross_entropy(view * 2, zoo.batch()["labels"].flatten())
 
-    equal(model, reference, run)
+    assert_same_run(model, reference, run)
 
 
 def test_the_report_tells_of_training_in_eval_mode():
@@ -132,7 +100,7 @@ def test_the_report_tells_of_training_in_eval_mode():
     with torch.no_grad():
         model(**zoo.batch())
     assert "eval mode" not in str(tunecompile.report(model))
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     assert "model.train() before training steps" in str(tunecompile.report(model))
     model.train()(**zoo.batch()).loss.backward()
     model.eval()(**zoo.batch())
@@ -169,22 +137,22 @@ def test_a_graph_that_is_retained(write):
 
     model, reference = pair()
     for steps in range(2):
-        equal(model, reference, run)
+        assert_same_run(model, reference, run)
 
 
 def test_evaluation_between_forward_and_backward():
     """A reference model's logits, say: the step's decision must not reach the recomputation."""
     model, reference = pair()
-    equal(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
+    assert_same_run(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
     for m in (model, reference):
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    equal(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
+    assert_same_run(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
 
 
 def test_forward_without_gradients_between_steps():
     model, reference = pair()
     for seed in range(2):
-        equal(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
+        assert_same_run(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
         with torch.no_grad():
             assert model(**zoo.batch(seed=seed)).loss.item() == pytest.approx(
                 reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5
@@ -203,7 +171,7 @@ def test_gradients_of_the_inputs_and_hidden_states():
         states.append((x, out.hidden_states))
         return loss
 
-    equal(model, reference, run)
+    assert_same_run(model, reference, run)
     (x, ours), (y, theirs) = states
     assert len(ours) == len(theirs) == 3
     assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
@@ -232,7 +200,7 @@ def test_a_length_that_equals_another_size_by_chance():
     model, reference = pair()
     for rows, length in ((2, 16), (4, 16), (2, 64), (2, 16), (3, 17), (4, 30), (16, 16), (5, 9)):
         inputs = zoo.batch(rows=rows, length=length)
-        equal(model, reference, lambda m: m(**inputs).loss)
+        assert_same_run(model, reference, lambda m: m(**inputs).loss)
     assert tunecompile.report(model).compiles <= 4 and not fell_back(model)
 
 
@@ -289,19 +257,19 @@ def test_frozen_layers():
         m.model.embed_tokens.requires_grad_(False)
         m.model.layers[0].requires_grad_(False)
         m.lm_head.requires_grad_(False)
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     for m in (model, reference):
         m.model.layers[0].requires_grad_(True)  # gradual unfreezing
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     for m in (model, reference):
         m.requires_grad_(False)
         m.lm_head.requires_grad_(True)
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
 def test_tied_embeddings():
     model, reference = pair(lambda: small(tie_word_embeddings=True))
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
@@ -381,7 +349,7 @@ class Outside(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_from_outside(use_reentrant):
     model, reference = pair(lambda: Outside(use_reentrant))
-    equal(model, reference, lambda m: m(**zoo.batch()))
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()))
 
     def with_evaluation(m):
         loss = m(**zoo.batch())
@@ -391,14 +359,14 @@ def test_checkpointing_from_outside(use_reentrant):
         m.train()
         return loss
 
-    equal(model, reference, with_evaluation)
+    assert_same_run(model, reference, with_evaluation)
     assert tunecompile.report(model).compiles > 0 and not fell_back(model)
 
 
 def test_checkpointing_the_whole_model_from_outside():
     for use_reentrant in (False, True):
         model, reference = pair()
-        equal(
+        assert_same_run(
             model,
             reference,
             lambda m: checkpoint(

@@ -1,6 +1,5 @@
 """Forwards without gradients of a model in training (a reference in DPO, the old policy in GRPO) run the code that training runs."""
 
-import copy
 import types
 from collections import Counter
 
@@ -8,21 +7,17 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.unpad.test_packed_masks import packed
-from tests.runtime.unpad.test_unpad import padded
 from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.models.pairs import pair, small
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def pair(
-    adapted: bool = True, dtype: torch.dtype = torch.float32, **options
-) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(optimized, as it was), with the same weights."""
-    model = zoo.make("llama", num_hidden_layers=2)
-    model = (zoo.adapt(model) if adapted else model).to(dtype).train()
-    return tunecompile.optimize(copy.deepcopy(model), executor="eager", **options), model
+def scored(adapted: bool = True, dtype: torch.dtype = torch.float32, **options):
+    """A pair under these options, adapted or not."""
+    return pair(lambda: (zoo.adapt(small()) if adapted else small()).to(dtype), **options)
 
 
 def score(model: torch.nn.Module, seed: int = 1, **shape) -> torch.Tensor:
@@ -40,7 +35,7 @@ def compiled(model: torch.nn.Module) -> dict[str, int]:
 
 def test_scores_are_compiled_and_right():
     pytest.importorskip("peft")
-    model, reference = pair()
+    model, reference = scored()
     for m in (model, reference):
         zoo.step(m, zoo.batch())
     for _ in range(2):
@@ -54,7 +49,7 @@ def test_scores_are_compiled_and_right():
 
 
 def test_scores_before_the_first_step_and_of_other_shapes():
-    model, reference = pair(adapted=False)
+    model, reference = scored(adapted=False)
     for rows, length in ((2, 16), (3, 16), (3, 20), (4, 24), (1, 24)):
         assert torch.allclose(
             score(model, rows=rows, length=length), score(reference, rows=rows, length=length), atol=1e-5
@@ -65,7 +60,7 @@ def test_scores_before_the_first_step_and_of_other_shapes():
 @pytest.mark.parametrize("checkpointing", [False, *(pytest.param(how, marks=pytest.mark.slow) for how in (None, True))])
 def test_a_score_between_forward_and_backward(checkpointing):
     losses, gradients = [], []
-    for m in pair():
+    for m in scored():
         if checkpointing is not None:
             m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
             m.enable_input_require_grads()
@@ -86,7 +81,7 @@ def test_a_score_between_forward_and_backward(checkpointing):
 
 
 def test_a_plan_of_memory_is_about_training_only():
-    model, reference = pair(memory="1GiB")
+    model, reference = scored(memory="1GiB")
     for seed in range(3):
         for m in (model, reference):
             zoo.step(m, zoo.batch(seed=seed))
@@ -96,7 +91,7 @@ def test_a_plan_of_memory_is_about_training_only():
 
 
 def test_generation_and_caches_stay_as_they_are():
-    model, reference = pair(adapted=False)
+    model, reference = scored(adapted=False)
     ids = zoo.batch()["input_ids"]
     kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert torch.equal(model.generate(ids, **kwargs), reference.generate(ids, **kwargs))
@@ -113,7 +108,7 @@ def test_generation_and_caches_stay_as_they_are():
 def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
     """In bf16: what the two forwards round differently would be read as a change of the policy."""
     pytest.importorskip("peft")
-    model, plain = pair(dtype=torch.bfloat16)
+    model, plain = scored(dtype=torch.bfloat16)
     apart = []
     for m in (model, plain):
         for name, parameter in m.named_parameters():
@@ -144,7 +139,7 @@ def fused(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.slow
 def test_padding_is_left_out_of_scores_as_of_training():
     """A policy is its own reference to the bit."""
-    model, reference = pair(adapted=False)
+    model, reference = scored(adapted=False)
     fused(model), fused(reference)
     for step in range(2):
         policy = model(**padded(seed=step))
@@ -164,7 +159,7 @@ def test_padding_is_left_out_of_scores_as_of_training():
 @pytest.mark.slow
 def test_logits_of_a_score_keep_their_padding():
     """Once somebody has read them, no batch is flattened any more."""
-    model, reference = pair(adapted=False)
+    model, reference = scored(adapted=False)
     plain = model.forward
     fused(model)(**padded()).sum().backward()
     model.forward = plain
@@ -178,7 +173,7 @@ def test_logits_of_a_score_keep_their_padding():
 @pytest.mark.slow
 def test_packed_scores_are_told_apart_as_training_is():
     """Without a mask, so that the same code computes both."""
-    model, reference = pair(adapted=False)
+    model, reference = scored(adapted=False)
     inputs = packed((7, 9)) | {"use_cache": False}
     policy = model(**inputs).logits
     with torch.no_grad():

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.test_loops import equal, fell_back, pair
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.models.pairs import pair
+from tests.support.reports import fell_back
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,14 +43,14 @@ def test_a_step_while_another_thread_compiles(monkeypatch):
     """It is no compilation of this model by somebody else."""
     model, reference = pair()
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     assert tunecompile.report(model).compiles and not tunecompile.report(model).notes
 
 
 def test_a_step_while_another_thread_traces():
     """Compiled code refuses to be called then."""
     model, reference = pair()
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     begun = threading.Event()
 
     def compile_slowly():
@@ -61,7 +63,7 @@ def test_a_step_while_another_thread_traces():
     thread = threading.Thread(target=compile_slowly)
     thread.start()
     begun.wait()
-    equal(model, reference, lambda m: m(**zoo.batch()).loss)
+    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     thread.join()
     assert not fell_back(model)
 

@@ -8,8 +8,8 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tunecompile
-from tests.models.test_custom_models import WIDTH, Plain
 from tests.support import zoo
+from tests.support.models.custom import WIDTH, Plain
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import tunecompile
-from tests.passes.conftest import assert_same, check, family, results
-from tests.runtime.unpad.test_unpad import padded
+import tunecompile.passes
 from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.passes.run import assert_same, check, family, results
 from tunecompile.ir.op import OPS, Op
 
 op_module = importlib.import_module("tunecompile.ir.op")  # the package shows the function of that name
@@ -386,3 +387,22 @@ SUBJECTS = {
     "attention": an_attention(0, lambda: (model()[0], padded())),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
+
+
+def planted_passes(factor):
+    """A family of two rewrites, of which the second loses `factor`."""
+    from tunecompile.compiler.pass_manager import recognize
+    from tunecompile.ir.rewrite import rewrite
+
+    @rewrite("harmless", to=lambda x: torch.rsqrt(x))
+    def harmless(x):
+        return torch.rsqrt(x)
+
+    @rewrite("wrong", to=lambda x: torch.nn.functional.silu(x) * factor)
+    def wrong(x):
+        return torch.nn.functional.silu(x)
+
+    short = [
+        p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")
+    ]  # few trials
+    return [recognize("planted", [harmless, wrong], lambda graph: []), *short]

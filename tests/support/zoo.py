@@ -224,11 +224,12 @@ def step(
     return value.detach(), gradients
 
 
-def errors(gradients: dict, reference: dict) -> dict[str, float]:
-    """Relative error of each gradient."""
+def errors(gradients: dict, reference: dict, floor: float = 0.0) -> dict[str, float]:
+    """Relative error of each gradient; norms count as at least `floor` times the largest."""
     assert set(gradients) == set(reference)
+    least = max(1e-12, floor * max((g.norm().item() for g in reference.values()), default=0.0))
     return {
-        name: ((gradients[name].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)).item()
+        name: ((gradients[name].double() - g.double()).norm() / g.double().norm().clamp_min(least)).item()
         for name, g in reference.items()
     }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tests.templates.test_nf4 import Weight  # noqa: E402
+from tests.support.ops.templates import Weight
 from tunecompile.templates import fp8  # noqa: E402
 
 HALF_ULP = 2.0**-4  # of e4m3, relative; half of its smallest number is added where values may be tiny

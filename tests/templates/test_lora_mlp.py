@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tests.templates.test_swiglu import REFERENCE, make, reference  # noqa: E402
+from tests.support.ops.templates import REFERENCE, make, reference
 from tunecompile.templates import lora_mlp  # noqa: E402
 from tunecompile.templates._tiles import Tile  # noqa: E402
 
@@ -86,10 +86,10 @@ def arguments(request, device):
     """Of the op, by kind of weights: fp16, as the interpreter's products want it."""
     from torch.utils._pytree import tree_map
 
-    from tests.ops import test_lora_mlp as op_tests
+    from tests.support.ops.arguments import dense_mlp, packed_mlp
 
     def make(activation, dtype):
-        made = op_tests.dense(dtype, activation) if request.param == "dense" else op_tests.packed(True, activation)[0]
+        made = dense_mlp(dtype, activation) if request.param == "dense" else packed_mlp(True, activation)[0]
         made[0] = made[0].to(dtype)
         return tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, made)
 
@@ -98,7 +98,7 @@ def arguments(request, device):
 
 def provided(name, arguments, dying=()):
     """(what a provider gives, the reference's, fp64's) for each output and gradient."""
-    from tests.support.checks import wide
+    from tests.support.ops.checks import wide
     from tunecompile.ops import lora_mlp as op
 
     forward, backward = (next(p for p in o.providers if p.name == name).run for o in (op, op.backward_op))
@@ -145,7 +145,7 @@ def test_provider_in_fp8(gpu_only, error, arguments, activation):
 
 def through_pieces(op, arguments, tiles):
     """As `provided`, of the tiled op, against the whole one's reference."""
-    from tests.support.checks import wide
+    from tests.support.ops.checks import wide
 
     run, backward = (next(p for p in o.providers if p.name == "joined").run for o in (op.tiled, op.tiled.backward_op))
     (theirs, *saved), (best, *exact) = op.reference(*arguments), op.reference(*wide(arguments))

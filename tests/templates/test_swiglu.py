@@ -2,23 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+
+from tests.support.ops.templates import REFERENCE, make, reference
 
 pytest.importorskip("triton")
 from tunecompile.templates import swiglu  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REFERENCE = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
-
-
-def reference(gate, up, activation, grad=None):
-    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
-    y = REFERENCE[activation](g) * u
-    return y.detach() if grad is None else torch.autograd.grad(y, (g, u), grad.double())
-
-
-def make(shape, device, dtype, seed, spread=2.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread).to(device, dtype)
 
 
 @pytest.mark.parametrize("activation", REFERENCE)

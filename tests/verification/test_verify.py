@@ -11,8 +11,9 @@ from torch import nn
 
 import tunecompile
 import tunecompile.passes
-from tests.models import support
 from tests.support import zoo
+from tests.support.matrix import cells as support
+from tests.support.planted import planted_passes
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import CannotVerify
 from tunecompile.verification.reference_model import mode, twin_of
@@ -219,27 +220,8 @@ def test_generated_code_on_a_gpu():
     assert result.passed, str(result)
 
 
-def planted(factor):
-    """A family of two rewrites, of which the second loses `factor`."""
-    from tunecompile.compiler.pass_manager import recognize
-    from tunecompile.ir.rewrite import rewrite
-
-    @rewrite("harmless", to=lambda x: torch.rsqrt(x))
-    def harmless(x):
-        return torch.rsqrt(x)
-
-    @rewrite("wrong", to=lambda x: torch.nn.functional.silu(x) * factor)
-    def wrong(x):
-        return torch.nn.functional.silu(x)
-
-    short = [
-        p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")
-    ]  # few trials
-    return [recognize("planted", [harmless, wrong], lambda graph: []), *short]
-
-
 def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
     assert (
@@ -266,12 +248,12 @@ def test_a_fault_that_no_rewrite_makes(monkeypatch):
 
 @pytest.mark.gpu  # needs none, but half a minute
 def test_the_first_training_step_is_verified(monkeypatch, caplog):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
     model, plain = build(), None
     plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
     monkeypatch.undo()
     expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
     tunecompile.optimize(model, executor="eager", verify=True)
     loss, gradients = zoo.step(model, zoo.batch())
     assert (
@@ -402,7 +384,7 @@ def test_a_model_that_is_one_region():
 
 @pytest.mark.slow
 def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted(1.01))
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
     model = tunecompile.optimize(build(), executor="eager", verify=True)
     before = model._tunecompile.passes
     monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)

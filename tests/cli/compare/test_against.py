@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.cli.compare.test_render import result, run  # noqa: F401
+from tests.support.comparisons import run
 from tunecompile.cli.compare.against import check_like, compare_results, repeated
 from tunecompile.cli.compare.console import show_summary
 from tunecompile.cli.compare.errors import NotComparable
@@ -28,7 +28,7 @@ def steps(*ms):
 
 
 @pytest.fixture
-def old(result):  # noqa: F811
+def old(result):
     result["runs"] = [
         run("hf", 100.0, 0.5, **steps(99.0, 100.0, 101.0)),
         run("tunecompile", 80.0, 10.0, **steps(79.0, 80.0, 81.0)),

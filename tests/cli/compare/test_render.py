@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.support.comparisons import run
+
 pytest.importorskip("pydantic")
 
 from tests.support import chromium
@@ -12,74 +14,6 @@ from tunecompile.cli.compare.curves import compare_curves, judge_curves
 from tunecompile.cli.compare.render import error_summary, run_table, write_reports
 from tunecompile.cli.compare.result import load_result
 from tunecompile.cli.compare.run import break_even, passed
-from tunecompile.cli.compare.spec import Job
-
-
-def run(system, ms, first, **more):
-    return {
-        "system": system,
-        "model": "m",
-        "mode": "qlora",
-        "shape": "4x64",
-        "status": "ok",
-        "order": 0,
-        "tokens_per_s": 1e5 / ms,
-        "step_ms": {"median": ms, "min": ms * 0.9, "max": ms * 1.2},
-        "first_step_s": first,
-        "peak_gib": 1.5,
-        "peak_reserved_gib": None,
-        "saved_bytes": 2**20,
-        "losses": [3.0, 2.5, 2.25],
-        "held_out_before": 3.1,
-        "held_out_after": 2.2,
-        **more,
-    }
-
-
-@pytest.fixture
-def result():
-    gradients = [
-        {
-            "parameter": f"model.layers.{i}.mlp.up_proj.lora_{ab}.weight",
-            "error": 1e-3,
-            "eager_error": 2e-3,
-            "yardstick": 2e-3,
-            "norm_ratio": 1.0,
-            "has_gradient": True,
-        }
-        for i in range(3)
-        for ab in "AB"
-    ]
-    away = {
-        "system": "liger",
-        "model": "m",
-        "mode": "qlora",
-        "shape": "4x64",
-        "status": "not installed",
-        "order": 1,
-        "install": "pip install liger-kernel",
-    }
-    return {
-        "schema": 1,
-        "date": "2026-01-01T00:00:00Z",
-        "commit": "0123456789abcdef",
-        "dirty": True,
-        "command": "tunecompile compare",
-        "machine": {"gpu": None, "gpu_count": 0, "cpu": "some CPU", "memory_gib": 8.0},
-        "versions": {"torch": "2.13.0"},
-        "runs": [run("hf", 100.0, 0.5), away, run("tunecompile", 80.0, 10.5, break_even_step=501)],
-        "matches": [{"family": "rms_norm", "found": 6, "rewritten": 5, "refused": ["x < y", "x < y"]}],
-        "gradients": gradients,
-        "verdicts": [
-            {"name": "loss", "passed": True, "detail": "1e-6"},
-            {"name": "<b>bold</b>", "passed": False, "detail": "too slow"},
-        ],
-        "compiler": {"regions": [{"name": "layer", "layers": 3, "compiles": 1}], "notes": ["a note"], "compiles": 1},
-        "answers": [{"question": "What?", "before": "b", "after": "That.", "expected": "That.", "reloaded": "That."}],
-        "settings": Job(system="hf", model="m", data="d.jsonl").to_dict()
-        | {"turns": True, "rows": 10, "dropped_rows": 2},
-        "reference": {"dtype": "float64", "losses": [3.0, 2.5]},
-    }
 
 
 def test_three_files_that_say_the_same(result, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cli.compare.test_render import result, run  # noqa: F401
+from tests.support.comparisons import run
 from tunecompile.cli.compare import worker
 from tunecompile.cli.compare.curves import compare_curves
 from tunecompile.cli.compare.render import run_table, write_reports
@@ -52,7 +52,7 @@ def test_curves_and_time_are_judged_over_all_seeds():
     assert judge_speed(runs)[0].passed and "105.0 ms against 110.0 ms" in judge_speed(runs)[0].detail
 
 
-def test_the_report_shows_the_spread(result, tmp_path):  # noqa: F811
+def test_the_report_shows_the_spread(result, tmp_path):
     result["runs"] = seeded("hf", (0, 100.0, 2.0), (1, 125.0, 2.3)) + seeded(
         "tunecompile", (0, 80.0, 2.0), (1, 80.0, 2.3)
     )

@@ -18,7 +18,7 @@ from tests.integrations.distributed.common import (
     whole,
 )
 from tests.integrations.distributed.ranks import slow
-from tests.verification.test_verify import planted
+from tests.support.planted import planted_passes
 from tunecompile import passes
 
 
@@ -168,7 +168,7 @@ def verified_as_it_is_wrapped(rank, ranks):
 def wrong_on_one_rank(rank, ranks):
     """It looks for the rewrite at fault by itself, while the others wait for its gradients, and all reports tell."""
     pipeline = passes.PIPELINE
-    passes.PIPELINE = planted(1.01) if rank == 1 else pipeline
+    passes.PIPELINE = planted_passes(1.01) if rank == 1 else pipeline
     try:
         made = optimized(model(), verify=True)
         steps(DistributedDataParallel(made), model(), rank, ranks)

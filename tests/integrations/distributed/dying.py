@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import tunecompile
-from tests.runtime.memory.full import FULL, Tiny, loss
+from tests.support.memory.full_device import FULL, Tiny, loss
 
 
 def full(*_):

@@ -25,8 +25,8 @@ from tests.integrations.distributed.common import (
     whole,
 )
 from tests.integrations.distributed.ranks import slow
-from tests.runtime.memory.full import FULL, WHERE, Full
 from tests.support import zoo
+from tests.support.memory.full_device import FULL, WHERE, Full
 from tunecompile.errors import CannotVerify
 from tunecompile.planner import candidates
 from tunecompile.planner.solver import KEEP, RECOMPUTE

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import tunecompile
 from tests.integrations.distributed.common import DEVICE, alike
 from tests.integrations.distributed.ranks import slow
-from tests.runtime.memory.full import WHERE, Full, build, graphs, loss, needed
-from tests.runtime.memory.test_budget import LAYERS
+from tests.support.memory.budgets import LAYERS
+from tests.support.memory.full_device import WHERE, Full, build, graphs, loss, needed
 from tunecompile.errors import RankLost
 from tunecompile.planner.device_memory import HostGauge, part_bytes
 from tunecompile.runtime.memory.budget import RuntimePlanner

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tunecompile
 from tests.integrations.distributed.ranks import slow
-from tests.runtime.memory.full import Tiny, loss
+from tests.support.memory.full_device import Tiny, loss
 from tunecompile.compiler import compile_cache
 
 

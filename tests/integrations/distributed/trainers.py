@@ -15,8 +15,8 @@ import tunecompile
 from tests.integrations.distributed.common import DEVICE, batch, model, optimized, packed, part, whole
 from tests.integrations.distributed.fsdp import _refused
 from tests.integrations.distributed.ranks import slow
-from tests.models.support_trainers import by_trl, hugging_face, pairs, texts
 from tests.support import zoo
+from tests.support.matrix.trainers import by_trl, hugging_face, pairs, texts
 
 PORT = {"MASTER_PORT": "29500"}  #: accelerate and Lightning want one, although the ranks have met
 

@@ -10,6 +10,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.memory.cpu_recorder import CpuRecorder
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 from tunecompile.runtime.model_state import state_of
 
@@ -18,51 +19,10 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Again:
-    """Runs the function again and writes into the first outputs' memory."""
-
-    device = "cpu"
-
-    def record(self, run, pool, device):
-        first, second = list(run()), list(run())
-        own = [
-            old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
-        ]
-        for value in own:  # recording computes nothing
-            value.fill_(float("nan") if value.is_floating_point() else 1)
-
-        def play():
-            for old, new in zip(first, run()):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-        return first, play
-
-    def mark(self, device):
-        return None
-
-    def elapsed(self, begin, end):
-        return 0.0
-
-    taken = 0
-
-    def memory(self, device):
-        self.taken += 100
-        return self.taken, 10_000
-
-    releases = 0
-
-    def release(self):
-        self.releases += 1
-
-    def forget(self):
-        pass
-
-
 @pytest.fixture
 def pair(monkeypatch):
     """(optimized with a recorder for CPUs, as it was)"""
-    monkeypatch.setattr(replay, "CudaRecorder", Again)
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3)).train()
     return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
@@ -109,7 +69,7 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
 def test_the_first_step_does_not_tell_that_the_host_is_waited_for(pair, monkeypatch, computing, known):
     """It compiles, loads and looks around while layers are launched: a step that computes three times as long was recorded on a busy host."""
     model, _ = pair
-    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: computing)
+    monkeypatch.setattr(CpuRecorder, "elapsed", lambda self, begin, end: computing)
     found = []
     for seed in range(2):
         once(model, seed=seed)
@@ -250,14 +210,14 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
     def fail(self, run, pool, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(Again, "record", fail)
+    monkeypatch.setattr(CpuRecorder, "record", fail)
     for seed in range(5):
         same(model, reference, lambda m: once(m, seed=seed))
     assert any("not permitted" in note for note in tunecompile.report(model).notes) and not recorded(model)
 
 
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
-    monkeypatch.setattr(Again, "elapsed", lambda self, begin, end: 1e9)
+    monkeypatch.setattr(CpuRecorder, "elapsed", lambda self, begin, end: 1e9)
     assert warm(pair[0]) == 0
 
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tunecompile
-from tests.runtime.loss_head.test_own_functions import LogSoftmax, Weaker
-from tests.runtime.test_loops import equal, pair
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.losses import LogSoftmax, Weaker
+from tests.support.models.pairs import pair
 from tunecompile.errors import NoGradient
 
 pytest.importorskip("transformers")
@@ -33,7 +34,7 @@ def same(run: Callable[[nn.Module, list], Tensor]) -> None:
     """`run(model, seen)` is a loss whose backward pass leaves the same gradients at the weights, and in `seen`, with `optimize` and without."""
     seen: list[list[Tensor]] = [[], []]
     found = iter(seen)
-    equal(*pair(), lambda m: run(m, next(found)))
+    assert_same_run(*pair(), lambda m: run(m, next(found)))
     assert close(*seen)
 
 

@@ -13,117 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tunecompile
-from tests.runtime.test_loops import equal, pair, small
 from tests.support import zoo
-from tests.support.checks import error
-from tunecompile.runtime.loss_head import Head
+from tests.support.compare import assert_same_run
+from tests.support.losses import SPELLINGS, flat, selective_of_newer, weighed
+from tests.support.models.pairs import pair, small
+from tests.support.ops.checks import error
+from tests.support.reports import head_tally
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 op = importlib.import_module("tunecompile.ops.linear_cross_entropy")
-
-
-def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """As TRL spells it since 0.16."""
-    if logits.dtype in (torch.float32, torch.float64):
-        selected = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
-        sums = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
-        return selected - sums
-    rows = []
-    for row, labels in zip(logits, index):
-        rows.append(F.log_softmax(row, dim=-1).gather(dim=-1, index=labels.unsqueeze(-1)).squeeze(-1))
-    return torch.stack(rows)
-
-
-def selective_of_newer(logits: Tensor, index: Tensor) -> Tensor:
-    """As TRL 1.0 spells it."""
-    index = index.unsqueeze(-1)
-    if logits.dtype in (torch.float32, torch.float64):
-        sums = torch.stack([torch.logsumexp(lg, dim=-1) for lg in logits])
-        return (torch.gather(logits, dim=-1, index=index) - sums.unsqueeze(-1)).squeeze(-1)
-    return torch.stack(
-        [F.log_softmax(row, dim=-1).gather(dim=-1, index=labels) for row, labels in zip(logits, index, strict=True)]
-    ).squeeze(-1)
-
-
-def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-
-
-#: name -> (logits, labels) -> one number for each token, -log p or log p
-SPELLINGS = {
-    "cross entropy": lambda logits, labels: F.cross_entropy(*flat(logits.float(), labels), reduction="none").view(
-        labels.shape
-    ),
-    "cross entropy of logits as they are": lambda logits, labels: nn.CrossEntropyLoss(reduction="none")(
-        *flat(logits, labels)
-    ).view(labels.shape),
-    "smoothed": lambda logits, labels: F.cross_entropy(
-        *flat(logits, labels), reduction="none", label_smoothing=0.1, ignore_index=7
-    ).view(labels.shape),
-    "nll": lambda logits, labels: F.nll_loss(
-        F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), reduction="none"
-    ).view(labels.shape),
-    "nll of modules": lambda logits, labels: nn.NLLLoss(reduction="none")(
-        nn.LogSoftmax(-1)(flat(logits, labels)[0]), labels.flatten()
-    ).view(labels.shape),
-    "gathered": lambda logits, labels: torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1),
-    "gathered in fp32": lambda logits, labels: logits.log_softmax(dim=-1, dtype=torch.float32).gather(
-        2, labels[..., None]
-    )[..., 0],
-    "gathered, flat": lambda logits, labels: torch.gather(
-        F.log_softmax(flat(logits, labels)[0], dim=1), 1, labels.reshape(-1, 1)
-    ).view(labels.shape),
-    "taken along": lambda logits, labels: torch.take_along_dim(
-        logits.float().log_softmax(-1), labels.unsqueeze(-1), dim=2
-    ).squeeze(-1),
-    "selective": selective_log_softmax,
-    "selective, newer": selective_of_newer,
-    "at a temperature": lambda logits, labels: selective_of_newer(logits / 0.7, labels),
-    "at a temperature, in place": lambda logits, labels: selective_of_newer(logits.div_(0.7), labels),
-    "logsumexp": lambda logits, labels: (
-        logits.float().gather(-1, labels[..., None]).squeeze(-1) - logits.float().logsumexp(-1)
-    ),
-    "logsumexp, kept": lambda logits, labels: (
-        logits.gather(-1, labels[..., None]) - torch.logsumexp(logits, -1, keepdim=True)
-    )[..., 0],
-    "by row": lambda logits, labels: torch.stack(
-        [F.cross_entropy(row, label, reduction="none") for row, label in zip(logits, labels)]
-    ),
-    "row by row": lambda logits, labels: torch.stack(
-        [row.log_softmax(-1).gather(-1, label[:, None])[:, 0] for row, label in zip(logits, labels)]
-    ),
-}
-
-
-def weighed(write, slices: bool = False):
-    """A loss of the user's own, by tokens' log-probabilities under weights of both signs."""
-
-    def loss(model: nn.Module, inputs: dict) -> Tensor:
-        logits, labels = model(inputs["input_ids"]).logits, inputs["labels"].clamp(min=0)
-        logits, labels = (
-            (logits[:, :-1], labels[:, 1:])
-            if slices
-            else (logits[..., :-1, :].contiguous(), labels[:, 1:].contiguous())
-        )
-        each = write(logits, labels).float()
-        return (each * torch.linspace(-0.3, 2, each.numel(), device=each.device).view(each.shape)).sum() - F.logsigmoid(
-            each.mean(1)
-        ).mean()
-
-    return loss
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """How often a head computed logits as a whole."""
-    calls, whole = [], Head.logits
-    monkeypatch.setattr(Head, "logits", lambda self, *args: calls.append(self) or whole(self, *args))
-    return calls
-
-
-def tally(model):
-    return next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
 
 
 def each_of(cases: dict, model: nn.Module):
@@ -140,8 +39,8 @@ def each_of(cases: dict, model: nn.Module):
 def test_every_spelling_is_found(kind, made):
     model, reference = pair(small if kind == "full" else lambda: zoo.adapt(small()))
     for spelling in each_of(SPELLINGS, model):
-        equal(model, reference, lambda m: weighed(spelling, kind == "full")(m, zoo.batch()))
-        assert not made and tally(model).rewritten == 1 and not tally(model).refused, tally(model)
+        assert_same_run(model, reference, lambda m: weighed(spelling, kind == "full")(m, zoo.batch()))
+        assert not made and head_tally(model).rewritten == 1 and not head_tally(model).refused, head_tally(model)
 
 
 @pytest.mark.parametrize("how", ["bf16", "autocast"])
@@ -158,7 +57,7 @@ def test_in_half_precision(how, made):
             (each.float() * torch.linspace(-0.3, 2, each.numel()).view(each.shape)).sum().backward()
             found.append((each.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}))
         (ours, mine), (theirs, eager), (truth, wanted) = found
-        assert ours.dtype == theirs.dtype and not made and tally(model).rewritten == 1, tally(model)
+        assert ours.dtype == theirs.dtype and not made and head_tally(model).rewritten == 1, head_tally(model)
         assert error(ours, truth) <= 1.1 * error(theirs, truth)
         errors = [zoo.errors(each, wanted) for each in (mine, eager)]
         assert sorted(errors[0].values())[len(wanted) // 2] <= 1.1 * sorted(errors[1].values())[len(wanted) // 2]
@@ -219,8 +118,8 @@ def test_what_is_something_else_reads_the_logits(made):
     model, reference = pair()
     for reads in each_of(READS, model):
         made.clear()
-        equal(model, reference, lambda m: weighed(reads, True)(m, zoo.batch()))
-        assert made and not tally(model).rewritten and tally(model).refused
+        assert_same_run(model, reference, lambda m: weighed(reads, True)(m, zoo.batch()))
+        assert made and not head_tally(model).rewritten and head_tally(model).refused
 
 
 # -- the order of things ------------------------------------------------------------------------------------------------
@@ -333,19 +232,19 @@ def test_uses_beside_each_other():
         several,
         without_history,
     ):
-        equal(model, reference, lambda m: weighed(write, True)(m, zoo.batch()))
+        assert_same_run(model, reference, lambda m: weighed(write, True)(m, zoo.batch()))
 
 
 def test_two_uses_are_no_logits(made):
     model, reference = pair()
-    equal(model, reference, lambda m: weighed(several, True)(m, zoo.batch()))
+    assert_same_run(model, reference, lambda m: weighed(several, True)(m, zoo.batch()))
     assert not made
 
 
 def test_entropy_beside_log_probabilities_makes_the_logits_once(made):
     model, reference = pair()
-    equal(model, reference, lambda m: weighed(with_metrics, True)(m, zoo.batch()))
-    assert len(made) == 1 and tally(model).rewritten == 1
+    assert_same_run(model, reference, lambda m: weighed(with_metrics, True)(m, zoo.batch()))
+    assert len(made) == 1 and head_tally(model).rewritten == 1
 
 
 def test_a_graph_that_is_retained():
@@ -357,7 +256,7 @@ def test_a_graph_that_is_retained():
 
     model, reference = pair()
     for steps, spelling in enumerate(("cross entropy", "nll", "gathered", "selective")):
-        equal(model, reference, run)
+        assert_same_run(model, reference, run)
 
 
 def test_all_labels_masked_and_no_rows():
@@ -371,7 +270,7 @@ def test_all_labels_masked_and_no_rows():
         return lost.sum() + logits[:0].log_softmax(-1).gather(-1, labels[:0, :, None]).sum()
 
     for rows, reduction in ((2, "none"), (2, "sum"), (0, "none"), (0, "sum")):
-        equal(model, reference, run)
+        assert_same_run(model, reference, run)
 
 
 def test_an_index_out_of_range_is_an_error():
@@ -388,8 +287,8 @@ def test_softcaps_and_heads_with_adapters(made):
         lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]),
     ):
         model, reference = pair(build)
-        equal(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
-        assert not made and tally(model).rewritten == 1, tally(model)
+        assert_same_run(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
+        assert not made and head_tally(model).rewritten == 1, head_tally(model)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
@@ -462,7 +361,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_kernels_take_address_and_strides(cut):
-    equal(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
+    assert_same_run(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
 
 
 class Own(nn.Module):

@@ -8,38 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.runtime.test_loops import equal, pair
 from tests.support import zoo
+from tests.support.compare import assert_same_run
+from tests.support.losses import LogSoftmax, Weaker
+from tests.support.models.pairs import pair
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class LogSoftmax(torch.autograd.Function):
-    """Reads them in its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.log_softmax(-1) * 1.0
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
-        return grad - y.exp() * grad.sum(-1, keepdim=True)
-
-
-class Weaker(torch.autograd.Function):
-    """Returns what is deferred, and has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 0.5
 
 
 class Same(Weaker):
@@ -62,7 +37,7 @@ def test_an_autograd_function_takes_logits(function):
         return found.square().mean() + own + F.cross_entropy(logits.flatten(0, 1), zoo.batch()["labels"].flatten())
 
     for part in (lambda logits: logits, lambda logits: logits[:, :-1] * 0.5, lambda logits: logits.clone().div_(0.7)):
-        equal(model, reference, run)
+        assert_same_run(model, reference, run)
 
 
 def test_it_takes_what_is_taken_of_each_row():
@@ -76,7 +51,7 @@ def test_it_takes_what_is_taken_of_each_row():
             + logits.gather(-1, labels).mean()
         )
 
-    equal(model, reference, run)
+    assert_same_run(model, reference, run)
 
 
 def test_weights_that_change_before_the_backward_pass_are_an_error():
@@ -104,7 +79,7 @@ def test_a_compiled_function_takes_logits(monkeypatch):
     loss = torch.compile(
         lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), backend="eager"
     )
-    equal(model, reference, lambda m: loss(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]))
+    assert_same_run(model, reference, lambda m: loss(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]))
     gc.collect()
     assert complaints == []
 

@@ -8,6 +8,8 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.compiler import partitioner
 from tunecompile.ops import lora_linear
@@ -16,35 +18,6 @@ from tunecompile.planner.solver import KEEP, RECOMPUTE
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-LAYERS = 4
-
-
-def build(memory, dropout=0.0, **config):
-    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config), lora_dropout=dropout).train()
-    return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
-
-
-def step(model, seed=3, **shape):
-    torch.manual_seed(seed)
-    loss = model(**zoo.batch(**shape)).loss
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return loss.detach(), grads
-
-
-def same(one, other):
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-
-
-@functools.cache
-def needed(dropout=0.0):
-    """What a step without a budget would need, by a budget it cannot exceed."""
-    model = build("1TiB", dropout)
-    step(model)
-    memory = tunecompile.report(model).memory
-    return memory["predicted_peak"] - memory["kept_weights"]
 
 
 @functools.cache
@@ -65,7 +38,7 @@ def test_any_budget_gives_the_same_bits(dropout, shares):
     recomputing = set()
     for share in shares:
         model = build(int(share * whole), dropout)
-        same(step(model), reference)
+        assert_equal(step(model), reference)
         recomputing.add(sum(p["layers"] for p in tunecompile.report(model).memory["plans"] if p["recompute"]))
     assert min(recomputing) == 0 and max(recomputing) >= LAYERS - 1
 
@@ -85,7 +58,7 @@ def test_a_bigger_batch_is_planned_anew_and_a_smaller_one_again():
     model, reference = build(int(1.2 * needed())), build(None)
     plans = []
     for rows in (2, 8, 2):
-        same(step(model, rows=rows), step(reference, rows=rows))
+        assert_equal(step(model, rows=rows), step(reference, rows=rows))
         plans.append([(tuple(p["recompute"]), p["layers"]) for p in tunecompile.report(model).memory["plans"]])
     assert plans[0] == plans[2] == [((), LAYERS)] and plans[1] != plans[0]
 
@@ -93,7 +66,7 @@ def test_a_bigger_batch_is_planned_anew_and_a_smaller_one_again():
 def test_a_budget_takes_the_place_of_checkpointing():
     model = build("1TiB")
     model.gradient_checkpointing_enable()
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert tunecompile.report(model).memory["plans"] == [
         {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
     ]
@@ -101,7 +74,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
 
 def test_what_does_not_fit_is_run_and_told():
     model = build("1KiB")
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert any("more than memory='1KiB' allows" in note for note in tunecompile.report(model).notes)
 
 
@@ -132,27 +105,8 @@ def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
 
     monkeypatch.setattr(candidates, "survey", fail)
     model = build("1MiB")
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert any("no survey today" in note for note in tunecompile.report(model).notes)
-
-
-@pytest.fixture
-def to_the_host(monkeypatch):
-    """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
-    from tunecompile.planner.hardware import Rates
-    from tunecompile.runtime.memory import budget, per_device
-    from tunecompile.runtime.memory.offload import Offload
-    from tunecompile.runtime.memory.pinned_pool import HostCopyEngine
-
-    made = []
-
-    def offload(_state, device, _devices):
-        made.append(Offload(device, 1 << 28, smallest=1, copier=HostCopyEngine()))
-        return made[-1]
-
-    monkeypatch.setattr(per_device, "_offload", offload)
-    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))
-    return made
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -160,7 +114,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     reference = plain(dropout)
     model = build(int(0.85 * needed(dropout)), dropout)  # room for the copies under way
     for _ in range(3):
-        same(step(model), reference)
+        assert_equal(step(model), reference)
     memory, offload = tunecompile.report(model).memory, to_the_host[-1]
     assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(
         p["layers"] for p in memory["plans"] if p["offload"]
@@ -195,7 +149,7 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     kept = tunecompile.report(roomy).memory
     model = build(int(0.95 * (kept["predicted_peak"] - kept["kept_weights"])), intermediate_size=384)
     for _ in range(3):
-        same(step(model), reference)
+        assert_equal(step(model), reference)
     memory = tunecompile.report(model).memory
     assert [
         p for p in memory["plans"] if p["offload"] and p["largest_stays"]
@@ -218,18 +172,18 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
 @pytest.mark.parametrize("flops, pays", [(1e12, True), (1.0, False)])
 def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
-    from tests.runtime.cuda_graphs.test_replay import Again
+    from tests.support.memory.cpu_recorder import CpuRecorder
     from tunecompile.planner.hardware import Rates
     from tunecompile.runtime.cuda_graphs import launch_bound, replay
     from tunecompile.runtime.memory import budget
 
-    monkeypatch.setattr(replay, "CudaRecorder", Again)
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops, 1e12))
     reference, model = plain(), build(int(1.5 * needed()))
     state = model._tunecompile
     for number in range(7):
-        same(step(model), reference)
+        assert_equal(step(model), reference)
         if not number:
             assert not state.replays.recorded and all(
                 option.plan == KEEP for option in state.step.budget.options.values()
@@ -244,33 +198,6 @@ def test_nothing_is_copied_where_all_fits(to_the_host):
     model = build("1TiB")
     step(model)
     assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None
-
-
-class Meter:
-    """A gauge that says what a test tells it."""
-
-    def __init__(self):
-        self.now, self.most, self.held = 0, 0, 0
-
-    def allocated(self):
-        return self.now
-
-    def peak(self):
-        return self.most, self.held
-
-    def release(self):
-        pass
-
-    def outside(self):
-        return 0
-
-    def failures(self):
-        return 0
-
-    def available(self):
-        return 1 << 40
-
-    total = available
 
 
 def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
@@ -290,7 +217,7 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     memory = tunecompile.report(model).memory
     made = budget.plans
     assert made > 1 and memory["measured_peak"] == meter.most and any(p["recompute"] for p in memory["plans"])
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert budget.plans == made  # until there is a new peak
 
 
@@ -344,7 +271,7 @@ def test_layers_without_anything_trained_survive_a_new_plan(monkeypatch):
     memory = tunecompile.report(whole).memory
     model, reference = make(int(1.2 * (memory["predicted_peak"] - memory["kept_weights"]))), make(None)
     for rows in (2, 8, 2):
-        same(step(model, rows=rows), step(reference, rows=rows))
+        assert_equal(step(model, rows=rows), step(reference, rows=rows))
 
 
 @pytest.mark.slow
@@ -372,7 +299,7 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
         )
         for memory in (None, int(0.3 * needed()))
     ]
-    same(*map(step, narrow))
+    assert_equal(*map(step, narrow))
     assert sum(map(len, read.values())) > 4
     assert not any(
         1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls
@@ -390,12 +317,12 @@ def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
 
     monkeypatch.setattr(candidates, "survey", survey)
     model, reference = build(int(0.8 * needed())), build(None)
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     budget = model._tunecompile.step.budget
     (before,) = budget.menus.values()
     broken.append(True)
     for _ in range(3):
-        same(step(model, rows=8), step(reference, rows=8))
+        assert_equal(step(model, rows=8), step(reference, rows=8))
     (after,) = budget.menus.values()
     assert not before.whole and after.whole and after.rows == before.rows and len(after.rows) > 1
     assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
@@ -413,7 +340,7 @@ def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
 
     monkeypatch.setattr(candidates, "survey", survey)
     model = build("1KiB")
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     report = tunecompile.report(model)
     assert any(plan["recompute"] for plan in report.memory["plans"])
     assert any("not all memory plans" in note and "cannot be cut like that" in note for note in report.notes)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.stack import Stack, same, wrap
 from tests.support import zoo
+from tests.support.compare import equal_bits
+from tests.support.memory.offload_stack import Stack, wrap
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.pinned_pool import CudaCopyEngine
 
@@ -82,7 +83,7 @@ def test_any_timing(host_mib, on_disk, ahead, tmp_path):
         for seed, reference in enumerate(expected):
             if repeat % 2:
                 model(inputs(2048, 512, 9))  # no backward comes
-            assert same(run(model, inputs(2048, 512, seed)), reference), (repeat, seed)
+            assert equal_bits(run(model, inputs(2048, 512, seed)), reference), (repeat, seed)
     report = model.offload.report()
     assert report["host_bytes"] == 0 and report["bytes_out"] >= report["bytes_back"] > 0
     assert bool(report["refusals"]) == (host_mib == 40) and bool(report["disk_bytes"]) == on_disk
@@ -99,7 +100,7 @@ def test_two_forwards_and_backward_twice():
         first.backward()
         reference.append((first.detach(), model.gradients()))
         del first, second
-    assert same(*reference) and offload.report()["host_bytes"] == 0
+    assert equal_bits(*reference) and offload.report()["host_bytes"] == 0
 
 
 def peak(model: Stack, x: torch.Tensor) -> int:
@@ -169,7 +170,7 @@ def test_compiled_layers(mode):
         loss, gradients = zoo.step(model, batch, torch.bfloat16)
         noise = max(max(zoo.errors(other, references[0][1]).values()) for _, other in references[1:])
         if noise == 0:
-            assert same((loss, gradients), references[0])
+            assert equal_bits((loss, gradients), references[0])
         else:  # attention's backward adds up in any order
             assert max(zoo.errors(gradients, references[0][1]).values()) <= 4 * noise
     report = offload.report()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.memory.full import WHERE, Full, Tiny, gradients, ids
+from tests.support.memory.full_device import WHERE, Full, Tiny, gradients, ids
 from tunecompile.errors import NothingFits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -6,17 +6,10 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models.test_gpu import SHAPE
 from tests.support import zoo
+from tests.support.models.gpu import SHAPE, backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-
-
-def backward(model, inputs):
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model.train()(**inputs).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_training_with_kept_weights():

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models.test_gpu import SHAPE
-from tests.runtime.memory.test_gpu_weight_cache import backward
 from tests.support import zoo
+from tests.support.models.gpu import SHAPE, backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

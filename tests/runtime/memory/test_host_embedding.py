@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.test_budget import same
 from tests.support import zoo
+from tests.support.compare import assert_equal
 from tunecompile.runtime.memory import host_embedding
 from tunecompile.runtime.memory.host_embedding import HostEmbeddings, tables
 
@@ -52,7 +52,7 @@ def test_a_cpu_has_nothing_to_move():
     model, plain = (zoo.adapt(zoo.make("llama", tie_word_embeddings=False)) for _ in range(2))
     where = model.get_input_embeddings().weight.data_ptr()
     tunecompile.optimize(model, host_embedding=True, executor="eager")
-    same(zoo.step(model, zoo.batch()), zoo.step(tunecompile.optimize(plain, executor="eager"), zoo.batch()))
+    assert_equal(zoo.step(model, zoo.batch()), zoo.step(tunecompile.optimize(plain, executor="eager"), zoo.batch()))
     assert model.get_input_embeddings().weight.data_ptr() == where
 
 
@@ -92,7 +92,7 @@ def test_the_same_step_with_less_on_the_gpu(late):
         and next(model.parameters()).is_cuda
     )
     assert loss == expected[0] and [note for note in tunecompile.report(model).notes if "lies in host memory" in note]
-    same(zoo.step(model, inputs), expected)
+    assert_equal(zoo.step(model, inputs), expected)
     assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
     model.eval()
     plain.eval()

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.full import (
+from tests.support import zoo
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS
+from tests.support.memory.full_device import (
     Block,
     Full,
     Tiny,
@@ -20,8 +23,6 @@ from tests.runtime.memory.full import (
     recovery,
     step,
 )
-from tests.runtime.memory.test_budget import LAYERS, same
-from tests.support import zoo
 from tunecompile.errors import LayerChanged, NoSecondDerivative, StepLost
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +45,7 @@ def test_what_cannot_be_repeated_runs_as_it_did(what):
             layer.forward = lambda x, inner=inner: inner(x, scale=None)
             m.backbone.layers[0].register_forward_hook(lambda *_: None)
     for seed in range(2):
-        same(step(model, seed), step(reference, seed))
+        assert_equal(step(model, seed), step(reference, seed))
     notes = tunecompile.report(model).notes
     assert what == "object" or any("are not repeated" in note for note in notes), notes
     assert what != "tensor" or torch.equal(outside[0].grad, outside[1].grad)
@@ -56,7 +57,7 @@ def test_sharded_layers_are_not_repeated(monkeypatch):
     full, before = Full(model, 1, "forward"), peak(model)
     with pytest.raises(StepLost, match="its layers are shared. Leave this step out"):
         step(model)
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert full.raised == 1 and peak(model) < before
 
 
@@ -125,7 +126,7 @@ def test_layers_that_write_are_not_repeated(kind, retained):
     model, reference = pair_of(kind)
     for m in (model, reference):
         loss(m)
-    same(run(model), run(reference))
+    assert_equal(run(model), run(reference))
     assert not graphs(model) and any(
         "write to their arguments or buffers" in note for note in tunecompile.report(model).notes
     )
@@ -147,10 +148,10 @@ def test_layers_that_begin_to_write_are_not_repeated():
         return found.detach(), gradients(model)
 
     model, reference = pair_of(Later)
-    same(step(model), step(reference))
+    assert_equal(step(model), step(reference))
     assert not recovery(model).refused
     for _ in range(2):
-        same(run(model), run(reference))
+        assert_equal(run(model), run(reference))
     assert all(map(torch.equal, model.buffers(), reference.buffers())) and len(recovery(model).refused) == LAYERS
 
 
@@ -184,7 +185,7 @@ def test_weights_of_a_functional_call(made):
     for _ in range(2):
         ours, theirs = run(model), run(reference)
         assert set(ours) == set(theirs) and max(zoo.errors(ours, theirs).values()) < 1e-6
-    same(step(model), plain())
+    assert_equal(step(model), plain())
 
 
 @pytest.mark.parametrize("what", ["functional_call", "eval"])

@@ -8,9 +8,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tunecompile
-from tests.runtime.memory.copiers import LateCopier, Recorder
-from tests.runtime.memory.stack import Stack, same, wrap
 from tests.support import zoo
+from tests.support.compare import equal_bits
+from tests.support.memory.copiers import LateCopier, Recorder
+from tests.support.memory.offload_stack import Stack, wrap
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.pinned_pool import GRANULE, HostCopyEngine
@@ -56,7 +57,7 @@ def test_gradients_are_the_same(ahead, keep_last):
     offload = make(ahead=ahead)
     stack = offloaded(offload, keep_last=keep_last)
     for seed in range(3):
-        assert same(run(stack, inputs(seed)), plain(inputs(seed)))
+        assert equal_bits(run(stack, inputs(seed)), plain(inputs(seed)))
         report = offload.report()
         stayed = report["bytes_out"] - report["bytes_back"]  # of the last call, unless even that is waited for
         assert (stayed > 0 if ahead else stayed >= 0) and report["bytes_back"] > 0 and not report["refusals"]
@@ -115,7 +116,7 @@ def test_compiled_layers(mode):
         (zoo.batch(length=24), later),
     ):  # compiled under the hooks
         offload.begin_step()
-        assert same(zoo.step(model, batch), reference)
+        assert equal_bits(zoo.step(model, batch), reference)
         assert offload.report()["bytes_out"] > 0 and empty(offload)
     assert graphs(model) == compiled
     assert not tunecompile.report(model).notes
@@ -195,7 +196,7 @@ def test_forward_without_backward_frees_everything():
     with torch.no_grad():
         stack(inputs())
     assert offload.report()["bytes_out"] == 0
-    assert same(run(stack, inputs()), plain(inputs()))
+    assert equal_bits(run(stack, inputs()), plain(inputs()))
 
 
 def test_part_of_the_backward():
@@ -231,7 +232,7 @@ def test_a_checkpoint_around_the_layer_keeps_its_own(reentrant):
         x = checkpoint(layer, x, index, use_reentrant=reentrant)
     loss = x.square().mean()
     loss.backward()
-    assert same((loss.detach(), stack.gradients()), reference)
+    assert equal_bits((loss.detach(), stack.gradients()), reference)
     assert offload.report()["bytes_out"] == 0 and len(offload.report()["refusals"]) >= 1
 
 
@@ -240,7 +241,7 @@ def test_the_users_own_hooks_come_first():
     stack = offloaded(offload)
     with torch.autograd.graph.save_on_cpu():
         result = run(stack, inputs())
-    assert same(result, plain(inputs()))
+    assert equal_bits(result, plain(inputs()))
     assert offload.report()["refusals"] == {"other hooks take the saved tensors": 0}
 
 
@@ -333,11 +334,11 @@ def test_prefetch_comes_two_layers_ahead():
 def test_host_memory_is_bounded():
     offload = make(host_bytes=5 * GRANULE)
     stack = offloaded(offload)
-    assert same(run(stack, inputs()), plain(inputs()))
+    assert equal_bits(run(stack, inputs()), plain(inputs()))
     report = offload.report()
     assert report["peak_host_bytes"] == report["pinned_bytes"] == 5 * GRANULE
     assert list(report["refusals"]) == ["host memory is full"] and report["bytes_out"] > 0
-    assert same(run(stack, inputs()), plain(inputs())) and empty(offload)
+    assert equal_bits(run(stack, inputs()), plain(inputs())) and empty(offload)
 
 
 def test_without_pinned_memory_tensors_stay():
@@ -346,7 +347,7 @@ def test_without_pinned_memory_tensors_stay():
             raise torch.OutOfMemoryError("CUDA error: out of memory")
 
     offload = make(copier=Poor())
-    assert same(run(offloaded(offload), inputs()), plain(inputs()))
+    assert equal_bits(run(offloaded(offload), inputs()), plain(inputs()))
     (reason,) = offload.report()["refusals"]
     assert (
         reason == "no more pinned memory than 0 MiB: CUDA error: out of memory" and offload.report()["bytes_out"] == 0
@@ -381,7 +382,7 @@ def test_a_failing_forward_leaves_nothing():
 def test_a_cpu_counts_and_copies_nothing():
     counting, copying = Offload(CPU, 1 << 26, smallest=256), make()
     results = [run(offloaded(offload), inputs()) for offload in (counting, copying)]
-    assert same(*results)
+    assert equal_bits(*results)
     a, b = counting.report(), copying.report()
     assert {key: a[key] for key in b} == b
     assert empty(counting)
@@ -392,7 +393,7 @@ class TestDisk:
         offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
         stack = offloaded(offload, layers=8)
         for seed in range(3):
-            assert same(run(stack, inputs(seed)), plain(inputs(seed), layers=8))
+            assert equal_bits(run(stack, inputs(seed)), plain(inputs(seed), layers=8))
             report = offload.report()
             assert report["disk_bytes"] > 0 and not report["refusals"] and report["peak_host_bytes"] <= 8 * GRANULE
             assert empty(offload) and not files(tmp_path)
@@ -416,7 +417,7 @@ class TestDisk:
 
         monkeypatch.setattr("tunecompile.runtime.memory.disk_store._write", fail)
         offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
-        assert same(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
+        assert equal_bits(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
         (reason,) = offload.report()["refusals"]
         assert reason == "no more room on disk: [Errno 28] No space left on device"
         assert empty(offload) and not files(tmp_path)

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.full import (
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS
+from tests.support.memory.full_device import (
     FULL,
     WHERE,
     Full,
@@ -26,9 +30,6 @@ from tests.runtime.memory.full import (
     recovery,
     step,
 )
-from tests.runtime.memory.test_budget import LAYERS, same, to_the_host  # noqa: F401: a fixture
-from tests.runtime.unpad.test_unpad import padded
-from tests.support import zoo
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
@@ -50,8 +51,8 @@ def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
     model = guarded()
     before, full = peak(model), Full(model, layer, where)
     with caplog.at_level(logging.WARNING, "tunecompile"):
-        same(step(model), plain())
-        same(step(model), plain())
+        assert_equal(step(model), plain())
+        assert_equal(step(model), plain())
     assert full.raised == 1 and peak(model) < before and not graphs(model)
     (record,) = [record for record in caplog.records if record.name == "tunecompile"]
     assert "ran out of memory: the plan was 4 layers keep" in record.message and "and is now" in record.message
@@ -62,7 +63,7 @@ def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
 def test_in_the_very_first_step(where):
     model = build(int(1.2 * needed()))
     full = Full(model, 2, where)
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert full.raised == 1 and any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
 
 
@@ -74,7 +75,7 @@ def test_again_and_again():
         Full(model, 2, "behind the backward"),
         Full(model, 0, "before the backward", times=2),
     ]
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert [fault.raised for fault in faults] == [1, 1, 2]
 
 
@@ -116,7 +117,7 @@ def test_in_head_and_loss(where, monkeypatch):
 
     monkeypatch.setattr(losses, "linear_cross_entropy", full(whole))
     monkeypatch.setattr(Head, "logits", full(logits))
-    same(run(model), reference)
+    assert_equal(run(model), reference)
     assert raised and seen == [LAYERS, 0]
 
 
@@ -128,7 +129,7 @@ def test_in_the_final_norm():
             raise torch.OutOfMemoryError(FULL)
 
     model.backbone.norm.register_forward_hook(full)
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert not left
 
 
@@ -276,7 +277,7 @@ def test_under_autocast():
     run(model)
     for where in WHERE:
         full = Full(model, 2, where)
-        same(run(model), run(build(None)))
+        assert_equal(run(model), run(build(None)))
         assert full.raised == 1
 
 
@@ -304,10 +305,10 @@ def test_adapters_and_batches_without_their_padding(few_plans):
 
     reference = run(llama(None))
     model = llama("1MiB")
-    same(run(model), reference)
+    assert_equal(run(model), reference)
     for where in WHERE:
         full = Full(model, 1, where)
-        same(run(model), reference)
+        assert_equal(run(model), reference)
         assert full.raised == 1
     assert any(note.startswith("padding is left out of the layers (") for note in tunecompile.report(model).notes)
 
@@ -316,7 +317,7 @@ def test_adapters_and_batches_without_their_padding(few_plans):
 def test_trainer(tmp_path, few_plans):
     from transformers import Trainer, TrainingArguments
 
-    from tests.models.test_trainers import Rows, arguments, collate, curve
+    from tests.support.trainers import Rows, arguments, collate, curve
 
     curves = []
     for memory in ("500KiB", None):
@@ -332,13 +333,13 @@ def test_trainer(tmp_path, few_plans):
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
-def test_what_waits_on_the_host(to_the_host, where):  # noqa: F811
+def test_what_waits_on_the_host(to_the_host, where):
     model = build(int(0.7 * needed()))
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert any(plan["offload"] for plan in tunecompile.report(model).memory["plans"])
     full = Full(model, 1, where)
     for _ in range(3):
-        same(step(model), plain())
+        assert_equal(step(model), plain())
     assert full.raised == 1 and to_the_host[-1].report()["host_bytes"] == 0
 
 
@@ -360,7 +361,7 @@ def test_a_model_without_layers(where):
 
     model = make("64KiB")
     full = Full(model, 0, where)
-    same(run(model), run(make(None)))
+    assert_equal(run(model), run(make(None)))
     assert full.raised == 1
 
 
@@ -406,7 +407,7 @@ def test_when_nothing_fits(where):
     assert isinstance(caught.value, torch.OutOfMemoryError) and full.raised <= 4
     full.left = 0
     model.zero_grad()
-    same(step(model), plain())
+    assert_equal(step(model), plain())
 
 
 def test_a_step_that_was_lost_elsewhere_is_planned_anew(monkeypatch):
@@ -416,10 +417,10 @@ def test_a_step_that_was_lost_elsewhere_is_planned_anew(monkeypatch):
     before = peak(model)
     loss(model)
     failures[0] += 1  # in the user's own loss, say
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert (after := peak(model)) < before
     failures[0] += 1  # in an evaluation: the step itself was whole
-    same(step(model), plain())
+    assert_equal(step(model), plain())
     assert peak(model) == after
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.full import Block, Full, Tiny, build, graphs, needed, plain, step
-from tests.runtime.memory.test_budget import LAYERS, same
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS
+from tests.support.memory.full_device import Block, Full, Tiny, build, graphs, needed, plain, step
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
@@ -52,7 +53,7 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
     memory = int(0.7 * needed())
     model = build(memory)
     for _ in range(3):
-        same(step(model), plain())
+        assert_equal(step(model), plain())
     surveyed_on_two = len(surveyed)
     first, last = on_each(model)
     assert computing_again(model) == {"cpu:1": 0, "cpu": 0} and first.tail(32) == 0 < last.tail(32)
@@ -70,7 +71,7 @@ def test_the_fuller_device_computes_again(monkeypatch):
     monkeypatch.setattr(LayerSlot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
     model = build(int(0.7 * needed()))
     for _ in range(2):
-        same(step(model), plain())
+        assert_equal(step(model), plain())
     assert computing_again(model)["cpu:1"] == 0 < computing_again(model)["cpu"]
 
 
@@ -82,8 +83,8 @@ def test_the_device_that_is_full_plans_for_less(layer, where):
     budgets = on_each(model)
     before, steps = [budget.admitted.choice.peak for budget in budgets], [budget.steps for budget in budgets]
     full = Full(model, layer, where)
-    same(step(model), plain())
-    same(step(model), plain())
+    assert_equal(step(model), plain())
+    assert_equal(step(model), plain())
     smaller = [budget.admitted.choice.peak < peak for budget, peak in zip(budgets, before)]
     assert full.raised == 1 and smaller == [layer < HALF, layer >= HALF], "the other device keeps its plan"
     assert [budget.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
@@ -118,7 +119,7 @@ def test_the_error_says_which_device_is_full(monkeypatch):
     monkeypatch.setattr(losses, "linear_cross_entropy", full)
     left[:] = [1]
     for _ in range(2):
-        same(step(model), plain())
+        assert_equal(step(model), plain())
     assert first.admitted.choice.peak < before[0] and last.admitted.choice.peak == before[1]
 
 
@@ -130,7 +131,7 @@ def test_each_device_has_its_own_tries():
         step(model)
         for layer in layers:
             Full(model, layer, "forward")
-        same(step(model), plain())
+        assert_equal(step(model), plain())
         return model._tunecompile.step.budgets[1].surplus
 
     assert again(0, LAYERS - 1) == again(LAYERS - 1) > 0

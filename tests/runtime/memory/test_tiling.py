@@ -3,8 +3,8 @@
 import pytest
 
 import tunecompile
-from tests.runtime.memory.test_budget import build, step
 from tests.support import zoo
+from tests.support.memory.budgets import build, step
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
@@ -62,9 +62,7 @@ def test_a_budget_that_nothing_else_fits(surveyed):
     assert loss.item() == pytest.approx(reference[0].item(), rel=1e-6)
     assert max(zoo.errors(gradients, reference[1]).values()) < 1e-5
     report = tunecompile.report(model)
-    assert all(plan["tiles"] > 1 for plan in plans(model)) and f"MLP in {plans(model)[0]['tiles']} tiles" in str(
-        report
-    )
+    assert all(plan["tiles"] > 1 for plan in plans(model)) and f"MLP in {plans(model)[0]['tiles']} tiles" in str(report)
     assert any("lora_mlp_tiled" in name for region in report.regions for name in region.providers)
     whole, half, quarter = surveyed[RECOMPUTE], surveyed[Plan(None, 2)], surveyed[Plan(None, 4)]
     assert (

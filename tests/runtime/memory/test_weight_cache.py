@@ -1,6 +1,5 @@
 """Frozen weights kept dequantised: the same gradients whatever happens to weights, adapters and the order of calls."""
 
-import copy
 import dataclasses
 import gc
 import weakref
@@ -10,6 +9,16 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.memory.weight_cache import (
+    accumulated,
+    activate,
+    add,
+    assert_same_by_element,
+    gradients,
+    interleaved,
+    kept,
+    step,
+)
 from tunecompile.ops import lora_linear
 
 pytest.importorskip("transformers")
@@ -37,64 +46,6 @@ def build(memory=ROOMY, **options):
     return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
 
 
-def kept(model):
-    return model._tunecompile.kept
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def step(model, **batch):
-    model.zero_grad()
-    loss = model(**zoo.batch(**batch)).loss
-    loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def add(model, name, **changes):
-    """One more adapter, like the first but for `changes`, filled with the same numbers each time."""
-    model.add_adapter(name, dataclasses.replace(copy.deepcopy(model.peft_config["default"]), **changes))
-    torch.manual_seed(8)
-    for parameter_name, p in model.named_parameters():
-        if f".{name}." in parameter_name:
-            torch.nn.init.normal_(p, std=0.05)
-
-
-def activate(model, name):
-    """Run with this adapter; the other is trained too."""
-    model.set_adapter(name)
-    for either in ("default", "other"):
-        model.set_requires_grad(either)
-
-
-def accumulated(m):
-    m.zero_grad()
-    torch.manual_seed(5)
-    losses = [m(**zoo.batch(seed=seed)).loss for seed in (1, 2)]  # both before their backwards
-    sum(losses).backward()
-    return sum(losses).detach(), gradients(m)
-
-
-def interleaved(m):
-    """Another adapter's forward runs before the backward of the first."""
-    m.zero_grad()
-    losses = []
-    for name in ("default", "other"):
-        activate(m, name)
-        losses.append(m(**zoo.batch()).loss)
-    (losses[0] + 2 * losses[1]).backward()
-    return losses[0].detach(), gradients(m)
-
-
-def equal(model, reference, run=step):
-    (loss, ours), (expected, theirs) = run(model), run(reference)
-    assert ours.keys() == theirs.keys()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"lora_dropout": 0.3}, {"use_rslora": True, "target_modules": ["q_proj", "up_proj", "down_proj"]}]
@@ -106,7 +57,7 @@ def test_training_is_the_same(options):
     ]
 
     for _ in range(3):
-        equal(model, reference, accumulated)
+        assert_same_by_element(model, reference, accumulated)
         for optimizer in optimizers:
             optimizer.step()
     assert kept(model).bytes > 0 and tunecompile.report(model).memory["kept_weights"] == kept(model).bytes
@@ -120,7 +71,7 @@ def test_an_optimizer_that_writes_behind_autograds_back():
         for p in m.parameters():
             if p.requires_grad:
                 p.data.add_(0.05)  # no version counts this
-    equal(model, reference)
+    assert_same_by_element(model, reference)
 
 
 @pytest.mark.slow
@@ -130,8 +81,8 @@ def test_another_adapter_between_forward_and_backward(rank):
     for m in (model, reference):
         add(m, "other", r=rank)
 
-    equal(model, reference, interleaved)
-    equal(model, reference, interleaved)
+    assert_same_by_element(model, reference, interleaved)
+    assert_same_by_element(model, reference, interleaved)
 
 
 @pytest.mark.slow
@@ -146,7 +97,7 @@ def test_adapters_of_other_targets_and_ranks():
     for name in ("default", "one", "large", "default", "one"):
         for m in (model, reference):
             m.set_adapter(name)
-        equal(model, reference)
+        assert_same_by_element(model, reference)
 
 
 @pytest.mark.slow
@@ -169,20 +120,20 @@ def test_a_pending_backward_outlives_the_plan():
         sum(losses).backward()
         return losses[0].detach(), gradients(m)
 
-    equal(model, reference, run)
+    assert_same_by_element(model, reference, run)
 
 
 @pytest.mark.slow
 def test_adapters_that_change_as_the_layers_begin():
     """By a hook of the owner's, and where layers are called by themselves."""
     model, reference = build(), build("eager")
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     for m in (model, reference):
         inner = m.get_base_model().model
         inner.register_forward_pre_hook(
             lambda module, args: [p.data.mul_(1.1) for n, p in module.named_parameters() if "lora_" in n] and None
         )
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     for m in (model, reference):
         for n, p in m.named_parameters():
             if "lora_" in n:
@@ -200,13 +151,13 @@ def test_adapters_that_change_as_the_layers_begin():
         loss.backward()
         return loss.detach(), gradients(m)
 
-    equal(model, reference, by_hand)
+    assert_same_by_element(model, reference, by_hand)
 
 
 @pytest.mark.slow
 def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
     model, reference = build(), build("eager")
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     held = kept(model).bytes
     for _ in range(3):
         for m in (model, reference):
@@ -214,7 +165,7 @@ def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
                 p.data = p.data.clone()  # as .to(device) does
             m.merge_adapter()  # 4-bit weights are replaced
             m.unmerge_adapter()
-        equal(model, reference)
+        assert_same_by_element(model, reference)
         assert kept(model).bytes == held
 
 
@@ -250,11 +201,11 @@ def test_a_bigger_batch_takes_their_room():
     step(roomy)
     needed = roomy._tunecompile.step.budget.admitted
     model, reference = build(int(1.2 * (needed.weights + needed.choice.peak))), build("eager")
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     assert kept(model).bytes == needed.weights
-    equal(model, reference, lambda m: step(m, rows=12))
+    assert_same_by_element(model, reference, lambda m: step(m, rows=12))
     assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
-    equal(model, reference)
+    assert_same_by_element(model, reference)
 
 
 @pytest.mark.slow

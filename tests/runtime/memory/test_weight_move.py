@@ -9,9 +9,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tunecompile
-from tests.runtime.cuda_graphs.test_replay import Again
-from tests.runtime.memory.test_weight_cache import accumulated, add, equal, gradients, interleaved, kept, step
 from tests.support import zoo
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.memory.weight_cache import (
+    accumulated,
+    add,
+    assert_same_by_element,
+    gradients,
+    interleaved,
+    kept,
+    step,
+)
 from tunecompile.ops import lora_linear
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 
@@ -74,7 +82,7 @@ def test_training_is_the_same_and_compiles_once(options):
     ]
 
     for _ in range(3):
-        equal(model, reference, accumulated)
+        assert_same_by_element(model, reference, accumulated)
         for optimizer in optimizers:
             optimizer.step()
     assert len(moved(model)) == 2 * len(options.get("target_modules", range(7))) and compilations(model) == 1, (
@@ -99,24 +107,24 @@ def test_nothing_else_moves_and_all_moves_back():
 def test_weights_that_are_written_or_replaced():
     """Merging adds to the weights in ways that nothing counts; `.to(device)` gives them other memory; a parameter may be another one."""
     model, reference = build(), build(False)
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     for m in (model, reference):
         m.merge_adapter()
         m.unmerge_adapter()
         for p in m.parameters():
             p.data.mul_(1.01)
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     held = len(kept(model).moved)
     for m in (model, reference):
         for p in m.parameters():
             p.data = p.data.clone()
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     for m in (model, reference):
         for module in m.modules():
             if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
                 module.weight = torch.nn.Parameter(module.weight.data, requires_grad=False)
-    equal(model, reference)
-    equal(model, reference)
+    assert_same_by_element(model, reference)
+    assert_same_by_element(model, reference)
     assert len(kept(model).moved) == held and len(moved(model)) == 14
 
 
@@ -143,8 +151,8 @@ def test_adapters_of_other_targets_and_ranks():
     for name in ("default", "one", "large", "default", "one"):
         for m in (model, reference):
             m.set_adapter(name)
-        equal(model, reference)
-        equal(model, reference)
+        assert_same_by_element(model, reference)
+        assert_same_by_element(model, reference)
 
 
 @pytest.mark.slow
@@ -154,8 +162,8 @@ def test_another_adapter_between_forward_and_backward(rank):
     for m in (model, reference):
         add(m, "other", r=rank)
 
-    equal(model, reference, interleaved)
-    equal(model, reference, interleaved)
+    assert_same_by_element(model, reference, interleaved)
+    assert_same_by_element(model, reference, interleaved)
 
 
 @pytest.mark.slow
@@ -177,8 +185,8 @@ def test_evaluation_reference_and_checkpoints_between_steps():
         return said.loss.detach(), gradients(m)
 
     for _ in range(2):
-        equal(model, reference, run)
-        equal(model, reference)
+        assert_same_by_element(model, reference, run)
+        assert_same_by_element(model, reference)
 
 
 @pytest.mark.slow
@@ -190,7 +198,7 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
     for m in (model, reference):
         step(m)
     other = tunecompile.optimize(copy.deepcopy(model), executor="eager")
-    equal(other, reference)
+    assert_same_by_element(other, reference)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     for name, value in reference.state_dict().items():
@@ -200,7 +208,7 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
         ), name
     model.load_state_dict({name: 2 * value for name, value in reference.state_dict().items()})
     reference.load_state_dict({name: 2 * value for name, value in reference.state_dict().items()})
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     merged, expected = model.merge_and_unload(), reference.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
@@ -210,7 +218,7 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
 
 def test_recorded(monkeypatch):
     """A matrix stays where it is from replay to replay; one that was made anew is met by an address."""
-    monkeypatch.setattr(replay, "CudaRecorder", Again)
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     model, reference = build(), build(False)
     optimizers = [
@@ -229,7 +237,7 @@ def test_recorded(monkeypatch):
         if seed == 7:
             for p in model.parameters():
                 p.data = p.data.clone()
-        equal(model, reference, lambda m: step(m, seed=seed))
+        assert_same_by_element(model, reference, lambda m: step(m, seed=seed))
         for optimizer in optimizers:
             optimizer.step()
     assert model._tunecompile.replays.recorded >= 4, tunecompile.report(model)
@@ -240,12 +248,12 @@ def test_recorded(monkeypatch):
 def test_under_a_budget():
     model, reference = build(memory="4GiB"), build(False)
     for _ in range(2):
-        equal(model, reference)
+        assert_same_by_element(model, reference)
     budget = model._tunecompile.step.budget
     assert len(moved(model)) == 14 and not budget.moving and not tunecompile.report(model).memory["kept_weights"]
     tight = build(memory=int(0.8 * tunecompile.report(model).memory["predicted_peak"]))
     for _ in range(2):
-        equal(tight, reference)
+        assert_same_by_element(tight, reference)
     assert len(moved(tight)) == 14
 
 
@@ -256,8 +264,8 @@ def test_on_the_device_where_accelerate_placed_them():
     for layer in model.model.layers:
         hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu"))
     model, reference = tunecompile.optimize(zoo.adapt(model).train(), executor="eager"), build(False)
-    equal(model, reference)
-    equal(model, reference)
+    assert_same_by_element(model, reference)
+    assert_same_by_element(model, reference)
     assert len(moved(model)) == 14
 
 
@@ -274,5 +282,5 @@ def test_weights_that_stay_apart(why, monkeypatch):
             "tunecompile.runtime.model_state.State._devices",
             lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)},
         )
-    equal(model, reference)
+    assert_same_by_element(model, reference)
     assert not moved(model) and not kept(model).moved

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tunecompile
-from tests.models.test_gpu import build, median
-from tests.runtime.unpad.test_packed_masks import batches, packed
-from tests.runtime.unpad.test_unpad import flattened, padded
 from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.models.gpu import build, median
+from tests.support.reports import flattened, told_apart
 from tunecompile.ops import varlen_attention
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_packed_sequences_no_further_from_fp32_than_eager():
         )
         theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
         assert median(mine.values()) <= 1.02 * median(theirs.values())
-    assert batches(model) == 3
+    assert told_apart(model) == 3
     region = tunecompile.report(model).regions[0]
     assert region.providers["varlen_attention: flash"] and region.compiles <= 2, region
 

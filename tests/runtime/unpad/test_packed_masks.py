@@ -6,33 +6,15 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.unpad.test_unpad import equal, notes, pair
 from tests.support import zoo
+from tests.support.batches import packed
+from tests.support.compare import assert_same_flattened
+from tests.support.models.pairs import pair
+from tests.support.reports import notes, told_apart
 from tunecompile.runtime.unpad import packed_masks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-TOLD_APART = "packed sequences are told apart without a mask"
-
-
-def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict:
-    """Rows of sequences of these lengths. No loss crosses from one to the next."""
-    lengths = [sum(row) for row in rows]
-    assert len(set(lengths)) == 1
-    batch = zoo.batch(vocabulary, len(rows), lengths[0], seed=seed)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-    return {
-        "input_ids": batch["input_ids"],
-        "labels": batch["input_ids"].masked_fill(positions == 0, -100),
-        "position_ids": positions,
-    }
-
-
-def batches(model) -> int:
-    """How many were told apart; and nothing fell back."""
-    said = notes(model)
-    assert "eager" not in said and "pieces" not in said, said
-    return int(said.split(TOLD_APART)[1].split("(")[1].split()[0]) if TOLD_APART in said else 0
 
 
 @pytest.mark.parametrize(
@@ -42,9 +24,9 @@ def batches(model) -> int:
 @pytest.mark.slow
 def test_families(family, changes):
     model, reference = pair(lambda: zoo.make(family, use_cache=False, **changes))
-    equal(model, reference, packed((5, 1, 9)))
-    equal(model, reference, packed((7, 2, 3, 1), (1, 4, 6, 2), seed=1))
-    assert batches(model) == 2 and model.config._attn_implementation == "sdpa"
+    assert_same_flattened(model, reference, packed((5, 1, 9)))
+    assert_same_flattened(model, reference, packed((7, 2, 3, 1), (1, 4, 6, 2), seed=1))
+    assert told_apart(model) == 2 and model.config._attn_implementation == "sdpa"
 
 
 def test_each_sequence_is_as_if_it_were_alone():
@@ -52,7 +34,7 @@ def test_each_sequence_is_as_if_it_were_alone():
     inputs = packed((5, 8, 3))
     del inputs["labels"]
     together = model(**inputs).logits
-    assert batches(model) == 1
+    assert told_apart(model) == 1
     tunecompile.restore(model)
     for part, ids in zip(together.split((5, 8, 3), 1), inputs["input_ids"].split((5, 8, 3), 1)):
         assert torch.allclose(part, model(input_ids=ids).logits, atol=1e-5)
@@ -72,27 +54,27 @@ def test_adapters_under_checkpointing(quantized):
         return model
 
     model, reference = pair(build)
-    equal(model, reference, packed((6, 5, 5), (1, 1, 14)))
-    assert batches(model) == 1
+    assert_same_flattened(model, reference, packed((6, 5, 5), (1, 1, 14)))
+    assert told_apart(model) == 1
 
 
 def test_one_compilation_for_any_number_of_sequences():
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
     for number, lengths in enumerate([(5, 6), (3, 3, 3, 2), (1,) * 5 + (4,), (12, 30), (16, 1, 1)]):
-        equal(model, reference, packed(lengths, seed=number))
+        assert_same_flattened(model, reference, packed(lengths, seed=number))
     report = tunecompile.report(model)
-    assert batches(model) == 5 and all(region.compiles <= 2 and not region.recompiles for region in report.regions), (
-        report
-    )
+    assert told_apart(model) == 5 and all(
+        region.compiles <= 2 and not region.recompiles for region in report.regions
+    ), report
 
 
 def test_what_is_not_packed_goes_on_as_it_came():
     """One sequence a row; and a mask, beside which transformers does not look at positions."""
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
-    equal(model, reference, packed((16,), (16,)))
+    assert_same_flattened(model, reference, packed((16,), (16,)))
     inputs = packed((7, 9))
-    equal(model, reference, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
-    assert not batches(model) and "packed" not in notes(model)
+    assert_same_flattened(model, reference, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
+    assert not told_apart(model) and "packed" not in notes(model)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +87,7 @@ def test_what_is_not_packed_goes_on_as_it_came():
 def test_what_keeps_its_mask_says_why(family, more, said):
     model, reference = pair(lambda: zoo.make(family, use_cache=False))
     inputs = packed((7, 9)) | more
-    equal(model, reference, inputs)
+    assert_same_flattened(model, reference, inputs)
     assert f"packed batches stay as they come: {said}" in notes(model), notes(model)
 
 
@@ -114,10 +96,10 @@ def test_sequences_that_see_each_other_go_on_doing_so():
     """With a cache, which is the default of a configuration, transformers does not look at positions."""
     model, reference = pair(lambda: zoo.make("llama"))
     inputs = packed((7, 9))
-    equal(model, reference, inputs)
-    assert not batches(model) and "use_cache = False" in notes(model)
-    equal(model, reference, inputs | {"use_cache": False})
-    assert batches(model) == 1
+    assert_same_flattened(model, reference, inputs)
+    assert not told_apart(model) and "use_cache = False" in notes(model)
+    assert_same_flattened(model, reference, inputs | {"use_cache": False})
+    assert told_apart(model) == 1
 
 
 def test_asking_leaves_everything_as_it_was():
@@ -139,7 +121,7 @@ def test_logits_may_be_read_beside_the_loss():
     for _ in range(2):
         inputs = packed((7, 9))
         assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
-    assert batches(model) == 2
+    assert told_apart(model) == 2
 
 
 @pytest.mark.slow
@@ -148,11 +130,11 @@ def test_a_collator_of_transformers():
 
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
     rows = [{"input_ids": zoo.batch(256, 1, length, seed=length)["input_ids"][0].tolist()} for length in (4, 9, 6)]
-    equal(model, reference, dict(DataCollatorWithFlattening()(rows)))
+    assert_same_flattened(model, reference, dict(DataCollatorWithFlattening()(rows)))
     both = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)  # as TRL's does by default
     for count in (3, 2):
-        equal(model, reference, dict(both(rows[:count])))
-    assert batches(model) == 3 and tunecompile.report(model).compiles == 1
+        assert_same_flattened(model, reference, dict(both(rows[:count])))
+    assert told_apart(model) == 3 and tunecompile.report(model).compiles == 1
 
 
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])

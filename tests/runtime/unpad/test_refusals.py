@@ -10,8 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tunecompile
-from tests.runtime.unpad.test_unpad import equal, flattened, padded, pair
 from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_same_flattened
+from tests.support.models.pairs import pair
+from tests.support.reports import flattened
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,7 +119,7 @@ class Pooling(nn.Module):
 def test_a_wrapper_that_reads_hidden_states_at_padding(read):
     """Its labels say nothing of that."""
     model, reference = pair(lambda: Pooling(read))
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert "the forward of Pooling is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
 
 
@@ -132,7 +135,7 @@ def test_a_wrapper_that_hands_labels_on():
             return self.inner(**inputs)
 
     model, reference = pair(Handing)
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert flattened(model) == 1
 
 
@@ -140,7 +143,7 @@ def test_labels_that_a_later_hook_replaces():
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     for m in (model, reference):
         m.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "labels": k["input_ids"]}), with_kwargs=True)
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert "labels stand at padding" in str(tunecompile.report(model).notes)
 
 
@@ -150,7 +153,7 @@ def test_a_loss_function_of_the_users_own():
         m.loss_function = lambda logits, labels, **_: F.cross_entropy(
             logits.flatten(0, 1), labels.clamp(min=0).flatten()
         )
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert "its loss_function is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
 
 
@@ -172,7 +175,7 @@ def test_a_forward_of_the_users_own():
         return model
 
     model, reference = pair(build)
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert "a Centred whose forward is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
 
 
@@ -308,7 +311,7 @@ def test_adapters_that_begin_at_a_row_s_place():
 
     batch = padded()
     batch["input_ids"][0, 6:8] = torch.tensor([5, 6])
-    equal(*pair(build), batch)
+    assert_same_flattened(*pair(build), batch)
 
 
 def two_stacks():
@@ -335,7 +338,7 @@ def two_stacks():
 
 
 def test_two_lists_of_layers_in_one_owner():
-    equal(*pair(two_stacks), padded())
+    assert_same_flattened(*pair(two_stacks), padded())
 
 
 def test_checkpoint_with_the_mask_made_inside():
@@ -380,7 +383,7 @@ def test_a_hook_of_the_owner_that_reads_the_mask():
         m.model.register_forward_pre_hook(
             lambda mod, a, k: (a, {**k, "attention_mask": k["attention_mask"] * 1}), with_kwargs=True
         )
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
 
 
 def test_interleaved_calls_put_attention_back():

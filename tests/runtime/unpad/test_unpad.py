@@ -10,48 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_same_flattened
+from tests.support.models.pairs import pair
+from tests.support.reports import FLATTENED, flattened, notes
 from tunecompile.runtime.unpad import refusals
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-FLATTENED = "padding is left out of the layers"
-
-
-def padded(
-    rows: int = 4, length: int = 20, side: str = "right", seed: int = 0, device: str = "cpu", vocabulary: int = 256
-) -> dict:
-    """Rows of random lengths, one of them full and one of a single token, without labels where a loss would read padding."""
-    batch = zoo.batch(vocabulary, rows, length, seed=seed)
-    lengths = torch.randint(2, length, (rows,), generator=torch.Generator().manual_seed(seed))
-    lengths[0], lengths[-1] = length, 1
-    place = torch.arange(length)
-    mask = place < lengths[:, None] if side == "right" else place >= length - lengths[:, None]
-    labels = batch["input_ids"].where(mask, -100)
-    labels[torch.arange(rows), 0 if side == "right" else length - lengths] = -100
-    return {key: value.to(device) for key, value in {**batch, "attention_mask": mask.long(), "labels": labels}.items()}
-
-
-def pair(build, executor: str = "eager") -> tuple[nn.Module, nn.Module]:
-    reference = build()
-    return tunecompile.optimize(copy.deepcopy(reference), executor=executor), reference
-
-
-def equal(model: nn.Module, reference: nn.Module, inputs: dict, limit: float = 1e-5) -> None:
-    (loss, gradients), (expected, exact) = zoo.step(model, dict(inputs)), zoo.step(reference, dict(inputs))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    worst = max(zoo.errors(gradients, exact).items(), key=lambda item: item[1])
-    assert worst[1] < limit, worst
-
-
-def notes(model: nn.Module) -> str:
-    return "\n".join(tunecompile.report(model).notes)
-
-
-def flattened(model: nn.Module) -> int:
-    """How many batches were; and nothing fell back."""
-    said = notes(model)
-    assert "eager" not in said and "pieces" not in said, said
-    return int(said.split(FLATTENED)[1].split("(")[1].split()[0]) if FLATTENED in said else 0
 
 
 # -- the same numbers ---------------------------------------------------------------------------------------------------
@@ -76,7 +42,7 @@ def flattened(model: nn.Module) -> int:
 def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))
     for seed in range(2):
-        equal(model, reference, padded(3 + seed, 20 + seed, side, seed))
+        assert_same_flattened(model, reference, padded(3 + seed, 20 + seed, side, seed))
     assert flattened(model) == 2
     assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
     for m in (model, reference):
@@ -93,7 +59,9 @@ def test_families(family, changes, side):
 @pytest.mark.slow
 def test_in_double_precision():
     model, reference = pair(lambda: zoo.make("llama").double())
-    equal(model, reference, padded(), limit=2e-7)  # norms and the rotary tables are computed in fp32 on both sides
+    assert_same_flattened(
+        model, reference, padded(), limit=2e-7
+    )  # norms and the rotary tables are computed in fp32 on both sides
     assert flattened(model) == 1
 
 
@@ -118,7 +86,7 @@ def test_adapters(quantized, wrapped):
         else adapt(tunecompile.optimize(base, executor="eager"))
     )
     for seed in range(2):
-        equal(model, reference, padded(seed=seed), limit=1e-4)
+        assert_same_flattened(model, reference, padded(seed=seed), limit=1e-4)
     assert flattened(model if wrapped == "before" else base) == 2
 
 
@@ -133,7 +101,7 @@ def test_an_adapter_that_trains_tokens(options):
     model, reference = pair(
         lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options)
     )
-    equal(model, reference, padded(), limit=1e-4)
+    assert_same_flattened(model, reference, padded(), limit=1e-4)
     assert flattened(model) == 1, notes(model)
 
 
@@ -141,7 +109,7 @@ def test_positions_and_embeddings_of_the_callers():
     model, reference = pair(lambda: zoo.make("llama"))
     inputs = padded(side="left")
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    equal(model, reference, inputs)
+    assert_same_flattened(model, reference, inputs)
     states = []
     for m in (model, reference):
         batch = padded(side="left")
@@ -183,7 +151,7 @@ def test_gradient_checkpointing(reentrant):
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         m.enable_input_require_grads()
     for seed in range(2):
-        equal(model, reference, padded(seed=seed))
+        assert_same_flattened(model, reference, padded(seed=seed))
     assert flattened(model) == 2
 
 
@@ -204,7 +172,7 @@ def test_checkpoints_of_the_users_own(reentrant):
                 (type(layer),),
                 {"__call__": lambda self, *a, **k: around(self, super(type(self), self).__call__)(*a, **k)},
             )
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert flattened(model) == 1
 
 
@@ -221,7 +189,7 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
                 )
             },
         )
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert flattened(model) == 0 and any("checkpoint" in note for note in tunecompile.report(model).notes)
 
 
@@ -263,7 +231,7 @@ def test_an_exception_leaves_everything_as_it_was():
         model.train()(**padded())
     assert model.config._attn_implementation == "sdpa"
     handle.remove()
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     tunecompile.restore(model)
     assert (
         not [m for m in model.modules() if m._compiled_call_impl is not None]
@@ -301,7 +269,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.slow
 def test_trl_sft(tmp_path):
-    from tests.models.test_trainers import curve, sft
+    from tests.support.trainers import curve, sft
 
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     curves = [curve(sft(m, tmp_path, padding_free=False)) for m in (model, reference)]
@@ -345,9 +313,9 @@ def without(inputs: dict, *names: str, **more) -> dict:
 )
 def test_batches_that_keep_their_padding(change, said):
     model, reference = pair(lambda: zoo.make("llama"))
-    equal(model, reference, change(padded()))
+    assert_same_flattened(model, reference, change(padded()))
     assert f"padded batches are not flattened: {said}" in notes(model) and FLATTENED not in notes(model)
-    equal(model, reference, padded())
+    assert_same_flattened(model, reference, padded())
     assert FLATTENED in notes(model)
 
 
@@ -445,7 +413,7 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
 
     model, reference = pair(build)
     for seed in range(2):
-        equal(model, reference, padded(seed=seed))
+        assert_same_flattened(model, reference, padded(seed=seed))
     assert said in notes(model) and FLATTENED not in notes(model), notes(model)
     assert "eager" not in notes(model)
 

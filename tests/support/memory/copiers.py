@@ -1,4 +1,4 @@
-"""Copiers for tests: one that tells, and one with the worst timing that streams allow."""
+"""Copy engines for tests: one that logs, and one with the worst timing that streams allow."""
 
 from __future__ import annotations
 

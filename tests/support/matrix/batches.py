@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.models.support import Cell, Make, lora, small
-from tests.runtime.unpad.test_packed_masks import packed
-from tests.runtime.unpad.test_unpad import padded
 from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.matrix.cells import Cell, Make, lora, small
 
 SEEDS, SHAPES = range(3), 200
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import tunecompile
-from tests.models.support import DEVICE, Cell, Make, eight_bit, four_bit, lora, small
-from tests.models.support_trainers import WHOLE, Outcome, inputs_of, loop
 from tests.support import zoo
+from tests.support.matrix.cells import DEVICE, Cell, Make, eight_bit, four_bit, lora, small
+from tests.support.matrix.trainers import WHOLE, Outcome, inputs_of, loop
 
 # -- loading ---------------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ from tests.support import zoo
 @functools.cache
 def checkpoint() -> tempfile.TemporaryDirectory:
     """Several shards; and room for what waits on the disk."""
-    from tests.models.test_loading import save_shards
+    from tests.support.files import save_shards
 
     made = tempfile.TemporaryDirectory()
     save_shards(made.name)
@@ -34,7 +34,7 @@ def from_shards(told: str, adapter: dict | None = None, **names: Any) -> Make:
     """Loaded by the lines of the docs that say so, then adapted."""
 
     def build() -> nn.Module:
-        from tests.models.test_loading import loaded
+        from tests.support.files import loaded
 
         folder = checkpoint().name
         return zoo.adapt(loaded(told, path=folder, folder=f"{folder}/offloaded", **names), **(adapter or {}))
@@ -98,7 +98,7 @@ def saved(read: Callable[[nn.Module, Path], nn.Module], limit: float = 1e-5) -> 
     """`read` saves what was trained, and returns it as it is loaded again: its logits are off by `limit` at most."""
 
     def run(make: Make, folder: Path) -> Outcome:
-        from tests.export.test_safetensors import distance, logits
+        from tests.support.files import distance, logits
 
         numbers, model = loop(steps=2)(make, folder)
         again = read(model, folder / "saved").to(DEVICE)
@@ -117,7 +117,7 @@ def adapter(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def adapter_for_vllm(model: nn.Module, folder: Path) -> nn.Module:
-    from tests.export.test_adapter import read_as_by_vllm
+    from tests.support.files import read_as_by_vllm
 
     made = adapter(model, folder)
     read_as_by_vllm(folder, layers=2)
@@ -138,7 +138,7 @@ def by_gguf(model: nn.Module, folder: Path) -> nn.Module:
     pytest.importorskip("gguf")
     from transformers import AutoModelForCausalLM
 
-    from tests.export.test_gguf import byte_level
+    from tests.support.tokenizers import byte_level
 
     tunecompile.save_merged(model, folder, "float32", byte_level())
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file=tunecompile.save_gguf(folder).name)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.support import DEVICE, Cell, Make, lora, small, trained, two_adapters
-from tests.models.test_trainers import Rows, arguments, collate, tokenizer
 from tests.support import zoo
+from tests.support.matrix.cells import DEVICE, Cell, Make, lora, small, trained, two_adapters
+from tests.support.trainers import Rows, arguments, collate, tokenizer
 
 Numbers = dict[str, float]
 Outcome = tuple[Numbers, nn.Module]

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from tests.support import zoo
+from tests.support.models.pairs import small
 
-DEVICE = os.environ.get("SUPPORT_DEVICE", "cpu")  #: benchmarks/support.py runs them on a GPU, through Inductor
+DEVICE = os.environ.get("SUPPORT_DEVICE", "cpu")  #: benchmarks/suites/support.py runs them on a GPU, through Inductor
 Make = Callable[[], nn.Module]
 
 
@@ -43,10 +44,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.section}: {self.name}"
-
-
-def small(family: str = "llama", **changes: Any) -> nn.Module:
-    return zoo.make(family, num_hidden_layers=2, **changes)
 
 
 def with_peft(
@@ -254,13 +251,13 @@ CELLS = [
 
 def cells() -> list[Cell]:
     """All, in the order of the table."""
-    from tests.models import support_batches, support_families, support_files, support_losses, support_trainers
+    from tests.support.matrix import batches, families, files, losses, trainers
 
     return [
         *CELLS,
-        *support_families.CELLS,
-        *support_batches.CELLS,
-        *support_losses.CELLS,
-        *support_trainers.CELLS,
-        *support_files.CELLS,
+        *families.CELLS,
+        *batches.CELLS,
+        *losses.CELLS,
+        *trainers.CELLS,
+        *files.CELLS,
     ]

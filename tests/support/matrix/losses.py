@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.support import DEVICE, Cell, lora, small
 from tests.support import zoo
+from tests.support.matrix.cells import DEVICE, Cell, lora, small
 
 
 def whole() -> nn.Module:

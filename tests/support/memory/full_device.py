@@ -1,5 +1,7 @@
 """A model that is planned in no time, and a device that is full at chosen points of its step."""
 
+from __future__ import annotations
+
 import functools
 
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
-from tests.runtime.memory.test_budget import LAYERS
+from tests.support.memory.budgets import LAYERS
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 KiB. GPU 0 has a total capacity of 1.00 MiB"
 WHERE = ("forward", "before the backward", "behind the backward")

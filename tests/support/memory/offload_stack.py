@@ -1,4 +1,4 @@
-"""A stack of small layers under a runtime, and tiny models whose compiled layers are wrapped as the runtime's caller would."""
+"""A stack of small layers under a runtime, and compiled layers wrapped as the runtime's caller wraps them."""
 
 from __future__ import annotations
 
@@ -67,14 +67,3 @@ def wrap(model: nn.Module, offload: Offload) -> None:
     """Every compiled layer of an optimized model."""
     for index, slot in enumerate(model._tunecompile.slots):
         slot.layer._compiled_call_impl = Wrapped(slot, index, offload)
-
-
-def same(mine, theirs) -> bool:
-    """Bit for bit."""
-    (loss, gradients), (other, others) = mine, theirs
-    names = gradients if isinstance(gradients, dict) else range(len(gradients))
-    return (
-        torch.equal(loss, other)
-        and len(gradients) == len(others)
-        and all(torch.equal(gradients[name], others[name]) for name in names)
-    )

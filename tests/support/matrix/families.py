@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from tests.models import test_images as images
-from tests.models.support import Cell, lora, small
-from tests.models.test_custom_models import VOCABULARY, Modern, NanoGPT
 from tests.support import zoo
+from tests.support.matrix.cells import Cell, lora, small
+from tests.support.models import images
+from tests.support.models.custom import VOCABULARY, Modern, NanoGPT
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA_3 = {

@@ -1,4 +1,4 @@
-"""What every op must satisfy: gradients of its formula, a fake that tells the truth, providers as exact as the reference."""
+"""What every op must satisfy: gradients of its formula, a correct fake, providers as exact as the reference."""
 
 from __future__ import annotations
 

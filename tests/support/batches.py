@@ -1,0 +1,34 @@
+"""Batches with padding, and batches of packed sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support import zoo
+
+
+def padded(
+    rows: int = 4, length: int = 20, side: str = "right", seed: int = 0, device: str = "cpu", vocabulary: int = 256
+) -> dict:
+    """Rows of random lengths, one of them full and one of a single token, without labels where a loss would read padding."""
+    batch = zoo.batch(vocabulary, rows, length, seed=seed)
+    lengths = torch.randint(2, length, (rows,), generator=torch.Generator().manual_seed(seed))
+    lengths[0], lengths[-1] = length, 1
+    place = torch.arange(length)
+    mask = place < lengths[:, None] if side == "right" else place >= length - lengths[:, None]
+    labels = batch["input_ids"].where(mask, -100)
+    labels[torch.arange(rows), 0 if side == "right" else length - lengths] = -100
+    return {key: value.to(device) for key, value in {**batch, "attention_mask": mask.long(), "labels": labels}.items()}
+
+
+def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict:
+    """Rows of sequences of these lengths. No loss crosses from one to the next."""
+    lengths = [sum(row) for row in rows]
+    assert len(set(lengths)) == 1
+    batch = zoo.batch(vocabulary, len(rows), lengths[0], seed=seed)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    return {
+        "input_ids": batch["input_ids"],
+        "labels": batch["input_ids"].masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }

@@ -1,0 +1,35 @@
+"""Models for tests on a GPU, whose sizes are no powers of two."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support import zoo
+
+SHAPE = dict(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=2,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=4099,
+)  # nothing is a power of two
+
+
+def build(family: str, mode: str):
+    model = zoo.make(family, **SHAPE).to("cuda", torch.bfloat16)
+    if mode == "qlora":
+        model = zoo.quantize(model, torch.bfloat16)
+    return model if mode == "full" else zoo.adapt(model, r=16, lora_alpha=16)
+
+
+def median(values) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def backward(model, inputs):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model.train()(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

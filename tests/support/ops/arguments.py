@@ -1,0 +1,109 @@
+"""Arguments of ops at the scale that networks have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ops.checks import tensor
+
+
+def lora_arguments(x, sizes=(6,), ranks=(2,), bias=False, own=False, dtype=None, adapters=None, base=None, scales=None):
+    """(x, inputs, weights, biases, a, b, scales, dtype) with every tensor at the scale a network has."""
+    k, base = x.shape[-1], base or x.dtype
+    adapters, dtype = adapters or x.dtype, dtype or x.dtype
+    return [
+        x,
+        [torch.randn(x.shape).to(x.dtype) for _ in sizes] if own else [],
+        [tensor((n, k), dtype=base, scale=k**-0.5) for n in sizes],
+        [tensor((n,), dtype=base) for n in sizes] if bias else [],
+        [tensor((r, k), dtype=adapters, scale=k**-0.5) for r in ranks],
+        [tensor((n, r), dtype=adapters) for n, r in zip(sizes, ranks)],
+        list(scales or [0.5 + i for i in range(len(sizes))]),
+        dtype,
+    ]
+
+
+def lora_leaves(args):
+    x, inputs, _, biases, a, b, *_ = args
+    return [x, *inputs, *biases, *a, *b]
+
+
+def with_lora_leaves(args, new):
+    x, inputs, weights, biases, a, b, scales, dtype = args
+    it = iter(new)
+    return [
+        next(it),
+        [next(it) for _ in inputs],
+        weights,
+        [next(it) for _ in biases],
+        [next(it) for _ in a],
+        [next(it) for _ in b],
+        scales,
+        dtype,
+    ]
+
+
+SCALES = [0.5, 2.0, 1.5]
+
+
+def mlp_adapters(dtype, columns=64, inner=128, out=16, ranks=(2, 1, 3)):
+    shapes = ((inner, columns), (inner, columns), (out, inner))
+    a = [(torch.randn(r, k) / k**0.5).to(dtype).requires_grad_() for r, (_, k) in zip(ranks, shapes)]
+    b = [torch.randn(n, r).to(dtype).requires_grad_() for r, (n, _) in zip(ranks, shapes)]
+    return shapes, a, b
+
+
+def dense_mlp(dtype=torch.float32, activation="silu", adapted=None):
+    shapes, a, b = mlp_adapters(adapted or dtype)
+    x = torch.randn(2, 3, 64).to(dtype).requires_grad_()
+    weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in shapes]
+    return [x, weights, [], [], [], [], [], a, b, SCALES, [128, 128, 16], 0, "", activation]
+
+
+def packed_mlp(double, activation="silu"):
+    pytest.importorskip("bitsandbytes")
+
+    lora_arguments = dense_mlp(activation=activation)
+    made = [quantized(*w.shape, double=double, dtype=torch.float32) for w in lora_arguments[1]]
+    lora_arguments[1] = []
+    lora_arguments[2:7] = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
+    lora_arguments[11:13] = [64, "nf4"]
+    return lora_arguments, [expected for _, expected in made]
+
+
+def mlp_leaves(arguments):
+    return [lora_arguments[0], *lora_arguments[7], *lora_arguments[8]]
+
+
+def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):
+    bnb = pytest.importorskip("bitsandbytes")
+    weight = (torch.randn(rows, columns) * scale).to(dtype)
+    packed, state = bnb.functional.quantize_4bit(
+        weight, blocksize=blocksize, compress_statistics=double, quant_type=quant_type
+    )
+    nested = (state.state2.code, state.state2.absmax, state.offset) if double else (None, None, None)
+    return (packed, state.absmax, *nested, rows, columns, blocksize, quant_type, dtype), bnb.functional.dequantize_4bit(
+        packed, state
+    )
+
+
+def dense_and_packed(dtype, double, sizes, ranks, adapters=None, **case):
+    """Arguments of `lora_linear` on dequantised weights, and of `lora_linear_nf4` on the packed ones."""
+    x = torch.randn(2, 3, 64).to(dtype)
+    dense = lora_arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, **case)
+    made = [quantized(n, 64, double=double, dtype=dtype) for n in sizes]
+    dense[2] = [expected for _, expected in made]
+    columns = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
+    packed = [x, dense[1], *columns, *dense[3:], list(sizes), 64, "nf4"]
+    return dense, packed
+
+
+def fp8_case(sizes=(48, 16), ranks=(4, 8), k=64, rows=40, adapters=torch.float32, **options):
+    """bf16 arguments whose rows differ in size by orders of magnitude."""
+    x = (torch.randn(2, rows // 2, k) * torch.randn(2, rows // 2, 1).mul(2).exp()).bfloat16()
+    return lora_arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, base=torch.bfloat16, **options)
+
+
+def fp8_provider(op):
+    return next(p for p in op.providers if p.name == "fp8")

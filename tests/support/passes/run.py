@@ -1,0 +1,122 @@
+"""Capture a function as Dynamo sees it, run recognise passes on it, and compare results and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph
+
+from tunecompile.compiler.backend import Backend
+from tunecompile.compiler.partitioner import copied
+from tunecompile.compiler.pass_manager import Context, run_stage
+from tunecompile.ir.canonicalize import canonicalize
+from tunecompile.ir.op import OPS
+from tunecompile.passes import PIPELINE
+
+
+def family(*names: str):
+    """The recognise passes by name, in the order of the pipeline."""
+    return [p for p in PIPELINE if p.name in names]
+
+
+@dataclass
+class Seen:
+    """What the passes made of the graphs of one function."""
+
+    ops: Counter = field(default_factory=Counter)
+    graphs: list[Graph] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[str]:
+        return [reason for c in self.contexts for t in c.tallies for reason in t.refused]
+
+
+def count(graph: Graph) -> Counter:
+    return Counter(OPS[node.target].name for node in graph.nodes if node.target in OPS)
+
+
+class Recorder:
+    """A backend that canonicalises, recognises, checks the graph, checks that a second run changes nothing, and interprets it."""
+
+    def __init__(self, passes):
+        self.passes, self.seen = passes, Seen()
+
+    def __call__(self, gm, inputs):
+        work = copied(gm)
+        canonicalize(work)
+        context = Context("test")
+        run_stage(self.passes, "recognize", work.graph, context)
+        work.graph.lint()
+        work.recompile()
+        before = str(work.graph)
+        canonicalize(work)
+        run_stage(self.passes, "recognize", work.graph, Context("again"))
+        assert str(work.graph) == before, "a second run changes the graph"
+        self.seen.ops += count(work.graph)
+        self.seen.graphs.append(work.graph)
+        self.seen.contexts.append(context)
+        return work.forward
+
+
+def results(fn, args, parameters=(), rows=()):
+    """Outputs, then gradients of all inputs that require one, of a loss in which every element has its own weight."""
+    leaves = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    inputs = [a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in leaves]
+    for dim in rows:
+        torch._dynamo.mark_dynamic(inputs[0], dim)
+    for p in parameters:
+        p.grad = None
+    out = fn(*inputs)
+    outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    loss = sum(
+        (o.double() * torch.cos(torch.arange(o.numel(), dtype=torch.float64)).reshape(o.shape)).sum()
+        for o in outs
+        if o.is_floating_point()
+    )
+    if loss.requires_grad:
+        loss.backward()
+    grads = [t.grad for t in leaves if isinstance(t, torch.Tensor)] + [p.grad for p in parameters]
+    return [o.detach() for o in outs], grads
+
+
+def assert_same(got, expected, tol):
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        assert (g is None) == (e is None), f"{i}: one has a gradient, the other has none"
+        if e is not None:
+            assert (g.shape, g.dtype) == (e.shape, e.dtype), (
+                f"{i}: {g.dtype} {tuple(g.shape)} instead of {e.dtype} {tuple(e.shape)}"
+            )
+            off = ((g.double() - e.double()).norm() / e.double().norm().clamp_min(1e-12)).item()
+            assert off <= tol, f"{i}: relative error {off:.1e}"
+
+
+def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None, rows=(), whole=True) -> Seen:
+    """Run eagerly, through the passes alone, and through the whole backend; all must agree. `expect`: ops in the graph.
+    `rows`: dims of the first argument that are symbols; `dynamic=True` makes all sizes and floats symbols."""
+    expected = results(fn, args, parameters)
+    recorder = Recorder(passes)
+    backends = [recorder]
+    if whole:
+        backends.append(Backend("test", PIPELINE, "eager"))
+    running = 0
+
+    def by_turns(gm, inputs):  # Dynamo traces once for all of them
+        compiled = [backend(gm, inputs) for backend in backends]
+        return lambda *values: compiled[running](*values)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=by_turns, dynamic=dynamic)
+    for running in range(len(backends)):
+        got = results(compiled, args, parameters, rows)
+        assert_same(got[0] + got[1], expected[0] + expected[1], tol)
+    assert not whole or not backends[1].failures, backends[1].failures
+    if expect is not None:
+        assert dict(recorder.seen.ops) == expect, (dict(recorder.seen.ops), recorder.seen.refused)
+    return recorder.seen
+
+
+def random(*shape, dtype=torch.float32, grad=True, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype).requires_grad_(grad)
