@@ -1,6 +1,6 @@
 """Timing of kernels beside each other: medians, cold caches, a table and one JSON.
 
-    python benchmarks/nf4.py [--out results.json] [--only TEXT] [--sweep] [--shown] [--dry]
+    python benchmarks/kernels/nf4.py [--out results.json] [--only TEXT] [--sweep] [--shown] [--dry]
 
 What is timed is what the GPU does: before each repetition its L2 cache is overwritten and it is kept waiting while the host queues the
 call, so a Python layer around a kernel costs nothing, whoever's it is.
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,7 +107,9 @@ class Bench:
                 row["failed"] = f"not installed: {error}".splitlines()[0][:80]
             except Exception as error:  # a peer that fails must not end the run
                 row["failed"] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:160]
-            self.rows.append({key: value for key, value in row.items() if value == value})
+            self.rows.append(
+                {key: value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+            )
 
     def _median(self, system: System, sets: list) -> float:
         """Milliseconds."""

@@ -9,7 +9,7 @@ from statistics import linear_regression, median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels.py and benchmarks/budgets.py measured
+KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels and benchmarks/steps/budgets.py measured
 #: files that do not compare training steps of several systems begin with one of these
 APART = (
     "longest",

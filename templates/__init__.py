@@ -21,7 +21,7 @@ providers of its own.
 
 - Without a GPU: ``TRITON_INTERPRET=1 pytest tests/templates``, on memory that is poisoned beforehand, against fp64; and ``test_crosscompile.py``
   compiles every kernel for sm_80 to sm_120 and holds its shared memory against the card's. Add a case to ``offline.py`` for it.
-- With one: ``pytest tests/templates`` runs the same tests on it, and ``python benchmarks/STEM.py`` gives medians on a cold cache, beside the reference
+- With one: ``pytest tests/templates`` runs the same tests on it, and ``python benchmarks/kernels/STEM.py`` gives medians on a cold cache, beside the reference
   under Inductor and other projects' kernels, as a share of what the memory's bandwidth allows; ``--sweep`` tries other tiles, ``--dry`` runs without a GPU.
   A template that loses to what Inductor makes of its reference has no place here.
 """

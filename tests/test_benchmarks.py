@@ -20,7 +20,7 @@ def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("kernels") / "kernels.json"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, FOLDER / "kernels.py", "--dry", "--out", out],
+        [sys.executable, FOLDER / "kernels", "--dry", "--out", out],
         env=environment,
         capture_output=True,
         text=True,
@@ -55,7 +55,8 @@ def test_results_agree(result):
 
 def script(name):
     """One of the benchmarks as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    (path,) = FOLDER.rglob(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

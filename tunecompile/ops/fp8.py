@@ -2,7 +2,7 @@
 
 e4m3 has 4 significant bits and 2^15 between its largest and its smallest normal number (Micikevicius et al., 2022, arXiv:2209.05433),
 so a scale has to keep values in range and no more. Rows of activations and of gradients differ in size by orders of magnitude and get
-a scale each, found in the pass that rounds them; a weight's rows share one bound. What follows was chosen by `benchmarks/fp8.py`.
+a scale each, found in the pass that rounds them; a weight's rows share one bound. What follows was chosen by `benchmarks/kernels/fp8.py`.
 """
 
 from collections.abc import Callable, Sequence

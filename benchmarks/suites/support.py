@@ -1,7 +1,7 @@
 """The table of what is supported, from the tests of its cells (`tests/models/test_support.py`): on a GPU through Inductor, else op by op on the CPU.
 
-python benchmarks/support.py --out benchmarks/results/support.json
-python benchmarks/support.py --only "adapter" --processes 8 --out /tmp/adapters.json    # all others stay in the file as they were
+python benchmarks/suites/support.py --out benchmarks/results/support.json
+python benchmarks/suites/support.py --only "adapter" --processes 8 --out /tmp/adapters.json    # all others stay in the file as they were
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import re
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
-from suites import outcome
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from tests.support.matrix.cells import cells  # noqa: E402
-from tunecompile.cli.compare.machine import header  # noqa: E402
+from benchmarks.suites.suites import outcome
+from tests.support.matrix.cells import cells
+from tunecompile.cli.compare.machine import header
+
+ROOT = Path(__file__).parents[2]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,6 +63,7 @@ def tested(only: str, processes: int, device: str) -> list[dict[str, Any]]:
                 *(["-k", only] if only else []),
                 *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []),
             ],
+            check=False,
             cwd=ROOT,
             env={"CUDA_VISIBLE_DEVICES": "0", **os.environ, "SUPPORT_DEVICE": device},
         )

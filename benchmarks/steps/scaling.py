@@ -1,9 +1,9 @@
 """The same work on one GPU and on several, every GPU with as many rows: one JSON in the common shape.
 
-    python benchmarks/scaling.py --model llama-3.1-8b --mode qlora --shape 4x2048 --gpus 1,2 --systems hf,tunecompile \\
+    python benchmarks/steps/scaling.py --model llama-3.1-8b --mode qlora --shape 4x2048 --gpus 1,2 --systems hf,tunecompile \\
         --out benchmarks/results/scaling-llama-3.1-8b-qlora.json
-    python benchmarks/scaling.py --mode full --parallel fsdp2 --gpus 2 --systems hf,compile-layers,tunecompile --out ...
-    python benchmarks/scaling.py --parallel alone,ddp --gpus 2 --systems tunecompile --out ...
+    python benchmarks/steps/scaling.py --mode full --parallel fsdp2 --gpus 2 --systems hf,compile-layers,tunecompile --out ...
+    python benchmarks/steps/scaling.py --parallel alone,ddp --gpus 2 --systems tunecompile --out ...
 
 A system on several GPUs is a process for each, started by torchrun, under DDP, FSDP2 or ZeRO-3; under device_map it is one process, with as many rows as one GPU has. "alone" is a process on
 each GPU that knows nothing of the others: what several GPUs can do at most, the slower one of them and the power that they share included. Tokens a second are those of all GPUs together.
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from end_to_end import show
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks.steps.end_to_end import show
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison
 from tunecompile.cli.compare.spec import PARALLEL, Job, resolve_systems
@@ -73,7 +76,7 @@ def main() -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict = {}
     for gpus, parallel in (
-        (gpus, parallel) for gpus in given.gpus for parallel in (given.parallel if gpus > 1 else given.parallel[:1])
+        (count, parallel) for count in given.gpus for parallel in (given.parallel if count > 1 else given.parallel[:1])
     ):
         where = f"on {gpus}" + f" by {parallel}" * (gpus > 1)
         comparison = Comparison(

@@ -1,8 +1,24 @@
 """NF4 dequantisation: bytes are 0.5 + 1/64 + 2 a weight. ``--sweep`` tries tiles."""
 
-import torch
-from _harness import DEVICE, INDUCTOR, TEMPLATE, Before, attempt, compiled, main, packed_nf4, randn, relative_error
+import sys
+from pathlib import Path
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._harness import (
+    DEVICE,
+    INDUCTOR,
+    TEMPLATE,
+    Before,
+    attempt,
+    compiled,
+    main,
+    packed_nf4,
+    randn,
+    relative_error,
+)
 from tunecompile.ops.nf4 import CODES
 from tunecompile.templates import nf4
 from tunecompile.templates._tiles import Tile

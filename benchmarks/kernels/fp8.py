@@ -4,9 +4,14 @@ Decides, for tunecompile/ops/fp8.py: scales by tensor or by row, fast accumulati
 quantises. Products beside bf16's; the error is that of the product of the same FP8 values (accumulation and output rounding only).
 """
 
-import torch
-from _harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, packed_nf4, randn, relative_error
+import sys
+from pathlib import Path
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, packed_nf4, randn, relative_error
 from tunecompile.ops.nf4 import CODES
 from tunecompile.templates import fp8
 from tunecompile.templates._tiles import Tile

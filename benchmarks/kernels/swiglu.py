@@ -1,9 +1,14 @@
 """Gated activation: bytes are two reads and one write forward, three reads and two writes backward (recomputing the product: three)."""
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
-from _harness import INDUCTOR, TEMPLATE, Before, attempt, compiled, main, randn, relative_error
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._harness import INDUCTOR, TEMPLATE, Before, attempt, compiled, main, randn, relative_error
 from tunecompile.templates import swiglu
 from tunecompile.templates._tiles import Tile
 

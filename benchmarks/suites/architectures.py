@@ -1,7 +1,7 @@
 """Every causal language model of the installed transformers, optimized: loss and gradients of a step beside the model's own.
 
-    python benchmarks/architectures.py --out benchmarks/results/architectures.json
-    python benchmarks/architectures.py --only llama,jamba --modes full --out /tmp/two.json
+    python benchmarks/suites/architectures.py --out benchmarks/results/architectures.json
+    python benchmarks/suites/architectures.py --only llama,jamba --modes full --out /tmp/two.json
 
 Each architecture is made small (two layers, if it can be) from its default config, with random weights, on a CPU in fp32, op by op; trained as a whole, and by adapters in
 all linears. Random numbers are off where the config has a number for that: compiled code draws them in another order. From the repository's root.
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-import tunecompile  # noqa: E402
-from tests.support import zoo  # noqa: E402
-from tunecompile.cli.compare.machine import header  # noqa: E402
+import tunecompile
+from tests.support import zoo
+from tunecompile.cli.compare.machine import header
 
 ENOUGH = 1e-5  #: difference of any gradient over the norm of all, in fp32
 SECONDS = 120  #: for one architecture in one mode

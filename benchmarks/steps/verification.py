@@ -1,6 +1,6 @@
 """What a verified first step takes, and what it finds: gradients beside eager's, against fp32, for whole models.
 
-    python benchmarks/verification.py --models llama-3.1-8b,llama-3.2-1b --mode qlora --shape 4x2048 --out benchmarks/results/verified-qlora.json
+    python benchmarks/steps/verification.py --models llama-3.1-8b,llama-3.2-1b --mode qlora --shape 4x2048 --out benchmarks/results/verified-qlora.json
 
 Random weights and tokens. A few training steps come first, whose peak is what the verification's is compared with.
 """
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
 from tunecompile.cli.compare.data import random_batches

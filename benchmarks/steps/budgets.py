@@ -1,6 +1,6 @@
 """Step time against memory: one model under one budget after another, the other systems beside them.
 
-    python benchmarks/budgets.py --model llama-3.1-8b --shape 4x2048 --budgets 7GiB,8GiB,9GiB,10GiB,12GiB,14GiB,18GiB,24GiB,32GiB,48GiB \\
+    python benchmarks/steps/budgets.py --model llama-3.1-8b --shape 4x2048 --budgets 7GiB,8GiB,9GiB,10GiB,12GiB,14GiB,18GiB,24GiB,32GiB,48GiB \\
         --peers hf-checkpoint,liger-checkpoint,unsloth --out benchmarks/results/budgets.json
 
 Random weights and tokens. Each peer has a process of its own; the budgets share one, which loads the model once. A budget below the smallest
@@ -14,12 +14,15 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
 from tunecompile.cli.compare import data, loops, models

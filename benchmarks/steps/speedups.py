@@ -1,7 +1,7 @@
 """Steps of many families beside eager and beside plain torch.compile of the same layers: LoRA on all linears, autocast to bf16.
 
-    python benchmarks/speedups.py --out benchmarks/results/speedups.json
-    python benchmarks/speedups.py --families llama,gemma3 --out /tmp/two.json
+    python benchmarks/steps/speedups.py --out benchmarks/results/speedups.json
+    python benchmarks/steps/speedups.py --families llama,gemma3 --out /tmp/two.json
 
 A few layers of each family's real widths, random weights and tokens, no checkpointing. Every family is a process of its own, in which the systems take
 their steps by turns: first all families at once, so that code is compiled, then each alone, so that nothing else runs while one is timed. From the
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-import tunecompile  # noqa: E402
-from tests.support import zoo  # noqa: E402
-from tunecompile.cli.compare.machine import header  # noqa: E402
-from tunecompile.runtime.find_layers import find_layers  # noqa: E402
+import tunecompile
+from tests.support import zoo
+from tunecompile.cli.compare.machine import header
+from tunecompile.runtime.find_layers import find_layers
 
 #: hidden size, width of the MLP, heads, heads of keys and values, and the size of a head where the config names it; each of a model people train
 WIDTHS = {

@@ -1,9 +1,9 @@
 """Training steps of known architectures (random weights, random tokens), side by side: one JSON in the common shape.
 
-    python benchmarks/end_to_end.py --model llama-3.1-8b --mode qlora --shapes 4x2048,2x512 \\
+    python benchmarks/steps/end_to_end.py --model llama-3.1-8b --mode qlora --shapes 4x2048,2x512 \\
         --systems hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile --steps 5 --out benchmarks/results/NAME.json
 
-    python benchmarks/end_to_end.py --shapes padded-8x512 --systems hf,unsloth-no-checkpoint,unsloth-padding-free,tunecompile --out ...
+    python benchmarks/steps/end_to_end.py --shapes padded-8x512 --systems hf,unsloth-no-checkpoint,unsloth-padding-free,tunecompile --out ...
 
 `padded-8x512` is 8 rows whose lengths are drawn as those of real data, none beyond 512, padded to the longest of the batch; tokens/s
 count real tokens, and unsloth-padding-free gets the same rows as one without padding.
@@ -17,10 +17,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.run import Comparison, passed, run_comparison

@@ -1,7 +1,7 @@
 """How long a batch can be: one row, a whole training step, while the device is held to so many bytes.
 
-    python benchmarks/longest.py --model llama-3.1-8b --within 24GiB --out benchmarks/results/longest-24.json
-    python benchmarks/longest.py --model llama-3.3-70b --within 120GiB --memory 1GiB --lengths 16384,32768,65536 --out benchmarks/results/peaks-70b.json
+    python benchmarks/steps/longest.py --model llama-3.1-8b --within 24GiB --out benchmarks/results/longest-24.json
+    python benchmarks/steps/longest.py --model llama-3.3-70b --within 120GiB --memory 1GiB --lengths 16384,32768,65536 --out benchmarks/results/peaks-70b.json
 
 The first row is as long as `tunecompile.estimate` says, or `--begin`; rows grow until one does not fit. With `--lengths` these are the rows. A `--memory`
 below the smallest plan runs that plan: what a row takes at least. Random weights and tokens. Every row is one step, compilation included. Time against memory is what `budgets.py` measures.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
 from tunecompile.cli.compare.data import random_batches

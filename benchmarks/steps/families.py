@@ -1,7 +1,7 @@
 """Gradients of every family of transformers beside eager's, against fp32: adapters over a frozen base, in bf16 and under autocast.
 
-    python benchmarks/families.py --out benchmarks/results/families.json
-    python benchmarks/families.py --families llama,gemma3 --out /tmp/two.json
+    python benchmarks/steps/families.py --out benchmarks/results/families.json
+    python benchmarks/steps/families.py --families llama,gemma3 --out /tmp/two.json
 
 Two layers of each family, random weights and tokens, one verified step (`tunecompile.verify`), several processes at a time. From the repository's root:
 families are those of its tests.
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-import tunecompile  # noqa: E402
-from tests.support import zoo  # noqa: E402
-from tunecompile.cli.compare.machine import header  # noqa: E402
+import tunecompile
+from tests.support import zoo
+from tunecompile.cli.compare.machine import header
 
 SIZES = dict(
     hidden_size=512,

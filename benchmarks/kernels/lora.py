@@ -1,8 +1,13 @@
 """Small pieces beside or below a large matrix: bytes are one read and one write of the piece (beside X: of the room's width)."""
 
-import torch
-from _harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, randn, relative_error
+import sys
+from pathlib import Path
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, randn, relative_error
 from tunecompile.templates import lora
 
 RANK = 16

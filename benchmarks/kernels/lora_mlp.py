@@ -1,8 +1,13 @@
 """Backward of a gated MLP between its two large products: bytes are three reads and two writes of [T, F]."""
 
-import torch
-from _harness import INDUCTOR, TEMPLATE, Before, attempt, compiled, main, randn, relative_error
+import sys
+from pathlib import Path
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._harness import INDUCTOR, TEMPLATE, Before, attempt, compiled, main, randn, relative_error
 from tunecompile.templates import lora_mlp, swiglu
 from tunecompile.templates._tiles import Tile
 

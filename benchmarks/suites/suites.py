@@ -1,12 +1,12 @@
 """Another package's own tests, once as they are and once with every model in training optimized: what fails only then is our fault.
 
     pip install diffusers parameterized scipy && pip download --no-deps --no-binary :all: peft==0.21.2 && tar xzf peft-*.tar.gz && touch peft-*/tests/__init__.py
-    python benchmarks/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py tests/test_decoder_models.py tests/test_target_parameters.py tests/test_lora_variants.py \\
+    python benchmarks/suites/suites.py --suite peft-0.21.2 --tests tests/test_custom_models.py tests/test_decoder_models.py tests/test_target_parameters.py tests/test_lora_variants.py \\
         --only "(Lora or lora or LORA) and not Embedding" --sample 2400 --evaluated --processes 2 --out benchmarks/results/suite-peft.json
 
-    pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz && cp benchmarks/suite_of_transformers.py transformers-5.23.0/
-    python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --evaluated --processes 4 --out benchmarks/results/suite-transformers.json
-    python benchmarks/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --only "Qwen3Test or Gemma2Test" --evaluated --out /tmp/transformers.json    # a piece of it
+    pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-*.tar.gz && cp benchmarks/suites/suite_of_transformers.py transformers-5.23.0/
+    python benchmarks/suites/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --evaluated --processes 4 --out benchmarks/results/suite-transformers.json
+    python benchmarks/suites/suites.py --suite transformers-5.23.0 --tests suite_of_transformers.py --only "Qwen3Test or Gemma2Test" --evaluated --out /tmp/transformers.json    # a piece of it
 
 Of a checked-out tree of tests, whose requirements are installed; nothing is fetched: tiny models of the hub that the tests name are stood in for by random ones of
 the same architecture. A model is optimized when it is first set to training (`model.train()`, which trainers do as well), or when PEFT has put an adapter into it;
@@ -25,12 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXECUTOR = "SUITES_EXECUTOR"  #: set in the environment of the tests' processes where models are to be optimized: by what they run
 EVALUATED = "SUITES_EVALUATED"  #: set as well where models that are only evaluated are to be optimized too
 
@@ -150,7 +150,9 @@ def pytest(given: argparse.Namespace, *options: str, executor: str | None = None
         "HF_HUB_OFFLINE": "1",
         "HF_ENDPOINT": NOWHERE,
         "HF_HUB_CACHE": str(given.cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "benchmarks" / "suites"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     return subprocess.run(
         [
@@ -168,6 +170,7 @@ def pytest(given: argparse.Namespace, *options: str, executor: str | None = None
             "suites",
             *options,
         ],
+        check=False,
         cwd=given.suite,
         text=True,
         capture_output=True,

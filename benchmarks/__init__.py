@@ -1,0 +1,1 @@
+"""Measurements: kernels, training steps, suites of other projects, and the tables made of their results."""

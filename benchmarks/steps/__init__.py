@@ -1,0 +1,1 @@
+"""Training steps of whole models: speed, memory and gradients, beside other systems."""
