@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tunecompile._torch import known_bugs
+from tunecompile.ir.pretend_gpu import as_on_gpu
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a torch for CPUs brings no Triton
+    triton = tl = None
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +69,28 @@ def test_grouped_mm_in_fp32():
     torch.testing.assert_close(
         torch.compile(lambda *args: torch._grouped_mm(*args), backend="eager")(rows, weights, ends), expected
     )
+
+
+@shows("TRITON_ANALYSIS_REPEATED")
+def test_triton_analysis_repeated(monkeypatch):
+    """Two analyses of one kernel with arguments of the same types generate its IR once."""
+    pytest.importorskip("triton")
+    wrap = pytest.importorskip("torch._higher_order_ops.triton_kernel_wrap")
+    analyse = getattr(wrap, "identify_accessed_tensors", None) or wrap.identify_mutated_tensors
+
+    @triton.jit
+    def kernel(x, n, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
+
+    generated, generate = [], wrap.generate_ttir
+    monkeypatch.setattr(wrap, "generate_ttir", lambda *args: generated.append(args) or generate(*args))
+    with FakeTensorMode():
+        x = torch.empty(64)
+    with as_on_gpu():
+        answers = [str(analyse(kernel, {"x": x, "n": 64, "BLOCK": 64}, {})) for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert len(generated) == 1
 
 
 @pytest.mark.skipif(

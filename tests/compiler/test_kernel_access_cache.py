@@ -1,4 +1,4 @@
-"""What torch asks of Triton's IR is asked once."""
+"""Torch analyses a Triton kernel once for arguments of the same types."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tunecompile
 from tests.support import zoo
 from tests.support.models.gpu import build
-from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once, told_apart
+from tunecompile._torch import known_bugs
+from tunecompile._torch.triton_analysis import analyses_answered_by
+from tunecompile.compiler.kernel_access_cache import AccessCache, access_key
 
 ANALYSIS = next(
     name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name)
@@ -19,7 +21,7 @@ ANALYSIS = next(
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The questions that reach torch."""
+    """The analyses that reach torch."""
     questions = []
 
     def analyse(kernel, kwargs, descriptors):
@@ -42,7 +44,7 @@ def fake(*sizes, dtype=torch.bfloat16):
 
 def test_one_answer_for_arguments_alike(asked):
     kernel = object()
-    with asked_once(AccessCache()):
+    with analyses_answered_by(AccessCache().answer):
         first = ask(kernel, {"x": fake(4, 8), "n": 8, "BLOCK": 64})
         assert ask(kernel, {"BLOCK": 64, "n": 8, "x": fake(2)}) == first == ["x"]
     assert len(asked) == 1
@@ -50,7 +52,7 @@ def test_one_answer_for_arguments_alike(asked):
 
 def test_what_a_caller_changes_is_its_own(asked):
     kernel = object()
-    with asked_once(AccessCache()):
+    with analyses_answered_by(AccessCache().answer):
         ask(kernel, {"x": fake(4)}).append("y")
         assert ask(kernel, {"x": fake(4)}) == ["x"]
 
@@ -68,14 +70,14 @@ def test_what_a_caller_changes_is_its_own(asked):
 )
 def test_no_answer_for_what_differs(asked, other):
     kernel = object()
-    with asked_once(AccessCache()):
+    with analyses_answered_by(AccessCache().answer):
         ask(kernel, {"x": fake(4), "n": 8, "on": True})
         ask(kernel, other)
     assert len(asked) == 2
 
 
-def test_each_kernel_is_asked_for_itself(asked):
-    with asked_once(AccessCache()):
+def test_each_kernel_is_analysed_for_itself(asked):
+    with analyses_answered_by(AccessCache().answer):
         ask(object(), {"x": fake(4)})
         ask(object(), {"x": fake(4)})
     assert len(asked) == 2
@@ -98,7 +100,7 @@ def test_numbers_are_alike(kernel):
     environment = ShapeEnv()
     first, second = environment.create_unbacked_symint(), environment.create_unbacked_symint()
     one, *others = ({"n": n, "BLOCK": 64} for n in (first, second, first.node.expr, 2, 4096))
-    assert all(told_apart(kernel, one, {}) == told_apart(kernel, other, {}) for other in others)
+    assert all(access_key(kernel, one, {}) == access_key(kernel, other, {}) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +116,13 @@ def test_numbers_are_alike(kernel):
     ],
 )
 def test_numbers_that_triton_looks_at_are_not(other):
-    assert told_apart(Kernel(), {"n": 4096, "BLOCK": 64}, {}) != told_apart(Kernel(), other, {})
+    assert access_key(Kernel(), {"n": 4096, "BLOCK": 64}, {}) != access_key(Kernel(), other, {})
 
 
 @pytest.mark.parametrize("kwargs, descriptors", [({"x": [1]}, {}), ({"x": 1}, {"x": "a TMA descriptor"})])
-def test_what_is_not_known_is_asked_each_time(asked, kwargs, descriptors):
+def test_what_is_not_known_is_analysed_each_time(asked, kwargs, descriptors):
     kernel = object()
-    with asked_once(AccessCache()):
+    with analyses_answered_by(AccessCache().answer):
         ask(kernel, kwargs, descriptors)
         ask(kernel, kwargs, descriptors)
     assert len(asked) == 2
@@ -128,30 +130,37 @@ def test_what_is_not_known_is_asked_each_time(asked, kwargs, descriptors):
 
 def test_torch_is_as_it_was(asked):
     before = getattr(triton_kernel_wrap, ANALYSIS)
-    with pytest.raises(RuntimeError), asked_once(AccessCache()):
+    with pytest.raises(RuntimeError), analyses_answered_by(AccessCache().answer):
         raise RuntimeError
     assert getattr(triton_kernel_wrap, ANALYSIS) is before
 
 
 @pytest.mark.gpu
 def test_answers_are_torchs_own(monkeypatch):
-    """Of every kernel in a layer's forward and backward."""
+    """For every kernel in a layer's forward and backward."""
     counted = {"asked": 0, "analysed": 0}
-    answered = AccessCache.ask
+    answered = AccessCache.answer
 
-    def ask_both(self, analyse, kernel, kwargs, descriptors):
+    def answer_both(self, analyse, kernel, kwargs, descriptors):
         before = len(self._known)
         answer = answered(self, analyse, kernel, kwargs, descriptors)
         counted["asked"] += 1
         counted["analysed"] += len(self._known) - before
-        assert told_apart(kernel, kwargs, descriptors) is None or str(answer) == str(
+        assert access_key(kernel, kwargs, descriptors) is None or str(answer) == str(
             analyse(kernel, kwargs, descriptors)
         )
         return answer
 
-    monkeypatch.setattr(AccessCache, "ask", ask_both)
+    monkeypatch.setattr(AccessCache, "answer", answer_both)
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
     notes = tunecompile.report(model).notes
     assert not [note for note in notes if "without rewrites" in note or "eagerly" in note], notes
     assert 0 < counted["analysed"] <= 0.7 * counted["asked"], counted
+
+
+def test_nothing_is_replaced_where_torch_keeps_the_results(asked, monkeypatch):
+    monkeypatch.setattr(known_bugs, "TRITON_ANALYSIS_REPEATED", SimpleNamespace(present=False))
+    before = getattr(triton_kernel_wrap, ANALYSIS)
+    with analyses_answered_by(AccessCache().answer):
+        assert getattr(triton_kernel_wrap, ANALYSIS) is before

@@ -1,7 +1,8 @@
-"""Faults of other packages that give wrong numbers, crash or hang: which versions have them, and what is done instead.
+"""Faults of other packages that give wrong numbers, crash, hang or cost seconds: versions, and what is done instead.
 
-The code that does so asks `fault.present`, so that it stops by itself where a version is known that has the fault no more.
-`tests/_torch/test_known_bugs.py` shows every fault on the versions installed: where one is gone, its test fails and says to narrow the entry.
+The code that does so asks `fault.present`, so that it stops by itself where a version is known that has the fault no
+more. `tests/_torch/test_known_bugs.py` shows every fault on the versions installed: where one is gone, its test fails
+and says to narrow the entry.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch.torch_version import TorchVersion
 
 @dataclass(frozen=True)
 class Fault:
-    """What a package does wrong in versions [since, fixed). Every version is meant that is not excluded: a development version of `fixed` too."""
+    """A bug of a package in versions [since, fixed).
+
+    Every version counts that is not excluded: a development version of `fixed`, too.
+    """
 
     package: str  #: as PyPI calls it
     what: str  #: what goes wrong, and where
@@ -74,6 +78,13 @@ GROUPED_MM_IN_FP32 = Fault(
     fixed=(2, 15),
 )
 
+TRITON_ANALYSIS_REPEATED = Fault(
+    "torch",
+    "a Triton kernel's IR is generated anew, in 20 to 50 ms, each of the three times or more that a launch is analysed",
+    "Results are cached while a region is compiled",
+    issue="pytorch#193227",
+)
+
 BLOCKS_ACROSS_ROWS = Fault(
     "bitsandbytes",
     "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",
@@ -88,7 +99,8 @@ DEQUANTIZED_IN_FP64 = Fault(
 
 PACKED_FOR_EVALUATION = Fault(
     "bitsandbytes",
-    "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights for good, rounds their scales, and gradients stop at them in later steps",
+    "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights for good, rounds their scales, and gradients stop at "
+    "them in later steps",
     "Linears of an optimized model do not pack",
 )
 

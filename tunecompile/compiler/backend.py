@@ -17,11 +17,12 @@ from tunecompile._torch import known_bugs
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
 from tunecompile._torch.inductor import Keep, Wrap, compile_eager, compile_inductor
+from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
-from tunecompile.compiler.kernel_access_cache import AccessCache, asked_once
+from tunecompile.compiler.kernel_access_cache import AccessCache
 from tunecompile.compiler.partitioner import Decide, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
@@ -86,7 +87,7 @@ class Backend:
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
         self.failures: list[str] = []
-        self.answers = AccessCache()
+        self.accesses = AccessCache()
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         specialize_floats(gm)  # patterns bind scales and epsilons as constants
@@ -169,7 +170,7 @@ class Backend:
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             context.notes.append(str(known_bugs.MIX_ORDER_REDUCTION))
-        with self._attention(gm, inputs, context), asked_once(self.answers):
+        with self._attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
             return compiler(
                 work,
                 inputs,
