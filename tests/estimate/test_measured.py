@@ -32,7 +32,12 @@ NOT_PLANNED = {
 QUICK = ("llama-3.1-8b-lora-2x512",)  #: the others take a minute, or say the same
 
 
-def rows() -> list:
+def reason_of(stem: str, run: dict) -> str | None:
+    return OUTSIDE.get((stem, run["system"], run["shape"]))
+
+
+def rows(known_to_fail: bool) -> list:
+    """All rows, where those of OUTSIDE are known to fail; or these alone."""
     found = []
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
@@ -46,6 +51,10 @@ def rows() -> list:
                 word in run["system"] + run["shape"] + (run.get("parallel") or "") for word in NOT_PLANNED
             ):
                 marks = [] if path.stem in QUICK else [pytest.mark.slow]
+                if (reason := reason_of(path.stem, run)) and known_to_fail:
+                    marks.append(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
+                if known_to_fail is False and not reason:
+                    continue
                 found.append(
                     pytest.param(
                         path.stem,
@@ -91,18 +100,28 @@ def planned(command: str, run: dict) -> EnginePlan:
     )
 
 
-@pytest.mark.parametrize("stem, command, run", rows())
-def test_step_and_peak(stem, command, run):
-    told, reason = planned(command, run), OUTSIDE.get((stem, run["system"], run["shape"]))
+def compared(command: str, run: dict) -> tuple[EnginePlan, dict[str, float]]:
+    """The plan, and how far it is off in units of what is allowed."""
+    told = planned(command, run)
     off = {"peak": abs(told.peak / 2**30 / run["peak_gib"] - 1) / PEAK}
     if "step_ms" in run:  # of the longest rows, the only step includes compilation
         off["step"] = abs(told.step_ms / run["step_ms"]["median"] - 1) / TIME
-    said = f"peak {told.peak / 2**30:.2f} GiB, measured {run['peak_gib']:.2f}; step {told.step_ms:.1f} ms, measured {run.get('step_ms', {}).get('median')}"
-    print(said)
-    if reason is None:
-        assert max(off.values()) <= 1, said
-        return
-    assert max(off.values()) > 1, f"within the bounds by now: {said}"
+    measured = f"peak {run['peak_gib']:.2f} GiB, step {run.get('step_ms', {}).get('median')} ms"
+    print(f"peak {told.peak / 2**30:.2f} GiB, step {told.step_ms:.1f} ms; measured: {measured}")
+    return told, off
+
+
+@pytest.mark.parametrize("stem, command, run", rows(known_to_fail=True))
+def test_step_and_peak(stem, command, run):
+    _, off = compared(command, run)
+    assert max(off.values()) <= 1, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem, command, run", rows(known_to_fail=False))
+def test_what_is_outside_is_so_for_its_reason(stem, command, run):
+    told, off = compared(command, run)
+    reason = reason_of(stem, run)
     if reason == GRAPHS:
         assert off["step"] <= 1 and told.peak / 2**30 < run["peak_gib"]
     elif reason == EDGE:
@@ -111,7 +130,8 @@ def test_step_and_peak(stem, command, run):
         assert run["memory"]["replans"] > 2
 
 
-def test_most_rows_count():
-    """The exceptions are rows that exist, and a minority."""
-    names = {(param.values[0], param.values[2]["system"], param.values[2]["shape"]) for param in rows()}
-    assert set(OUTSIDE) <= names and len(OUTSIDE) < len(names) / 3 and len(names) >= 26
+def test_every_exception_is_a_row():
+    found = {
+        (param.values[0], param.values[2]["system"], param.values[2]["shape"]) for param in rows(known_to_fail=False)
+    }
+    assert found == set(OUTSIDE)

@@ -81,7 +81,22 @@ def test_another_signature_and_another_substitute_are_left_alone(monkeypatch):
     )
 
 
-def test_nothing_where_peft_is_not_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, "peft.utils.integrations")
-    monkeypatch.delitem(sys.modules, "peft.utils.other")
+def test_substituted_where_peft_is_imported_and_nowhere_else(monkeypatch):
+    def theirs(module):
+        torch._dynamo.graph_break()
+        return module.weight
+
+    registered = []
+    substitute = torch.compiler.substitute_in_graph
+    monkeypatch.setattr(torch.compiler, "substitute_in_graph", lambda of: registered.append(of) or substitute(of))
+    monkeypatch.delitem(sys.modules, "peft.utils.integrations", raising=False)
+    monkeypatch.delitem(sys.modules, "peft.utils.other", raising=False)
     peft_trace.substitute()
+    assert registered == []
+    monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=theirs))
+    for _ in range(2):
+        peft_trace.substitute()
+    assert registered == [theirs]  # once
+    linear = nn.Linear(2, 2)
+    whole = torch.compile(lambda m: 2 * theirs(m), backend="eager", fullgraph=True)
+    assert torch.equal(whole(linear), 2 * linear.weight)

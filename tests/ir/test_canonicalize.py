@@ -324,3 +324,29 @@ def test_results_share_no_memory_that_eager_s_do_not(fn, grad):
     before = first.detach().clone()
     second.mul_(0.0)
     assert torch.equal(x, kept) and torch.equal(first, before)
+
+
+def before_an_addition(x):
+    y = x * 1.5
+    c = y.clone()
+    y.add_(1)
+    return c * 2
+
+
+def of_a_view(x):
+    y = x * 1.5
+    c = y[0].clone()
+    y[0].mul_(3)
+    return torch.sin(c) + y[1]
+
+
+def of_what_an_operator_writes(x):
+    y = x * 1.5
+    c = torch.clone(y)
+    y *= 2
+    return c + y
+
+
+@pytest.mark.parametrize("fn", [before_an_addition, of_a_view, of_what_an_operator_writes])
+def test_a_copy_of_what_is_written_later_stays(fn):
+    check(fn, random(2, 4), passes=[])

@@ -161,6 +161,19 @@ def test_the_last_layer_stays_where_others_wait_on_the_host():
     assert [option.offloaded for option in made] == [40] * 4
 
 
+def test_the_last_layer_stays_where_the_search_offloads_it():
+    """Both layers are offloaded on the way to a plan that fits; the last layer's copy has no work to hide behind."""
+    part = Plan(frozenset({0}))
+    options = (
+        PlanOption(KEEP, 90, 0, 0, 1.0),
+        PlanOption(KEEP, 40, 0, 0, 1.1, offloaded=50),
+        PlanOption(part, 40, 0, 10, 5.0),
+        PlanOption(part, 0, 0, 10, 5.1, offloaded=40),
+    )
+    (made,) = choose([LayerRun(2, options)], room=70).options
+    assert [option.offloaded for option in made] == [40, 0] and {option.plan for option in made} == {part}
+
+
 def test_copies_go_fewer_layers_ahead_where_there_is_no_room_for_two():
     stack = LayerRun(6, (PlanOption(KEEP, 100, 0, 0, 0.0), PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100)))
     assert [choose([stack], room).ahead for room in (700, 320, 220, 120)] == [2, 2, 1, 0]

@@ -74,6 +74,31 @@ def test_an_optimizer_that_writes_behind_autograds_back():
     assert_same_by_element(model, reference)
 
 
+def copied_into(model, values):
+    for name, p in model.named_parameters():
+        if name in values:
+            p.copy_(values[name])
+
+
+def loaded_into(model, values):
+    assert not model.load_state_dict(values, strict=False).unexpected_keys
+
+
+@pytest.mark.parametrize("write", [copied_into, pytest.param(loaded_into, marks=pytest.mark.slow)])
+def test_4_bit_weights_that_are_written_in_place(write):
+    """A step after it computes with the new values, and not with matrices of the old ones."""
+    model, reference = build(), build("eager")
+    assert_same_by_element(model, reference)
+    before, held = step(model), kept(model).bytes
+    for m in (model, reference):
+        packed = {name: p.detach().flip(0) for name, p in m.named_parameters() if p.dtype == torch.uint8}
+        assert len(packed) == 14
+        with torch.no_grad():
+            write(m, packed)
+    assert_same_by_element(model, reference)
+    assert held == kept(model).bytes > 0 and max(zoo.errors(step(model)[1], before[1]).values()) > 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, pytest.param(70, marks=pytest.mark.slow)])
 def test_another_adapter_between_forward_and_backward(rank):
