@@ -79,7 +79,9 @@ def upward(files: Mapping[str, str]) -> list[str]:
 
 def circles(files: Mapping[str, str]) -> list[str]:
     """Files that can be reached from themselves: what is left where files that import nothing are taken away again and again."""
-    left = {path: {b for a, b in edges(files) if a == path} for path in files}
+    left: dict[str, set[str]] = {path: set() for path in files}
+    for importer, imported in edges(files):
+        left[importer].add(imported)
     while leaves := {path for path, imported in left.items() if not imported & left.keys()}:
         left = {path: imported for path, imported in left.items() if path not in leaves}
     return sorted(path for path in left if any(path in left[other] for other in left))
