@@ -3,11 +3,15 @@
     model = tunecompile.optimize(model)     # then any training loop, unchanged
     print(tunecompile.report(model))
 
-For those who write kernels and passes: `tunecompile.op` says what an op promises, how its backward is declared and which provider runs;
-`tunecompile.rewrite` how patterns are written, and `tunecompile.ir.match` and `tunecompile.ir.canonicalize` how they are found; `tunecompile.compiler.pass_manager` what a
-pass is; `tunecompile.passes` how one is written, seen, tested and measured; `tunecompile.templates` the same of a Triton kernel; `tunecompile.check`
-asks whether it is right. `tunecompile.ops` has the meanings of all ops, `tunecompile.errors` all errors, and `tunecompile.compiler.plugins` says where the
-passes of a package stand. What `report` and `verify` return is in `tunecompile.report` and `tunecompile.verify`.
+For authors of kernels and passes:
+
+- `tunecompile.op` documents ops: their contract, how to declare the backward, and how a provider is chosen.
+- `tunecompile.rewrite` documents patterns; `tunecompile.ir.match` and `tunecompile.ir.canonicalize` how they match.
+- `tunecompile.compiler.pass_manager` documents passes, and `tunecompile.passes` how to write, inspect, test and measure
+  one; `tunecompile.templates` does the same for Triton kernels.
+- `tunecompile.check` checks a pass. `tunecompile.compiler.plugins` documents passes of other packages.
+
+`tunecompile.ops` has the semantics of all ops, and `tunecompile.errors` has all errors.
 """
 
 from tunecompile.api import optimize, report, restore

@@ -26,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 import tunecompile
 from tunecompile.cli.compare import data, loops, models
+from tunecompile.cli.compare.assemble import assemble
+from tunecompile.cli.compare.judge import Check
 from tunecompile.cli.compare.meters import WARMUP
-from tunecompile.cli.compare.run import Check, Comparison, assemble, run_comparison
+from tunecompile.cli.compare.request import Comparison
+from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
 from tunecompile.estimate.known_shapes import SHAPES

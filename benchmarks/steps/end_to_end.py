@@ -25,8 +25,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
-from tunecompile.cli.compare.run import Comparison, passed, run_comparison
+from tunecompile.cli.compare.request import Comparison
+from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import Job, resolve_systems
 from tunecompile.estimate.known_shapes import SHAPES
 

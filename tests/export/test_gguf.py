@@ -1,4 +1,4 @@
-"""A GGUF file holds the weights and tokens of the folder it was made of, as llama.cpp orders them: our own reader and transformers' get them back."""
+"""A GGUF file holds the weights and tokens of the folder it was made of, as llama.cpp orders them: the demo's reader and transformers' get them back."""
 
 import json
 
@@ -88,19 +88,17 @@ def test_transformers_reads_the_same_model(case, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_our_reader_gets_the_weights_back(dtype, tmp_path):
+def test_the_demos_reader_gets_the_weights_back(dtype, tmp_path):
     folder = saved(tmp_path / "out", dtype=dtype)
     path = tunecompile.save_gguf(folder, tmp_path / "m.gguf")
-    buffer = memoryview(path.read_bytes())
-    metadata, table, start = reader.Reader(buffer, "").header()
-    state = reader.state_dict(
-        metadata, {info.name: reader.decode(buffer, start, info, "") for info in table}, torch.float32
-    )
+    metadata, tensors = reader.read(path, "")
+    state = reader.state_dict(metadata, tensors, torch.float32)
     weights = load_file(folder / "model.safetensors")
     assert state.keys() == weights.keys() and all(
         torch.equal(state[name], value.float()) for name, value in weights.items()
     )
-    assert all(info.kind == reader.F32 for info in table if len(info.shape) == 1)
+    table = gguf.GGUFReader(path).tensors
+    assert all(info.tensor_type == gguf.GGMLQuantizationType.F32 for info in table if len(info.shape) == 1)
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["m.gguf"]
     assert (
         metadata["llama.context_length"] == 128

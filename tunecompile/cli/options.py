@@ -1,18 +1,26 @@
-"""What the commands make of their arguments, and how they tell a user's mistake."""
+"""From the commands' arguments to values, and from errors to exit codes."""
 
 from __future__ import annotations
 
-from tunecompile.cli.compare.errors import BadOption, MissingExtra
-from tunecompile.errors import TunecompileError
+import importlib.util
+from collections.abc import Callable
+
+import rich.markup
+import torch
+from rich.console import Console
+
+from tunecompile.errors import BadOption, MissingExtra, TunecompileError
 
 
 def one_of(option: str, value: str, *known: str) -> str:
+    """The value, if it is known. Raises `BadOption`."""
     if value not in known:
         raise BadOption(option=option, value=value, reason=f"choose from {', '.join(known)}")
     return value
 
 
 def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
+    """qlora, lora or full, by the flags; qlora without any. Raises `BadOption` for several."""
     chosen = [name for name, given in (("qlora", qlora), ("lora", lora), ("full", full)) if given]
     if len(chosen) > 1:
         raise BadOption(
@@ -22,25 +30,30 @@ def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
 
 
 def pick_device(device: str) -> str:
-    import torch
-
+    """The device, cpu or cuda. Raises `BadOption`."""
     one_of("--device", device, "auto", "cpu", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadOption(option="--device", value=device, reason="torch sees no CUDA device here; use --device cpu")
-    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def pick_dtype(dtype: str, device: str) -> str:
+    """The dtype, float32 or bfloat16. Raises `BadOption`."""
     one_of("--dtype", dtype, "auto", "float32", "bfloat16")
-    return dtype if dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    return dtype
 
 
 def pick_rows(batch: int | None, together: int | None, gpus: int, per_node: int) -> int:
+    """Rows a step: on each GPU, or `together` on all GPUs. Raises `BadOption`."""
     if batch is not None and together is not None:
         raise BadOption(
             option="--batch",
             value=batch,
-            reason="--global-batch says how many rows all GPUs have together; give one of the two",
+            reason="--global-batch is the number of rows of all GPUs together; give one of the two",
         )
     if gpus > per_node and gpus % per_node:
         raise BadOption(
@@ -56,11 +69,12 @@ def pick_rows(batch: int | None, together: int | None, gpus: int, per_node: int)
 
 
 def parse_budget(text: str | None) -> str | float | None:
-    """A share of the GPU is a number."""
+    """A number between 0 and 1 is a fraction of the GPU's memory."""
     return float(text) if text and text.replace(".", "", 1).isdigit() and 0 < float(text) <= 1 else text
 
 
 def parse_address(text: str) -> tuple[str, int]:
+    """(host, port) of [HOST:]PORT. Raises `BadOption`."""
     host, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise BadOption(
@@ -69,10 +83,8 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def guard(work) -> int:
-    """A user's mistake is one line and exit code 2; anything else keeps its traceback."""
-    from rich.console import Console
-
+def exit_code(work: Callable[[], int]) -> int:
+    """Do the work and return its exit code. A user's mistake is one line and exit code 2; other errors are raised."""
     try:
         return work()
     except TunecompileError as error:
@@ -81,18 +93,17 @@ def guard(work) -> int:
 
 
 def escape(text: str) -> str:
-    from rich.markup import escape as rich_escape
-
-    return rich_escape(text)
+    """The text without meaning as rich's markup."""
+    return rich.markup.escape(text)
 
 
 def need_packages() -> None:
+    """Raise `MissingExtra` if a package of the report is not installed."""
     for package in ("jinja2", "matplotlib", "pydantic"):
         if not installed(package):
             raise MissingExtra(what="the report", package=package, extra="cli")
 
 
 def installed(package: str) -> bool:
-    import importlib.util
-
+    """Whether the package can be imported."""
     return importlib.util.find_spec(package) is not None

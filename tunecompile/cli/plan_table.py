@@ -1,4 +1,4 @@
-"""A plan for people: a table of engines, and which to take."""
+"""Print a plan: a table of engines, and the recommended one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ COLUMNS = (
 
 
 def show(report: PlanReport, console: Console) -> None:
-    """Print it."""
+    """Print the report."""
     asked = report.question
     where = f"{asked.gpus} x {asked.gpu.title}" + (
         f", {asked.per_node} a machine" if asked.gpus > asked.per_node else ""
     )
-    of = f"{asked.rows} x {asked.length:,} tokens {'of all GPUs together' if asked.together else 'a GPU' if asked.gpus > 1 else ''}".strip()
+    whose = " of all GPUs together" if asked.together else " a GPU" if asked.gpus > 1 else ""
+    of = f"{asked.rows} x {asked.length:,} tokens{whose}"
     console.print(
         f"[bold]{escape(asked.model)}[/], {MODES[asked.mode]}, {of}, on {where}: memory of the fullest GPU in GiB",
         highlight=False,
@@ -86,7 +87,7 @@ def _cells(engine: EnginePlan) -> list[str]:
 
 
 def _lines(engine: EnginePlan) -> list[str]:
-    """What its layers do, or why it does not fit."""
+    """The plans of its layers, or why it does not fit."""
     if not engine.fits:
         return [f"{engine.engine} does not fit: {shown(engine.missing)} too much. What helps: {engine.help}"]
     spec = "" if engine.memory is None else f", memory={engine.memory!r}"

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from tests.support.comparisons import run
 from tunecompile.cli.compare.against import check_like, compare_results, repeated
 from tunecompile.cli.compare.console import show_summary
-from tunecompile.cli.compare.errors import NotComparable
+from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.render import write_reports
-from tunecompile.cli.compare.run import passed
 from tunecompile.cli.compare.spec import Job
 from tunecompile.cli.main import app
+from tunecompile.errors import NotComparable
 
 
 def verdicts(old, new, system="tunecompile"):

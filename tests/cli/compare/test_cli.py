@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tunecompile.cli.compare import spec
-from tunecompile.cli.compare.errors import UnknownSystem
 from tunecompile.cli.main import app
+from tunecompile.errors import UnknownSystem
 
 
 def compare(*options):

@@ -7,7 +7,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tunecompile.cli.compare import data, errors
+from tunecompile import errors
+from tunecompile.cli.compare import data
 from tunecompile.cli.compare.loops import real_tokens
 from tunecompile.cli.compare.spec import Job, Shape, parse_shape
 

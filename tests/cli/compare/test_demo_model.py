@@ -2,14 +2,17 @@
 
 import struct
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunecompile.cli.compare import demo_model
-from tunecompile.cli.compare.errors import NotAGguf
+from tunecompile.errors import NotAGguf
 
+STRING, ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
+F32, Q4_1, Q8_0 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "Q4_1", "Q8_0"))
 HIDDEN, HEADS, KV_HEADS, FFN = 64, 4, 2, 64
 
 
@@ -19,18 +22,14 @@ def text(value: str) -> bytes:
 
 def entry(key: str, value) -> bytes:
     if isinstance(value, str):
-        return text(key) + struct.pack("<I", demo_model.STRING) + text(value)
+        return text(key) + struct.pack("<I", STRING) + text(value)
     if isinstance(value, float):
         return text(key) + struct.pack("<If", 6, value)
     if isinstance(value, int):
         return text(key) + struct.pack("<II", 4, value)
     if isinstance(value[0], str):
-        return (
-            text(key)
-            + struct.pack("<IIQ", demo_model.ARRAY, demo_model.STRING, len(value))
-            + b"".join(map(text, value))
-        )
-    return text(key) + struct.pack("<IIQ", demo_model.ARRAY, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)
+        return text(key) + struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(text, value))
+    return text(key) + struct.pack("<IIQ", ARRAY, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)
 
 
 def q4_1(values: np.ndarray) -> tuple[bytes, np.ndarray]:
@@ -96,12 +95,8 @@ def tiny():
     header, body, held = b"", b"", {}
     for name, shape in shapes.items():
         values = random.normal(0, 0.1, shape).astype(np.float32)
-        kind = demo_model.F32 if len(shape) == 1 else demo_model.Q8_0 if name.startswith("token") else demo_model.Q4_1
-        packed, held[name] = (
-            (values.tobytes(), values)
-            if kind == demo_model.F32
-            else (q8_0 if kind == demo_model.Q8_0 else q4_1)(values)
-        )
+        kind = F32 if len(shape) == 1 else Q8_0 if name.startswith("token") else Q4_1
+        packed, held[name] = (values.tobytes(), values) if kind == F32 else (q8_0 if kind == Q8_0 else q4_1)(values)
         header += (
             text(name)
             + struct.pack("<I", len(shape))
@@ -120,7 +115,8 @@ def tiny():
 
 def test_weights_and_tokenizer_survive(tiny, tmp_path):
     buffer, held = tiny
-    demo_model.convert(buffer, tmp_path, dtype=torch.float32)
+    (tmp_path / "tiny.gguf").write_bytes(buffer)
+    demo_model.convert(tmp_path / "tiny.gguf", tmp_path, dtype=torch.float32)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
         AutoTokenizer.from_pretrained(tmp_path),
@@ -147,7 +143,7 @@ def test_weights_and_tokenizer_survive(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda b: b"GGML" + b[4:], "does not begin with GGUF"),
+        (lambda b: b"GGML" + b[4:], "GGUF magic invalid"),
         (lambda b: b[:4] + struct.pack("<I", 9) + b[8:], "version 9"),
         (
             lambda b: b.replace(
@@ -159,5 +155,6 @@ def test_weights_and_tokenizer_survive(tiny, tmp_path):
     ],
 )
 def test_other_files_are_refused(tiny, tmp_path, damage, says):
+    (tmp_path / "tiny.gguf").write_bytes(damage(tiny[0]))
     with pytest.raises(NotAGguf, match=says):
-        demo_model.convert(damage(tiny[0]), tmp_path)
+        demo_model.convert(tmp_path / "tiny.gguf", tmp_path)

@@ -10,10 +10,11 @@ from tests.support.comparisons import run
 pytest.importorskip("pydantic")
 
 from tests.support import chromium
+from tunecompile.cli.compare.assemble import break_even
 from tunecompile.cli.compare.curves import compare_curves, judge_curves
+from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.render import error_summary, run_table, write_reports
 from tunecompile.cli.compare.result import load_result
-from tunecompile.cli.compare.run import break_even, passed
 
 
 def test_three_files_that_say_the_same(result, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from tunecompile.cli.compare.errors import NotAResult, UnknownSchema
 from tunecompile.cli.compare.result import Result, load_result
+from tunecompile.errors import NotAResult, UnknownSchema
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results"
 STEPS = sorted(path for path in MEASURED.glob("llama-*.json"))
@@ -31,7 +31,7 @@ def test_measured_results_stay_readable():
 
 def test_another_version_is_refused_with_the_command_that_makes_it_again(held, tmp_path):
     with pytest.raises(
-        UnknownSchema, match=r"schema 7, .* reads schema 1\. Make it again .*tunecompile compare --model m"
+        UnknownSchema, match=r"schema 7, .* reads schema 1\. Measure it again .*tunecompile compare --model m"
     ):
         load_result(write(tmp_path, held | {"schema": 7, "command": "tunecompile compare --model m"}))
 

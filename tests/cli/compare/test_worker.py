@@ -9,7 +9,8 @@ import torch
 import tunecompile
 from tunecompile.cli.compare import meters, models, worker
 from tunecompile.cli.compare.processes import Worker, run_workers
-from tunecompile.cli.compare.run import Comparison, run_comparison
+from tunecompile.cli.compare.request import Comparison
+from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import SYSTEMS, Job, System
 
 TINY = Job(system="hf", model="llama-tiny", trainer="loop", shapes=("2x32",), steps=4, layers=2)

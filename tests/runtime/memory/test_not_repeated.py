@@ -55,7 +55,7 @@ def test_sharded_layers_are_not_repeated(monkeypatch):
     model = guarded()
     monkeypatch.setattr(recovery(model), "_bound", lambda: "are shared")
     full, before = Full(model, 1, "forward"), peak(model)
-    with pytest.raises(StepLost, match="its layers are shared. Leave this step out"):
+    with pytest.raises(StepLost, match="its layers are shared. Skip this step"):
         step(model)
     assert_equal(step(model), plain())
     assert full.raised == 1 and peak(model) < before

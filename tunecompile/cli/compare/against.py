@@ -1,4 +1,4 @@
-"""A result beside an older one: what got slower, needs more memory or is less exact, by more than both spread; and what cannot be compared."""
+"""Compare a result with an older one: what is slower, needs more memory or is less exact by more than the spread."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 
 from tunecompile.cli.compare.curves import batch_noise
 from tunecompile.cli.compare.data import digest
-from tunecompile.cli.compare.errors import NotComparable
 from tunecompile.cli.compare.gradients import families
 from tunecompile.cli.compare.meters import median
 from tunecompile.cli.compare.plots import quartile_distances
 from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.cli.compare.spec import Job
+from tunecompile.errors import NotComparable
 from tunecompile.verification.tolerance import LIMIT, ORDER, TIE
 
-SLACK = 0.02  # clocks, allocators and other processes move a figure by this share from one day to the next
+SLACK = 0.02  # relative changes by clocks, allocators and other processes from one day to the next
+PATHS = ("adapter", "gradients")  # settings that say where to save
 SAME, APART = "same", "not comparable"
-OPTIONS = (
+OPTIONS = (  # other values make another measurement
     "mode",
     "trainer",
     "loss",
@@ -39,18 +40,15 @@ OPTIONS = (
     "held_out",
     "gpus",
     "parallel",
-)  # other values make another measurement
-CHECKS = (
-    ("tunecompile", "gradients"),
-    ("tunecompile-fp8", "reduced_gradients"),
-)  # whose gradients a result has, and where
+)
+CHECKS = (("tunecompile", "gradients"), ("tunecompile-fp8", "reduced_gradients"))  # fields with a system's gradients
 
-Extent = tuple[float, float, float]  # a figure, and from where to where it spreads
+Extent = tuple[float, float, float]  # a figure, and the lowest and highest value of its spread
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a run, and the words for what became of it."""
+    """One figure of a run, and the words for its changes."""
 
     name: str
     read: Callable[[dict], Extent | None]
@@ -64,10 +62,10 @@ class Figure:
 
 
 def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict) -> None:
-    """Whether the job measures what the old result did: model, data and options, on the same device.
+    """Check that the job has the model, the data, the options and the device of the old result.
 
     Raises:
-        NotComparable: it does not; every difference is named.
+        NotComparable: it differs; the message names every difference.
     """
     settings, runs = old["settings"], old["runs"]
     pairs = [
@@ -86,16 +84,15 @@ def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict)
 
 
 def device_of(machine: dict, device: str) -> str:
+    """The name of the GPU or CPU that was used."""
     return machine["gpu"] if device == "cuda" else machine["cpu"]
 
 
 def repeated(old: dict) -> tuple[Job, dict]:
-    """The job of an old result, and what a Comparison needs beside it: to measure the same again."""
+    """The job of an old result, and the other arguments of its `Comparison`."""
     settings = old["settings"]
     known = {field.name for field in dataclasses.fields(Job)}
-    job = Job(
-        **{name: value for name, value in settings.items() if name in known} | {"adapter": None, "gradients": None}
-    )
+    job = Job(**{name: value for name, value in settings.items() if name in known and name not in PATHS})
     more = {
         "name": old["runs"][0]["model"],
         "turns": settings.get("turns", False),
@@ -111,7 +108,7 @@ def repeated(old: dict) -> tuple[Job, dict]:
 
 
 def compare_results(old: dict, new: dict) -> list[dict]:
-    """A row for every figure of every system and shape of either result: `verdict` is what became of it, `worse` whether that is bad."""
+    """A row for every figure of every system and shape: `verdict` names the change, `worse` whether it is bad."""
     before, now = ({(run["system"], run["shape"]): run for run in merge_seeds(result["runs"])} for result in (old, new))
     rows = [row for key in dict.fromkeys([*before, *now]) for row in compare_runs(*key, before.get(key), now.get(key))]
     for system, field in CHECKS:
@@ -121,35 +118,39 @@ def compare_results(old: dict, new: dict) -> list[dict]:
 
 
 def compare_runs(system: str, shape: str, old: dict | None, new: dict | None) -> list[dict]:
-    fine = [run is not None and run["status"] == "ok" for run in (old, new)]
-    said = {"before": old["status"] if old else "not run", "now": new["status"] if new else "not run"}
+    """A row for every figure of one system and shape; one row in all if a run is missing or failed."""
     common = {"system": system, "shape": shape}
-    if not all(fine):
-        broken = fine[0] and new is not None and new["status"] != "not installed"
-        return [common | said | {"figure": "whole run", "verdict": "fails" if broken else APART, "worse": broken}]
+    if old is None or new is None or old["status"] != "ok" or new["status"] != "ok":
+        broken = old is not None and old["status"] == "ok" and new is not None and new["status"] != "not installed"
+        statuses = {"before": old["status"] if old else "not run", "now": new["status"] if new else "not run"}
+        return [common | statuses | {"figure": "whole run", "verdict": "fails" if broken else APART, "worse": broken}]
     rows = []
     for figure in FIGURES:
-        extents = figure.read(old), figure.read(new)
-        if None in extents:
-            if any(extents):
-                rows.append(common | apart(figure.name, *(figure.form if e else "" for e in extents), *extents))
-            continue
-        rows.append(common | judged(figure, *extents, SLACK))
+        before, now = figure.read(old), figure.read(new)
+        if before is not None and now is not None:
+            rows.append(common | judged(figure, before, now, SLACK))
+        elif before or now:
+            rows.append(common | apart(figure, before, now))
     return rows
 
 
 def compare_errors(system: str, old: list[dict], new: list[dict]) -> list[dict]:
-    """Gradient errors over all parameters, and of each family where there is something to say; of a family's few parameters more is chance."""
+    """Gradient errors over all parameters, and of families whose errors changed.
+
+    A family has fewer parameters, so its errors vary more by chance, and its limit is wider.
+    """
     groups = [{"all parameters": rows} | families(rows) if rows else {} for rows in (old, new)]
     rows = []
     for name in dict.fromkeys([*groups[0], *groups[1]]):
         figure = dataclasses.replace(ERROR, name=f"gradient error, {name}")
-        extents = [point(median([row["error"] for row in group[name]])) if name in group else None for group in groups]
-        if None in extents:
-            found = apart(figure.name, *(figure.form if e else "" for e in extents), *extents)
+        before, now = (
+            point(median([row["error"] for row in group[name]])) if name in group else None for group in groups
+        )
+        if before is None or now is None:
+            found = apart(figure, before, now)
         else:
             whole = name == "all parameters"
-            found = judged(figure, *extents, (TIE if whole else LIMIT) - 1, least=ORDER)
+            found = judged(figure, before, now, (TIE if whole else LIMIT) - 1, least=ORDER)
             if found["verdict"] == SAME and not whole:
                 continue
         rows.append({"system": system, "shape": ""} | found)
@@ -157,7 +158,10 @@ def compare_errors(system: str, old: list[dict], new: list[dict]) -> list[dict]:
 
 
 def judged(figure: Figure, old: Extent, new: Extent, slack: float, least: float = 0.0) -> dict:
-    """Another only where the spreads lie apart, and the figures by more than the slack. What is below `least` is rounding, and all the same."""
+    """Judge a figure: it has changed if the spreads do not overlap, and the values differ by more than the slack.
+
+    Values below `least` are rounding, and count as equal.
+    """
     sign = -1 if figure.more_is_better else 1
     distance = max(new[0], least) - max(old[0], least)
     beyond = abs(distance) > slack * abs(max(old[0], least)) and (new[1] > old[2] or new[2] < old[1])
@@ -172,17 +176,19 @@ def judged(figure: Figure, old: Extent, new: Extent, slack: float, least: float 
     }
 
 
-def apart(name: str, form: str, other: str, old: Extent | None, new: Extent | None) -> dict:
+def apart(figure: Figure, old: Extent | None, new: Extent | None) -> dict:
+    """The row of a figure that only one of the results has."""
     return {
-        "figure": name,
-        "before": format(old[0], form) if old else "not measured",
-        "now": format(new[0], other) if new else "not measured",
+        "figure": figure.name,
+        "before": format(old[0], figure.form) if old else "not measured",
+        "now": format(new[0], figure.form) if new else "not measured",
         "verdict": APART,
         "worse": False,
     }
 
 
 def shown(figure: Figure, extent: Extent) -> str:
+    """The value, with its spread if it has one."""
     value, low, high = (format(number, figure.form) for number in extent)
     return value if low == high else f"{value} ({low} to {high})"
 
@@ -191,11 +197,12 @@ def shown(figure: Figure, extent: Extent) -> str:
 
 
 def point(value: float) -> Extent:
+    """A value without a spread."""
     return value, value, value
 
 
 def speed(run: dict) -> Extent:
-    """Of several seeds from the lowest to the highest; of one, the quartiles of its steps."""
+    """Tokens/s; its spread is the range over seeds, or the quartiles of the steps of a single seed."""
     value, middle = run["tokens_per_s"], run["step_ms"]["median"]
     if given := run.get("spread", {}).get("tokens_per_s"):
         return value, *given
@@ -204,6 +211,8 @@ def speed(run: dict) -> Extent:
 
 
 def plain(key: str, scale: float = 1) -> Callable[[dict], Extent | None]:
+    """Reads a figure by its key, divided by the scale; its spread is the range over seeds."""
+
     def read(run: dict) -> Extent | None:
         if run.get(key) is None:
             return None
@@ -214,7 +223,7 @@ def plain(key: str, scale: float = 1) -> Callable[[dict], Extent | None]:
 
 
 def loss(key: str, read: Callable[[dict], float | None]) -> Callable[[dict], Extent | None]:
-    """Of several seeds from the lowest to the highest; of one, what another batch would have done to it."""
+    """Reads a loss; its spread is the range over seeds, or the noise of a batch for a single seed."""
 
     def extent(run: dict) -> Extent | None:
         value = read(run)
@@ -239,4 +248,4 @@ FIGURES = (
         form=".4f",
     ),
 )
-ERROR = Figure("gradient error", point, "less exact", "more exact", form=".2e")
+ERROR = Figure("gradient error", lambda row: point(row["error"]), "less exact", "more exact", form=".2e")

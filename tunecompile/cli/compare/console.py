@@ -1,8 +1,9 @@
-"""What a user sees while it runs, and the few lines at the end."""
+"""Progress bars of a comparison, and the summary at its end."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,11 +15,11 @@ from tunecompile.cli.compare.against import APART, SAME
 from tunecompile.cli.compare.render import against_table, against_title, run_table
 from tunecompile.cli.compare.seeds import merge_seeds
 
-EVERY_S = 20  # how often a line is printed where no bar can be drawn
+EVERY_S = 20  # seconds between printed lines where no bar can be drawn
 
 
 class Bars:
-    """A progress bar a system; on a console that is no terminal, a line now and then."""
+    """A progress bar for each system; on a console that is no terminal, a line from time to time."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
@@ -42,10 +43,12 @@ class Bars:
         self.progress.stop()
 
     def bar(self, system: str, label: str = "", total: int | None = None) -> int:
-        """The system's bar; each shape has one of its own."""
+        """The bar of a system and shape."""
         key = (system, label)
         if key not in self.bars:
-            waiting = self.bars.pop((system, ""), None)  # the bar of the loading phase becomes the first of training
+            waiting = self.bars.pop(
+                (system, ""), None
+            )  # the bar of the loading phase becomes the first one of training
             if waiting is None:
                 waiting = self.progress.add_task(system, total=total, state="")
             self.bars[key] = waiting
@@ -56,6 +59,7 @@ class Bars:
         return self.bars[key]
 
     def listen(self, system: str, event: str, fields: dict) -> None:
+        """Show an event of a worker."""
         if event == "step":
             loss = "" if fields["loss"] is None else f"loss {fields['loss']:.3f}  "
             state = f"{loss}{fields['seconds']:.2f} s a step"
@@ -74,15 +78,16 @@ class Bars:
             self.line(system, text)
 
     def line(self, system: str, text: str, often: bool = False) -> None:
+        """Print a line, unless there are bars. often: skip it if the system's last line is recent."""
         if self.console.is_terminal or (often and time.monotonic() < self.quiet_until.get(system, 0)):
             return
         self.quiet_until[system] = time.monotonic() + EVERY_S
         self.console.print(f"{system}: {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def show_summary(result: dict, paths: dict[str, Path], console: Console | None = None) -> None:
-    """The table of systems turned on its side, the verdicts, and where the report lies."""
-    console = console or Console()
+def show_summary(result: dict, paths: Mapping[str, Path], to: Console | None = None) -> None:
+    """Print the transposed table of systems, the verdicts, and the path of the report."""
+    console = to or Console()
     runs = merge_seeds(result["runs"])
     head, rows = run_table(runs)
     table = Table(box=None, pad_edge=False)
@@ -103,7 +108,8 @@ def show_summary(result: dict, paths: dict[str, Path], console: Console | None =
         show_against(result, console)
     for answer in result["answers"]:
         console.print(
-            f"\n[bold]{escape(answer['question'])}[/]\n  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
+            f"\n[bold]{escape(answer['question'])}[/]\n"
+            f"  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
             highlight=False,
             soft_wrap=True,
         )
@@ -111,21 +117,13 @@ def show_summary(result: dict, paths: dict[str, Path], console: Console | None =
 
 
 def show_against(result: dict, console: Console) -> None:
-    """What became of each figure since the older result, and which packages have another version."""
+    """Print the change of each figure since the older result, and the packages whose versions changed."""
     head, rows = against_table(result["against"]["rows"])
     table = Table(title=against_title(result), title_justify="left", title_style="bold", box=None, pad_edge=False)
     for place, name in enumerate(head):
         table.add_column(name, justify="left" if place in (0, 1, 2, len(head) - 1) else "right")
     for cells, row in zip(rows, result["against"]["rows"]):
-        style = (
-            "bold red"
-            if row["worse"]
-            else "dim"
-            if row["verdict"] == APART
-            else ""
-            if row["verdict"] == SAME
-            else "green"
-        )
+        style = "bold red" if row["worse"] else {APART: "dim", SAME: ""}.get(row["verdict"], "green")
         table.add_row(*map(escape, cells), style=style)
     console.print()
     console.print(table)

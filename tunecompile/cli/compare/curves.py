@@ -1,25 +1,28 @@
-"""Loss curves beside each other: how far apart they are, step by step, and what of that is noise."""
+"""Distances between loss curves, and the noise of a batch."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from tunecompile.cli.compare.spec import system
 from tunecompile.verification.tolerance import Verdict
 
-BASES = ("hf", "hf-checkpoint", "tunecompile")  # the first that finished is what the others are held against
+BASES = ("hf", "hf-checkpoint", "tunecompile")  # the others are compared with the first of these that finished
 
 
 def base_of(runs: list[dict]) -> dict | None:
-    """The run that the other curves are held against: of the first shape, in the model's own precision."""
+    """The run that the other curves are compared with: of the first shape, in the model's own precision."""
     fine = [run for run in runs if run["status"] == "ok" and run["shape"] == runs[0]["shape"]]
     return next((run for name in BASES for run in fine if run["system"] == name), None)
 
 
 def differences(run: dict, base: dict) -> list[float]:
+    """The run's loss minus the base's, step by step."""
     return [ours - theirs for ours, theirs in zip(run["losses"], base["losses"])]
 
 
 def compare_curves(runs: list[dict]) -> list[dict]:
-    """A row for every other system of the same shape: its loss less that of the base."""
+    """The distance from the base's loss, a row for every other system of the same shape."""
     base = base_of(runs)
     rows = []
     for run in runs:
@@ -41,17 +44,17 @@ def compare_curves(runs: list[dict]) -> list[dict]:
 
 
 def batch_noise(losses: list[float]) -> float:
-    """The deviation of a step's loss that drawing another batch causes: from one step to the next two such deviations meet."""
-    moves = [(after - before) ** 2 for before, after in zip(losses, losses[1:])]
+    """The standard deviation of a step's loss over batches; a difference of two steps contains two of them."""
+    moves = [(after - before) ** 2 for before, after in pairwise(losses)]
     return (sum(moves) / max(len(moves), 1) / 2) ** 0.5
 
 
 def judge_curves(runs: list[dict]) -> list[Verdict]:
-    """Systems of a reduced precision are held against the noise of the curve, and not against eager's rounding."""
+    """Judge systems of a reduced precision by the noise of a batch, as eager's rounding is smaller than theirs."""
     base, rows = base_of(runs), compare_curves(runs)
     verdicts = []
     for row in rows:
-        if system(row["system"]).precision is None:
+        if base is None or system(row["system"]).precision is None:
             continue
         noise = batch_noise(base["losses"])
         others = [
@@ -64,7 +67,8 @@ def judge_curves(runs: list[dict]) -> list[Verdict]:
             Verdict(
                 f"{row['system']}: loss differs from {row['base']}'s by less than from batch to batch",
                 row["mean_size"] <= noise,
-                f"mean distance {row['mean_size']:.1e} over {row['steps']} steps (with sign {row['mean']:+.1e}){beside}; a batch's noise is {noise:.1e}",
+                f"mean distance {row['mean_size']:.1e} over {row['steps']} steps "
+                f"(with sign {row['mean']:+.1e}){beside}; a batch's noise is {noise:.1e}",
             )
         )
     return verdicts

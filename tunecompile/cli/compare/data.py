@@ -1,7 +1,7 @@
-"""JSON Lines -> the same batches for every system: read, check, split, tokenise, pad or pack.
+"""From JSON Lines to the same batches for every system: read, check, split, tokenise, pad or pack.
 
-Three kinds of row are understood: `messages` (chat), `prompt` with `completion`, and `text`. The loss is on the last
-assistant message or the completion alone; with `text` it is on everything. For DPO a row has `prompt`, `chosen` and `rejected`.
+There are three kinds of row: `messages` (chat), `prompt` with `completion`, and `text`. The loss covers the last
+assistant message, the completion, or all of the text. For DPO a row has `prompt`, `chosen` and `rejected`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tunecompile.cli.compare.errors import (
+from tunecompile.cli.compare.spec import Job, Shape, system
+from tunecompile.errors import (
     BadJson,
     BadMessages,
     DataNotFound,
@@ -25,14 +27,13 @@ from tunecompile.cli.compare.errors import (
     WrongColumns,
     WrongPair,
 )
-from tunecompile.cli.compare.spec import Job, Shape, system
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class ChatExample:
-    """One tokenised row: labels equal the ids where the loss counts and IGNORED elsewhere."""
+    """One tokenised row. Labels are the ids where the loss counts, and IGNORED elsewhere."""
 
     input_ids: list[int]
     labels: list[int]
@@ -40,7 +41,10 @@ class ChatExample:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows in the trainer's own format (`prompt` and `completion`, or `text`; `prompt`, `chosen` and `rejected`), in training order."""
+    """Rows in the trainer's format and in training order.
+
+    A row has `prompt` and `completion`, or `text`, or `prompt`, `chosen` and `rejected`.
+    """
 
     train: list[dict]
     held_out: list[dict]
@@ -48,7 +52,7 @@ class Split:
 
 
 def read_rows(path: str, loss: str = "sft") -> list[dict]:
-    """Read and check every row, so that a mistake in the last line is found before anything is loaded."""
+    """Read and check all rows, so that a mistake in the last line is found before a model is loaded."""
     if not Path(path).is_file():
         raise DataNotFound(path=path)
     rows, check = [], check_pair if loss == "dpo" else check_row
@@ -62,11 +66,12 @@ def read_rows(path: str, loss: str = "sft") -> list[dict]:
 
 
 def digest(path: str) -> str:
-    """SHA-256 of the file, by which two results know that they saw the same rows."""
+    """SHA-256 of the file, which identifies the rows of a result."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def parse_line(line: str, path: str, number: int) -> dict:
+    """The object on a line. Raises `BadJson`."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -77,7 +82,7 @@ def parse_line(line: str, path: str, number: int) -> dict:
 
 
 def check_row(row: dict, path: str, number: int) -> dict:
-    """Bring a row into one of two forms: prompt and completion (both text or both messages), or text."""
+    """The row as prompt and completion (both text or both messages), or as text. Raises BadMessages, WrongColumns."""
     if "messages" in row:
         messages = row["messages"]
         if not is_chat(messages):
@@ -95,14 +100,15 @@ def check_row(row: dict, path: str, number: int) -> dict:
 
 
 def check_pair(row: dict, path: str, number: int) -> dict:
-    """A prompt and its two answers, all of them text or all of them messages."""
+    """The row as a prompt and its two answers, all of them text or all of them messages. Raises `WrongPair`."""
     pair = {column: row.get(column) for column in ("prompt", "chosen", "rejected")}
     if not (all(isinstance(part, str) and part for part in pair.values()) or all(map(is_chat, pair.values()))):
         raise WrongPair(path=path, line=number, found=", ".join(map(repr, row)) or "none")
     return pair
 
 
-def is_chat(messages) -> bool:
+def is_chat(messages: Any) -> bool:
+    """Whether this is a list of messages with role and content."""
     return (
         isinstance(messages, list)
         and bool(messages)
@@ -111,7 +117,12 @@ def is_chat(messages) -> bool:
 
 
 def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
-    """Shuffle by seed, leave out what is too long, keep the held-out rows from training: the same ones in every repetition."""
+    """Drop rows that are too long, shuffle the others by seed, and hold out the same rows in every repetition.
+
+    Raises:
+        RowsTooLong: rows are too long, and `too_long` is "error".
+        TooFewRows: no batch is left.
+    """
     lengths = [max(len(example.input_ids) for example in examples_of(row, tokenizer, job.model)) for row in rows]
     longest = max(lengths)
     if longest > job.seq_len and job.too_long == "error":
@@ -125,7 +136,7 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
     train = kept[job.held_out :]
     if job.repeat:
         random.Random(job.draw).shuffle(train)
-    # a small file goes round again, as a trainer's epochs do; it has to fill one batch
+    # a small file is repeated, as in epochs; it has to fill one batch
     if len(train) < job.batch:
         mend = (
             "Lower --batch, or raise --seq-len: rows were too long."
@@ -144,7 +155,7 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
 
 
 def render_prompt(prompt, tokenizer, model: str) -> list[int]:
-    """The ids of a prompt, ready for the answer to follow."""
+    """The ids of a prompt, up to where the answer begins."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not tokenizer.chat_template:
@@ -153,7 +164,7 @@ def render_prompt(prompt, tokenizer, model: str) -> list[int]:
 
 
 def tokenise(row: dict, tokenizer, model: str) -> ChatExample:
-    """One row to ids and labels. The answer begins where the ids of prompt and whole diverge."""
+    """The ids and labels of a row. The answer begins where the ids of the prompt and of the whole row diverge."""
     if "text" in row:
         ids = end_with_eos(tokenizer(row["text"])["input_ids"], tokenizer)
         return ChatExample(ids, list(ids))
@@ -169,7 +180,7 @@ def tokenise(row: dict, tokenizer, model: str) -> ChatExample:
 
 
 def examples_of(row: dict, tokenizer, model: str) -> list[ChatExample]:
-    """The sequences that a row is trained on: one, or the chosen answer and the rejected one after their prompt."""
+    """The sequences of a row: one, or two for DPO, the prompt with the chosen answer and with the rejected one."""
     if "chosen" not in row:
         return [tokenise(row, tokenizer, model)]
     return [
@@ -179,22 +190,23 @@ def examples_of(row: dict, tokenizer, model: str) -> list[ChatExample]:
 
 
 def collate_rows(rows: list[dict], tokenizer, job: Job) -> dict[str, torch.Tensor]:
-    """A padded batch; of pairs all chosen answers come first, and the rejected ones below."""
+    """A padded batch. For DPO, the rows with chosen answers precede those with rejected answers."""
     columns = zip(*(examples_of(row, tokenizer, job.model) for row in rows))
     return collate([example for column in columns for example in column], tokenizer.pad_token_id, job.pad_to)
 
 
 def end_with_eos(ids: list[int], tokenizer) -> list[int]:
-    """The end of the answer has to be learned too."""
+    """The ids with EOS at their end, so that the model learns to end an answer."""
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
 def padded_length(longest: int, multiple: int) -> int:
+    """The length rounded up to a multiple."""
     return -(-longest // multiple) * multiple
 
 
 def collate(examples: list[ChatExample], pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
-    """Right-pad to one length. What is padding comes from the lengths, never from the ids: pad may equal eos."""
+    """Right-pad to one length. The mask follows from the lengths, not from the ids, as pad may equal EOS."""
     length = padded_length(max(len(e.input_ids) for e in examples), multiple)
     ids = torch.full((len(examples), length), pad_id)
     labels = torch.full((len(examples), length), IGNORED)
@@ -208,20 +220,21 @@ def collate(examples: list[ChatExample], pad_id: int, multiple: int) -> dict[str
 
 
 def held_out_batches(rows: list[dict], tokenizer, job: Job) -> list[dict[str, torch.Tensor]]:
-    """Every row once, padded; the last batch may be a smaller one."""
+    """Batches with every row once, padded; the last batch may be smaller."""
     parts = [rows[start : start + job.batch] for start in range(0, len(rows), job.batch)]
     return [collate_rows(part, tokenizer, job) for part in parts]
 
 
 def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict[str, torch.Tensor]]:
-    """`count` batches in order, beginning again when the rows run out."""
+    """`count` batches in order. Rows are repeated if there are too few."""
     picked = [[rows[(number * job.batch + i) % len(rows)] for i in range(job.batch)] for number in range(count)]
     batches = [collate_rows(part, tokenizer, job) for part in picked]
     return [pack(batch, job) for batch in batches] if job.batching == "packed" else batches
 
 
-#: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121 tokens) and of the
-#: documentation of Python's standard library as questions and answers (48 to 681), by the tokenizer and chat template of SmolLM2-135M-Instruct
+#: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121
+#: tokens) and of the documentation of Python's standard library as questions and answers (48 to 681 tokens), with the
+#: tokenizer and chat template of SmolLM2-135M-Instruct
 LENGTHS = {
     0: 45,
     0.05: 50,
@@ -243,7 +256,7 @@ LENGTHS = {
 
 
 def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Random non-zero tokens for the shape models, the same for every system; loss on all of them."""
+    """Batches of random tokens for shape models, the same for every system, with labels on all tokens."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):
@@ -258,11 +271,8 @@ def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: in
 
 
 def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
-    """Drawn as real rows are distributed, straight lines between the quantiles, and none longer than the shape says. int64 [rows]"""
-    quantiles, tokens = (
-        torch.tensor(list(LENGTHS), dtype=torch.float64),
-        torch.tensor(list(LENGTHS.values()), dtype=torch.float64),
-    )
+    """Random lengths of rows, int64 [rows], by the quantiles of real rows (linear in between), limited by the shape."""
+    quantiles, tokens = torch.tensor(list(LENGTHS.items()), dtype=torch.float64).unbind(1)
     drawn = torch.rand(shape.rows, generator=generator, dtype=torch.float64)
     right = torch.searchsorted(quantiles, drawn).clamp(1, len(LENGTHS) - 1)
     share = (drawn - quantiles[right - 1]) / (quantiles[right] - quantiles[right - 1])
@@ -270,14 +280,16 @@ def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
 
 
 def cut(ids: torch.Tensor, lengths: torch.Tensor, multiple: int) -> dict[str, torch.Tensor]:
-    """Rows of the given lengths out of full ones, padded to the longest."""
+    """Rows cut to the given lengths, padded to the longest."""
     return collate([ChatExample(row[:n], row[:n]) for row, n in zip(ids.tolist(), lengths.tolist())], 0, multiple)
 
 
 def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
-    """A padded batch as one row, as padding-free collators hand it to the model: positions begin anew with every sequence, and so does attention,
-    which transformers reads off them where no mask is given; no sequence's first token is a label of the one before it. Unsloth reads
-    `packed_seq_lengths` (int32 [rows])."""
+    """A padded batch as one row without padding, as padding-free collators make it.
+
+    Positions begin anew with every sequence, and so does attention, which transformers derives from positions if there
+    is no mask. A sequence's first token is no label. Unsloth reads `packed_seq_lengths` (int32 [rows]).
+    """
     mask = batch["attention_mask"].bool()
     positions = torch.arange(mask.shape[1]).expand_as(mask)[mask]
     labels = batch["labels"][mask].masked_fill(positions == 0, IGNORED)
@@ -290,7 +302,7 @@ def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
 
 
 def prepare_tokenizer(tokenizer):
-    """Give padding its own id where it equals the end of an answer: many collators mask by id, and would mask the end too."""
+    """Give padding its own id if it is EOS: many collators mask by id, and would also mask the end of an answer."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         spare = [
             t

@@ -1,26 +1,19 @@
-"""A Llama-type GGUF file -> a Hugging Face folder, with numpy, torch and tokenizers alone.
+"""A Llama-type GGUF file as a Hugging Face folder, by the packages gguf and tokenizers.
 
 transformers' own GGUF loader gives a model that can be neither trained nor saved, and drops part of this tokenizer.
-Reads F32, F16, BF16, Q8_0, Q4_0 and Q4_1 tensors and byte-level BPE vocabularies.
+Reads byte-level BPE vocabularies.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from tunecompile.cli.compare.errors import NotAGguf
-
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-BLOCK = 32  # elements in a quantised block
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+from tunecompile.errors import MissingExtra, NotAGguf
 
 MODULES = {
     "attn_q": "self_attn.q_proj",
@@ -39,103 +32,55 @@ OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 
-# ChatML with the marks that tell a trainer which tokens are the assistant's; the text is that of the model's own template.
+# ChatML with the marks that tell a trainer which tokens are the assistant's; the text is the model's own template.
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    name: str
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has it the other way round
-    kind: int
-    offset: int
+def read(file: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Metadata and tensors of a GGUF file, the tensors in fp32.
 
+    Args:
+        file: the GGUF file.
+        name: what errors call it.
 
-class Reader:
-    """Walks over the header of a GGUF file held in memory."""
-
-    def __init__(self, buffer: memoryview, path: str):
-        self.buffer, self.path, self.place = buffer, path, 0
-
-    def take(self, form: str):
-        value = struct.unpack_from("<" + form, self.buffer, self.place)[0]
-        self.place += struct.calcsize("<" + form)
-        return value
-
-    def string(self) -> str:
-        length = self.take("Q")
-        self.place += length
-        return bytes(self.buffer[self.place - length : self.place]).decode("utf-8", "replace")
-
-    def value(self, kind: int):
-        if kind == STRING:
-            return self.string()
-        if kind == ARRAY:
-            element, count = self.take("I"), self.take("Q")
-            if element in SCALARS:  # at once: vocabularies have tens of thousands of entries
-                form = f"<{count}{SCALARS[element]}"
-                self.place += struct.calcsize(form)
-                return list(struct.unpack_from(form, self.buffer, self.place - struct.calcsize(form)))
-            return [self.value(element) for _ in range(count)]
-        return self.take(SCALARS[kind])
-
-    def header(self) -> tuple[dict, list[TensorInfo], int]:
-        """Metadata, the tensors' table, and where their data begin."""
-        if bytes(self.buffer[:4]) != b"GGUF":
-            raise NotAGguf(path=self.path, reason="the file does not begin with GGUF")
-        self.place = 4
-        version = self.take("I")
-        if version not in (2, 3):
-            raise NotAGguf(path=self.path, reason=f"version {version} is unknown")
-        tensors, entries = self.take("Q"), self.take("Q")
-        metadata = {}
-        for _ in range(entries):
-            key = self.string()
-            metadata[key] = self.value(self.take("I"))
-        table = []
-        for _ in range(tensors):
-            name = self.string()
-            shape = tuple(self.take("Q") for _ in range(self.take("I")))[::-1]
-            table.append(TensorInfo(name, shape, self.take("I"), self.take("Q")))
-        alignment = metadata.get("general.alignment", 32)
-        return metadata, table, -(-self.place // alignment) * alignment
-
-
-def decode(buffer: memoryview, start: int, info: TensorInfo, path: str) -> torch.Tensor:
-    """One tensor in fp32."""
-    count, at = math.prod(info.shape), start + info.offset
-    blocks = count // BLOCK
-    if info.kind in (F32, F16):
-        values = np.frombuffer(buffer, "<f4" if info.kind == F32 else "<f2", count, at).astype(np.float32)
-    elif info.kind == BF16:
-        values = (np.frombuffer(buffer, "<u2", count, at).astype(np.uint32) << 16).view(np.float32)
-    elif info.kind == Q8_0:
-        block = np.frombuffer(buffer, np.dtype([("scale", "<f2"), ("q", "i1", BLOCK)]), blocks, at)
-        values = block["q"].astype(np.float32) * block["scale"].astype(np.float32)[:, None]
-    elif info.kind in (Q4_0, Q4_1):
-        fields = [("scale", "<f2"), *([("low", "<f2")] if info.kind == Q4_1 else []), ("q", "u1", BLOCK // 2)]
-        block = np.frombuffer(buffer, np.dtype(fields), blocks, at)
-        q = np.concatenate([block["q"] & 15, block["q"] >> 4], 1).astype(np.float32)  # low nibbles are the first half
-        scale = block["scale"].astype(np.float32)[:, None]
-        values = q * scale + block["low"].astype(np.float32)[:, None] if info.kind == Q4_1 else (q - 8) * scale
-    else:
-        raise NotAGguf(path=path, reason=f"tensor {info.name} has type {info.kind}")
-    return torch.from_numpy(np.ascontiguousarray(values)).reshape(info.shape)
+    Raises:
+        NotAGguf: gguf cannot read the file, or dequantise one of its tensors.
+        MissingExtra: gguf is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingExtra(what="reading GGUF", package="gguf", extra="gguf") from error
+    try:
+        reader = gguf.GGUFReader(file)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        tensors = {
+            tensor.name: torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32))
+            for tensor in reader.tensors
+        }
+    except (ValueError, NotImplementedError) as error:
+        raise NotAGguf(path=name, reason=str(error)) from error
+    return metadata, tensors
 
 
 def split_rotary(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp interleaves the two halves that rotate into each other; Hugging Face keeps them apart."""
+    """Undo llama.cpp's order of rows, which interleaves the two halves of a head that rotate into each other."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def state_dict(metadata: dict, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def state_dict(
+    metadata: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors by the names of Hugging Face's Llama."""
     heads = {"attn_q": metadata["llama.attention.head_count"], "attn_k": metadata["llama.attention.head_count_kv"]}
     state = {}
     for name, value in tensors.items():
@@ -147,13 +92,17 @@ def state_dict(metadata: dict, tensors: dict[str, torch.Tensor], dtype: torch.dt
         elif name in OUTSIDE:
             name = OUTSIDE[name]
         else:
-            continue  # rope_freqs and the like, which the config says
+            continue  # rope_freqs and the like, which the config has
         state[name] = value.to(dtype).contiguous()
     return state
 
 
 def config(metadata: dict, tied: bool, dtype: torch.dtype) -> dict:
-    get = lambda key: metadata[f"llama.{key}"]  # noqa: E731
+    """The fields of config.json."""
+
+    def get(key: str) -> Any:
+        return metadata[f"llama.{key}"]
+
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -179,7 +128,7 @@ def config(metadata: dict, tied: bool, dtype: torch.dtype) -> dict:
 
 
 def write_tokenizer(metadata: dict, out: Path) -> None:
-    """tokenizer.json and its config, with the digit split that this vocabulary was made with."""
+    """Write tokenizer.json and its config, with the digit split that this vocabulary was trained with."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -212,16 +161,26 @@ def write_tokenizer(metadata: dict, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1, ensure_ascii=False))
 
 
-def convert(buffer: bytes, out: Path, path: str = "the file", dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the Hugging Face folder `out` from the bytes of a GGUF file."""
+def convert(file: Path, out: Path, name: str = "the file", dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a GGUF file as the Hugging Face folder `out`.
+
+    Args:
+        file: the GGUF file.
+        out: the folder, which may exist.
+        name: what errors call the file.
+        dtype: of the weights.
+
+    Raises:
+        NotAGguf: the file is no GGUF file of a Llama.
+        MissingExtra: gguf is not installed.
+    """
     from safetensors.torch import save_file
 
-    out.mkdir(parents=True, exist_ok=True)
-    view = memoryview(buffer)
-    metadata, table, start = Reader(view, path).header()
+    metadata, tensors = read(file, name)
     if metadata.get("general.architecture") != "llama":
-        raise NotAGguf(path=path, reason=f"the architecture is {metadata.get('general.architecture')!r}")
-    state = state_dict(metadata, {info.name: decode(view, start, info, path) for info in table}, dtype)
+        raise NotAGguf(path=name, reason=f"the architecture is {metadata.get('general.architecture')!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    state = state_dict(metadata, tensors, dtype)
     write_tokenizer(metadata, out)
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     fields = config(metadata, "lm_head.weight" not in state, dtype)

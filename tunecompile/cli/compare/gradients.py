@@ -1,12 +1,13 @@
-"""The check step of a comparison: loss and gradients on one batch, written to a file by each system's process (`verify.py` judges them).
+"""The check of a comparison: each system's process writes loss and gradients on one batch to a file.
 
-A fresh LoRA has B = 0 and so exact zeros for every gradient of A: the check sets B to small random values, takes one
-forward and backward, and puts the trained values back.
+`verification.tolerance` judges them. A new LoRA adapter has B = 0, so all gradients of A are zero: the check sets B to
+small random values, runs one forward and backward, and restores the trained values.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -19,20 +20,21 @@ B_SCALE = 0.01
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable values, in host memory."""
+    """Copies of the trainable values in host memory."""
     return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def load_snapshot(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Copy the values of a snapshot into the model."""
     for name, parameter in model.named_parameters():
         if name in values:
             parameter.copy_(values[name])
 
 
 @contextlib.contextmanager
-def check_state(model: nn.Module, seed: int, initial: dict[str, torch.Tensor] | None):
-    """The trainable values of the check, the same in every process; the trained ones come back afterwards."""
+def check_state(model: nn.Module, seed: int, initial: dict[str, torch.Tensor] | None) -> Iterator[None]:
+    """Set the trainable values of the check, equal in every process; restore the trained ones afterwards."""
     trained = snapshot(model)
     load_snapshot(model, initial or {})
     set_initial_adapter(model, seed, b_scale=B_SCALE)
@@ -43,7 +45,7 @@ def check_state(model: nn.Module, seed: int, initial: dict[str, torch.Tensor] | 
 
 
 def families(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows of gradient errors by kind of parameter: the same place in every layer."""
+    """Rows of gradient errors by kind of parameter, which is its name without the number of the layer."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         parts = [p for p in row["parameter"].split(".") if not p.isdigit() and p not in ("model", "layers", "weight")]
@@ -52,9 +54,9 @@ def families(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def dump_gradients(model: nn.Module, batch: dict, job: Job, path: str, initial: dict | None = None) -> None:
-    """One forward and backward, as in a plain loop; loss and gradients go to a file.
+    """Run one forward and backward as in a plain loop, and write loss and gradients to a file.
 
-    `initial` holds the values before training where these are no adapter (full fine-tuning).
+    initial: the values before training, for full fine-tuning.
     """
     model.zero_grad(set_to_none=True)
     with check_state(model, job.seed, initial):

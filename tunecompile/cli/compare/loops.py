@@ -1,4 +1,4 @@
-"""The training code itself: a plain loop and TRL's SFTTrainer or DPOTrainer. It is the same for every system."""
+"""The training code of all systems: a plain loop, and TRL's SFTTrainer or DPOTrainer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Trained:
-    """A finished run, and the means to take one more step of the same kind for the measurements that need one."""
+    """A finished run, and what another step of the same kind needs, for measurements by an extra step."""
 
     clock: StepClock
     forward: Callable[[Batch], torch.Tensor]
@@ -29,32 +30,34 @@ class Trained:
     batch: Batch
 
     def step(self) -> None:
+        """Run another step."""
         self.stepper.backward(self.forward(self.batch))
         self.stepper.step()
 
 
 def real_tokens(batch: Batch) -> int:
+    """Number of tokens without padding."""
     mask = batch.get("attention_mask")
     return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
 
 
 def to_device(batch: Batch, device: str) -> Batch:
+    """The batch on the device."""
     return {key: value.to(device) for key, value in batch.items()}
 
 
 def enable_checkpointing(model: nn.Module, job: Job) -> None:
-    """As a user's loop does it. Unsloth has switched its own on while loading."""
+    """Enable checkpointing as a user's loop does. Unsloth has enabled its own at loading."""
     if job.checkpoints and job.engine != "unsloth":
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )  # the name that older transformers have alone
+        # older transformers have the second name only
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         if job.mode != "full":
             model.enable_input_require_grads()
 
 
 def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> Trained:
-    """forward, backward, step: nothing else."""
+    """Train by a plain loop of forward, backward and step, and return the timed run."""
     steps, clock = stepper(model, job), StepClock(job.device, label, len(batches))
 
     def forward(batch: Batch) -> torch.Tensor:
@@ -73,8 +76,8 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
     return Trained(clock, forward, steps, batch)
 
 
-def make_trainer(job: Job, folder: str):
-    """TRL's trainer for the loss, and its settings."""
+def make_trainer(job: Job, folder: str) -> tuple[type, Any]:
+    """The class of TRL's trainer for the loss, and its settings."""
     common = dict(
         output_dir=folder,
         max_steps=job.steps,
@@ -99,12 +102,12 @@ def make_trainer(job: Job, folder: str):
         return DPOTrainer, DPOConfig(**common, **padded, beta=BETA)
     from trl import SFTConfig, SFTTrainer
 
-    packed = dict(max_length=None, padding_free=True)  # rows are no longer than seq_len as it is
+    packed = dict(max_length=None, padding_free=True)  # no row is longer than seq_len
     return SFTTrainer, SFTConfig(**common, **(packed if job.batching == "packed" else padded))
 
 
 def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: str) -> Trained:
-    """TRL's SFTTrainer or DPOTrainer on rows of its own format, timed by a callback."""
+    """Train by TRL's SFTTrainer or DPOTrainer on rows in its format, timed by a callback."""
     from datasets import Dataset
 
     exact = job.engine == REFERENCE
@@ -113,7 +116,7 @@ def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
     clock = StepClock(job.device, label, job.steps)
     trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     original, collate = trainer.compute_loss, trainer.data_collator
-    pending: list[int] = []  # the real tokens of batches that are collated but not yet trained on
+    pending: list[int] = []  # numbers of tokens of batches that are collated but not trained on yet
 
     def counting(examples):
         batch = collate(examples)
@@ -127,7 +130,7 @@ def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
 
     trainer.data_collator, trainer.compute_loss = counting, recording
     trainer.add_callback(timing_callback(clock, pending))
-    with precision(job) if exact else contextlib.nullcontext():  # autocast is the trainer's own business
+    with precision(job) if exact else contextlib.nullcontext():  # trainers do autocast themselves
         trainer.train()
     folder.cleanup()
 
@@ -142,15 +145,15 @@ def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
     return Trained(clock, forward, Stepper.of(trainer.optimizer), batch)
 
 
-def timing_callback(clock: StepClock, pending: list[int]):
-    """A TrainerCallback around each optimizer step. Trainers fetch ahead, so tokens come from the oldest batch."""
+def timing_callback(clock: StepClock, pending: list[int]) -> Any:
+    """A TrainerCallback that times optimizer steps. Trainers fetch ahead, so tokens are those of the oldest batch."""
     from transformers import TrainerCallback
 
     class Timing(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.begin(pending.pop(0))
 
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.end(clock.last_loss)
 
     return Timing()

@@ -9,17 +9,21 @@ from torch import Tensor, nn
 from tunecompile.cli.compare.data import IGNORED
 from tunecompile.cli.compare.spec import Job
 
-BETA = 0.1  # of DPO: how dear it is to leave the reference
+BETA = 0.1  # of DPO: weight of the distance to the reference
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor], job: Job) -> Tensor:
-    """A scalar with a graph. batch: what the model is called with, labels among it; for DPO the chosen answers and below them the rejected ones."""
+    """The loss of a batch, a scalar with a graph.
+
+    batch: the arguments of the model, with labels. For DPO the rows with chosen answers precede the rejected ones.
+    """
     return dpo_loss(model, batch) if job.loss == "dpo" else model(**batch).loss
 
 
 def dpo_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """-log sigmoid(beta ((c - c_ref) - (r - r_ref))), the mean over pairs, with c and r the log-probabilities of chosen and rejected answers
-    (https://arxiv.org/abs/2305.18290, equation 7). The reference is the model with its adapter switched off.
+    """The mean of -log sigmoid(beta ((c - c_ref) - (r - r_ref))) over pairs (arXiv:2305.18290, equation 7).
+
+    c and r are the log-probabilities of chosen and rejected answers. The reference is the model without its adapter.
     """
     ours = answer_log_probs(model, batch)
     with torch.no_grad(), model.disable_adapter():
@@ -29,7 +33,7 @@ def dpo_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def answer_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The log-probability of each row's labelled tokens, in float32 at least: [rows]."""
+    """The log-probability of each row's labelled tokens: [rows], in float32 or float64."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = batch["labels"][:, 1:]

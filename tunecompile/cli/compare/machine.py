@@ -1,4 +1,4 @@
-"""Where and with what the figures were measured."""
+"""The machine, the versions and the source of a measurement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "trl", "u
 
 
 def output_of(*command: str) -> str | None:
+    """The output of a command; None if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     return None
 
 
 def cpu_name() -> str:
+    """The model of the CPU, and its number of cores."""
     with contextlib.suppress(OSError):
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
         if found:
@@ -33,12 +35,14 @@ def cpu_name() -> str:
 
 
 def memory_gib() -> float | None:
+    """Host memory in GiB."""
     with contextlib.suppress(ValueError, OSError, AttributeError):
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return None
 
 
 def describe_machine() -> dict:
+    """GPU, CPU and memory, as in a result."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -51,7 +55,7 @@ def describe_machine() -> dict:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; tunecompile's own also where it runs from its source tree."""
+    """The installed version of a package. tunecompile may also run from its source tree."""
     if package == "tunecompile":
         return tunecompile.__version__
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -60,11 +64,12 @@ def version_of(package: str) -> str | None:
 
 
 def describe_versions() -> dict:
+    """The versions of installed packages."""
     return {package: version for package in PACKAGES if (version := version_of(package))}
 
 
 def describe_source() -> dict:
-    """The commit of the tree that was measured, where it is one."""
+    """The commit of the measured source tree, and whether it has changes; None outside of a repository."""
     folder = str(Path(__file__).resolve().parent)
     commit = output_of("git", "-C", folder, "rev-parse", "HEAD")
     return {
@@ -74,7 +79,7 @@ def describe_source() -> dict:
 
 
 def header() -> dict:
-    """The part of a result that every file begins with."""
+    """The fields that every result file begins with."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {
         "schema": SCHEMA,
@@ -87,5 +92,6 @@ def header() -> dict:
 
 
 def gpu_clock_mhz() -> int | None:
+    """The current clock of the first GPU, in MHz."""
     found = output_of("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
     return int(found.splitlines()[0]) if found and found.splitlines()[0].isdigit() else None

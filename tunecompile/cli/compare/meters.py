@@ -1,4 +1,4 @@
-"""What is measured in a worker: step times, memory, bytes of saved tensors, kernel launches."""
+"""Measurements in a worker: step times, memory, bytes of saved tensors, kernel launches."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from tunecompile.cli.compare import ranks
 
-WARMUP = 3  # steps that are not timed: compilation, allocator, caches
+WARMUP = 3  # steps that are not timed, for compilation, allocator and caches
 GIB = 2**30
 
 
 def say(event: str, **fields) -> None:
-    """One line for the process that started this one. Everything else on stdout is only logged."""
+    """Send an event, one line on stdout, to the parent process. Other output on stdout is only logged."""
     if ranks.rank() == 0:
         print(f"@{event} {json.dumps(fields)}", flush=True)
 
 
 def wait_for_turn() -> None:
-    """Hold still until it is this process's turn: processes that alternate see the same weather on the machine."""
+    """Wait for this process's turn. Processes that alternate are equally affected by other load on the machine."""
     if os.environ.get("TUNECOMPILE_TURNS"):
         say("turn")
-        if not sys.stdin.readline():  # nobody is there any more
+        if not sys.stdin.readline():  # the pipe is closed
             sys.exit("the parent process has ended")
 
 
 class StepClock:
-    """Times each step by CUDA events or the clock, with no synchronisation on the way but after the first step."""
+    """Times each step by CUDA events or the host's clock. Only the first step is followed by a synchronisation."""
 
     def __init__(self, device: str, label: str, total: int):
         self.cuda, self.label, self.total = device == "cuda", label, total
@@ -45,6 +46,7 @@ class StepClock:
         self.first_s = 0.0
 
     def begin(self, tokens: int) -> None:
+        """Begin a step on a batch of so many tokens."""
         self.tokens.append(tokens)
         wait_for_turn()
         if self.cuda:
@@ -53,6 +55,7 @@ class StepClock:
         self.started = time.perf_counter()
 
     def end(self, loss: torch.Tensor) -> None:
+        """End the step."""
         if self.cuda:
             self.events[-1][1].record()
             if not self.host_ms:
@@ -62,7 +65,7 @@ class StepClock:
         if len(self.host_ms) == 1:
             self.first_s = self.host_ms[0] / 1e3
         if len(self.host_ms) == WARMUP and not self.cuda:
-            reset_peak_rss()  # the compiler's own memory is not the step's
+            reset_peak_rss()  # the memory of the compiler does not count
         shown = None if self.cuda else round(float(loss.detach()), 4)
         say(
             "step",
@@ -74,13 +77,14 @@ class StepClock:
         )
 
     def step_ms(self) -> list[float]:
+        """Milliseconds of all steps."""
         if self.cuda:
             torch.cuda.synchronize()
             return [begin.elapsed_time(end) for begin, end in self.events]
         return self.host_ms
 
     def figures(self) -> dict:
-        """The result's time figures: median from the fourth step on, real tokens a second."""
+        """The time figures of a result: median of the timed steps, and tokens a second without padding."""
         times, tokens = self.step_ms(), self.tokens
         warm = min(WARMUP, len(times) - 1)
         timed = times[warm:]
@@ -98,7 +102,8 @@ class StepClock:
         return figures
 
 
-def median(values: list[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """The median of at least one value."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
@@ -108,18 +113,21 @@ def median(values: list[float]) -> float:
 
 
 def reset_peak_rss() -> None:
-    with contextlib.suppress(OSError):  # only Linux can
+    """Reset the peak of resident memory, which Linux supports."""
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss() -> int:
-    """Bytes of resident memory at the peak since the last reset."""
-    with contextlib.suppress(OSError, AttributeError):
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    """Peak of resident memory since the last reset, in bytes."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reset_memory(device: str) -> None:
+    """Reset the peaks of memory."""
     if device == "cuda":
         torch.cuda.empty_cache()
         for gpu in range(torch.cuda.device_count()):
@@ -129,7 +137,7 @@ def reset_memory(device: str) -> None:
 
 
 def memory_figures(device: str) -> dict:
-    """Of the GPU on which this process needed most."""
+    """Peaks of memory: of the GPU on which this process needed most, or of the host."""
     if device == "cuda":
         gpus = range(torch.cuda.device_count())
         return {
@@ -140,9 +148,9 @@ def memory_figures(device: str) -> dict:
 
 
 def resident_storages(model: torch.nn.Module) -> set[int]:
-    """Storages that live with or without a step: parameters, buffers and a quantised weight's statistics."""
+    """Data pointers of storages that exist outside of steps: parameters, buffers and scales of quantised weights."""
 
-    def storages(tensor):
+    def storages(tensor: torch.Tensor) -> Iterator[int]:
         yield tensor.untyped_storage().data_ptr()
         state = getattr(tensor, "quant_state", None)
         while state is not None:
@@ -155,8 +163,8 @@ def resident_storages(model: torch.nn.Module) -> set[int]:
     return {pointer for tensor in tensors for pointer in storages(tensor)}
 
 
-def count_saved_bytes(model: torch.nn.Module, forward) -> int:
-    """Bytes that autograd keeps between forward and backward: each storage once, parameters left out."""
+def count_saved_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages that autograd saves between forward and backward, without parameters."""
     resident, saved = resident_storages(model), {}
 
     def pack(tensor):
@@ -173,8 +181,8 @@ def count_saved_bytes(model: torch.nn.Module, forward) -> int:
     return total
 
 
-def count_launches(step) -> int:
-    """Kernel launches of one step, as the CUDA runtime saw them."""
+def count_launches(step: Callable[[], object]) -> int:
+    """Kernel launches of one step, as counted by the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

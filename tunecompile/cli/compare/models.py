@@ -1,28 +1,30 @@
-"""The model under training: loaded, quantised, given an adapter, and handed to one of the systems."""
+"""Load the model, quantise it, add an adapter, and apply one of the systems."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from tunecompile.cli.compare.data import prepare_tokenizer
-from tunecompile.cli.compare.errors import ModelNotFound
 from tunecompile.cli.compare.shapes import build_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job
+from tunecompile.errors import ModelNotFound
 from tunecompile.estimate.known_shapes import SHAPES, TARGETS
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64
 
 
 def check_model(model: str) -> None:
-    """Say what is wrong with a model's name before anything is started."""
+    """Raise `ModelNotFound` for a wrong name, before anything is started."""
 
-    def missing(reason: str):
+    def missing(reason: str) -> ModelNotFound:
         return ModelNotFound(model=model, reason=reason, shapes=", ".join(SHAPES))
 
     folder = Path(model)
@@ -38,11 +40,12 @@ def check_model(model: str) -> None:
 
 
 def is_shape(model: str) -> bool:
+    """Whether the name is one of a shape model."""
     return model in SHAPES and not Path(model).exists()
 
 
-def load_tokenizer(job: Job):
-    """The tokenizer with a padding token of its own, or None for a shape model."""
+def load_tokenizer(job: Job) -> Any:
+    """The tokenizer with its own padding token, or None for a shape model."""
     if is_shape(job.model):
         return None
     from transformers import AutoTokenizer
@@ -51,11 +54,10 @@ def load_tokenizer(job: Job):
 
 
 def load_base(job: Job) -> nn.Module:
-    """The base model on the device, NF4 with double quantisation for qlora."""
+    """The base model on the device; for qlora in NF4 with double quantisation."""
     dtype = getattr(torch, job.dtype)
-    storage = (
-        dtype if job.processes > 1 and job.parallel in ("fsdp2", "zero3") else torch.uint8
-    )  # these shard floats only
+    shards = job.processes > 1 and job.parallel in ("fsdp2", "zero3")  # which shard floats only
+    storage = dtype if shards else torch.uint8
     if is_shape(job.model):
         return build_shape_model(
             job.model,
@@ -84,7 +86,7 @@ def load_base(job: Job) -> nn.Module:
 
 
 def placement(job: Job) -> dict:
-    """Where loading puts the layers: all on this process's device, or as much on each of its GPUs."""
+    """Arguments of loading for the device: this process's, or all GPUs with balanced layers."""
     if job.placed and job.device == "cuda":
         return {
             "device_map": "balanced",
@@ -94,7 +96,7 @@ def placement(job: Job) -> dict:
 
 
 def add_adapter(model: nn.Module, job: Job) -> nn.Module:
-    """LoRA on all seven linears of a decoder layer, or on all linears where these names do not occur."""
+    """Add LoRA to the seven linears of a decoder layer, or to all linears if the model has other names."""
     if job.mode == "full":
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
@@ -108,7 +110,7 @@ def add_adapter(model: nn.Module, job: Job) -> nn.Module:
 
 
 def load_unsloth(job: Job) -> nn.Module:
-    """Unsloth loads, quantises and adapts by its own functions; `import unsloth` has to come first in the process."""
+    """Load, quantise and adapt with Unsloth's functions. The process has to import unsloth first."""
     from unsloth import FastLanguageModel
 
     checkpointing = "unsloth" if job.checkpoints else False
@@ -133,7 +135,7 @@ def load_unsloth(job: Job) -> nn.Module:
 
 
 def load_model(job: Job) -> nn.Module:
-    """The model as the training code gets it, before the system's own call."""
+    """The model with its adapter, before the system is applied."""
     if job.engine == "unsloth":
         model = load_unsloth(job)
     else:
@@ -149,13 +151,13 @@ def load_model(job: Job) -> nn.Module:
 
 
 def apply_system(model: nn.Module, job: Job) -> nn.Module:
-    """The one thing in which the systems differ."""
+    """Apply the system, in which alone the runs differ."""
     engine = job.engine
     if engine == "compile":
         model.compile()
     elif engine == "compile-layers":
         for layer in (layer for stack in find_layers(model) for layer in stack.members):
-            layer.forward = torch.compile(layer.forward)  # inside of what engines hang around it
+            layer.forward = torch.compile(layer.forward)  # inside of hooks that engines add
     elif engine == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -163,16 +165,17 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
     elif engine == "tunecompile":
         import tunecompile
 
-        model = tunecompile.optimize(model, memory=job.memory, precision=job.precision)
+        precision = cast("Literal['fp8'] | None", job.precision)
+        model = tunecompile.optimize(model, memory=job.memory, precision=precision)
     return model
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module):
-    """Eval mode for everything but quantised linears, and no gradients.
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for all modules but quantised linears, and no gradients.
 
-    In eval mode bitsandbytes repacks NF4 weights for inference on CPUs with AVX512-BF16. The packed weight stays for
-    good, is less exact, and passes no gradient back: training after an evaluation would silently go wrong.
+    In eval mode bitsandbytes repacks NF4 weights for inference on CPUs with AVX512-BF16. This is permanent, less exact,
+    and has no gradient: training after an evaluation would silently be wrong.
     """
     model.eval()
     for module in model.modules():
@@ -187,21 +190,23 @@ def evaluating(model: nn.Module):
 
 
 def named_values(name: str, like: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
-    """Random values fixed by the parameter's name and exact in bfloat16: equal in every process and precision."""
+    """Random values by the parameter's name, exact in bfloat16: equal in every process and precision."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     values = torch.empty(like.shape).normal_(0, scale, generator=generator).to(torch.bfloat16)
     return values.to(like.device, like.dtype)
 
 
 def short_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front, so that systems can be compared."""
+    """A parameter's name without the prefixes of wrappers, so that systems can be compared."""
     return name.replace("base_model.model.", "").replace("_orig_mod.", "").replace(".default", "")
 
 
 @torch.no_grad()
 def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> None:
-    """A as LoRA draws it; B zero, or small and random for a gradient check (with B zero every gradient of A is zero). DPOTrainer's frozen copy of
-    an adapter is left as it is."""
+    """Set A to LoRA's initial distribution, and B to zero, or to small random values for a check of gradients.
+
+    With B = 0 every gradient of A is zero. DPOTrainer's frozen copy of an adapter is not changed.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -217,13 +222,13 @@ def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> No
 
 
 def reference_dtype(job: Job) -> torch.dtype:
-    """fp32 judges bf16, fp64 judges fp32. TRL keeps QLoRA adapters in bf16, which fp32 judges."""
+    """The reference's dtype: fp32 for bf16, fp64 for fp32. TRL keeps QLoRA adapters in bf16, so fp32 is enough."""
     bf16_adapter = job.trainer == "sft" and job.mode == "qlora"
     return torch.float64 if job.dtype == "float32" and not bf16_adapter else torch.float32
 
 
 def to_reference(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same weights in high precision: quantised linears become plain ones that hold the dequantised values."""
+    """The model in high precision; quantised linears become plain ones with the dequantised values."""
     with contextlib.suppress(ImportError):
         import bitsandbytes as bnb
 
@@ -245,7 +250,7 @@ def to_reference(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def precision(job: Job) -> contextlib.AbstractContextManager:
-    """What the forward pass runs under: autocast for bf16, as trainers do; the reference's own mode; nothing for fp32."""
+    """The context of the forward pass: autocast for bf16, as in trainers; the reference's mode; none for fp32."""
     if job.engine == REFERENCE:
         return Float64() if reference_dtype(job) is torch.float64 else contextlib.nullcontext()
     if job.dtype == "bfloat16":

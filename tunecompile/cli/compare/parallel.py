@@ -1,10 +1,11 @@
-"""What joins several GPUs, by name (`spec.PARALLEL`): what wraps a model, and how its loop takes a step. These are engines that people use anyway."""
+"""Engines for several GPUs, by name (`spec.PARALLEL`): how each wraps a model, and how its loop takes a step."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from tunecompile.runtime.find_layers import find_layers
 
 
 def shard(model: nn.Module, job: Job) -> nn.Module:
-    """FSDP2's layers, one a unit, before the system's own call."""
+    """Shard the layers with FSDP2, each as one unit, before the system is applied."""
     if job.parallel != "fsdp2" or job.processes == 1:
         return model
     from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,7 @@ def shard(model: nn.Module, job: Job) -> nn.Module:
 
 
 def wrap(model: nn.Module, job: Job) -> nn.Module:
-    """DDP's wrapper or DeepSpeed's engine, after it."""
+    """Wrap the model in DDP or DeepSpeed's engine, after the system is applied."""
     if job.processes == 1 or job.parallel not in ("ddp", "zero3"):
         return model
     if job.parallel == "zero3":
@@ -37,7 +38,10 @@ def wrap(model: nn.Module, job: Job) -> nn.Module:
 
 
 def zero(model: nn.Module, job: Job) -> nn.Module:
-    """ZeRO's third stage with DeepSpeed's own settings. The optimizer is torch's, as for the other engines; in bf16 its copy of the weights is in fp32."""
+    """ZeRO-3 with DeepSpeed's default settings.
+
+    The optimizer is torch's, as with the other engines; in bf16 its copy of the weights is in fp32.
+    """
     if job.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -54,6 +58,7 @@ def zero(model: nn.Module, job: Job) -> nn.Module:
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    """Torch's fused AdamW for the trained parameters."""
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=job.lr, weight_decay=0.0, fused=True
     )
@@ -61,17 +66,19 @@ def adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Stepper:
-    """How a loop takes a step, in the words of torch or of DeepSpeed's engine."""
+    """How a loop takes a step: by torch's functions or those of DeepSpeed's engine."""
 
     backward: Callable[[Tensor], object]
-    step: Callable[[], object]  # of the optimizer; no gradients are left
+    step: Callable[[], object]  # the optimizer's step, after which there are no gradients
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Stepper:
+        """By torch's functions."""
         return cls(Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad(set_to_none=True)))
 
 
-def stepper(model: nn.Module, job: Job) -> Stepper:
+def stepper(model: Any, job: Job) -> Stepper:
+    """The stepper of a wrapped model."""
     if job.parallel == "zero3" and job.processes > 1:
         return Stepper(model.backward, model.step)
     return Stepper.of(adamw(model, job))

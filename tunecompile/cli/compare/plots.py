@@ -1,10 +1,15 @@
-"""The report's pictures, drawn with matplotlib and returned as SVG in a data URI."""
+"""Pictures of the report, drawn with matplotlib and returned as SVG in a data URI."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from tunecompile.cli.compare.curves import differences
 from tunecompile.cli.compare.seeds import timed
 from tunecompile.report.html import draw
+
+if TYPE_CHECKING:  # matplotlib is imported where it draws
+    from matplotlib.axes import Axes
 
 COLOURS = {
     "hf": "#6b7280",
@@ -23,14 +28,14 @@ COLOURS = {
 
 
 def colour(system: str) -> str:
-    """Of a system; under a budget (tunecompile@20GiB) a lighter one than without."""
+    """The colour of a system; under a budget (tunecompile@20GiB) it is lighter."""
     return COLOURS.get(system, "#60a5fa" if system.startswith("tunecompile@") else "#9ca3af")
 
 
 def loss_curves(runs: list[dict], reference: dict | None) -> str:
-    """All systems over each other, in the band of their seeds: where they agree the curves hide one another, so each is thinner than the one before."""
+    """The curves of all systems with the bands of their seeds. Each is thinner than the one below, to show both."""
 
-    def paint(axes):
+    def paint(axes: Axes) -> None:
         for run in runs:
             if band := run.get("band"):
                 axes.fill_between(
@@ -40,7 +45,7 @@ def loss_curves(runs: list[dict], reference: dict | None) -> str:
         if reference:
             curves.append(("reference", reference["losses"]))
         for rank, (name, losses) in enumerate(curves):
-            label = f"reference ({reference['dtype']})" if name == "reference" else name
+            label = f"reference ({reference['dtype']})" if reference and name == "reference" else name
             axes.plot(
                 range(1, len(losses) + 1),
                 losses,
@@ -56,9 +61,9 @@ def loss_curves(runs: list[dict], reference: dict | None) -> str:
 
 
 def loss_differences(runs: list[dict], base: dict, noise: float) -> str:
-    """Each system's loss less that of the base, and the band that a batch's noise fills."""
+    """Each system's loss minus that of the base, and the band of a batch's noise."""
 
-    def paint(axes):
+    def paint(axes: Axes) -> None:
         steps = range(1, len(base["losses"]) + 1)
         axes.axhspan(-noise, noise, color="#e5e7eb", zorder=0, label="noise of a batch")
         for run in runs:
@@ -77,9 +82,9 @@ def bars(
     unit: str,
     errors: list[tuple[float, float]] | None = None,
 ) -> str:
-    """Horizontal bars with their figures."""
+    """Horizontal bars with their values."""
 
-    def paint(axes):
+    def paint(axes: Axes) -> None:
         places = range(len(values))
         spread = list(zip(*errors)) if errors else None
         axes.barh(
@@ -104,7 +109,7 @@ def bars(
 
 
 def step_time_bars(runs: list[dict]) -> str:
-    """Medians with their quartiles: the slowest step of a shared machine would set the scale otherwise."""
+    """Medians with quartiles, since the slowest step on a shared machine would set the scale."""
     values = [r["step_ms"]["median"] for r in runs]
     spread = [quartile_distances(r) for r in runs]
     return bars(
@@ -117,29 +122,30 @@ def step_time_bars(runs: list[dict]) -> str:
 
 
 def quartile_distances(run: dict) -> tuple[float, float]:
+    """Distances of the median step to the lower and the upper quartile, in milliseconds."""
     middle = run["step_ms"]["median"]
     times = sorted(timed(run))
     if not times:
         return middle - run["step_ms"]["min"], run["step_ms"]["max"] - middle
-    return middle - min(middle, times[len(times) // 4]), max(
-        middle, times[(3 * len(times)) // 4 - (len(times) % 4 == 0)]
-    ) - middle
+    lower, upper = times[len(times) // 4], times[(3 * len(times)) // 4 - (len(times) % 4 == 0)]
+    return middle - min(middle, lower), max(middle, upper) - middle
 
 
 def memory_bars(runs: list[dict], key: str, scale: float, unit: str) -> str:
+    """Bars of a figure, divided by the scale, of the runs that have it."""
     kept = [r for r in runs if r.get(key) is not None]
     return bars([label(r, runs) for r in kept], [r["system"] for r in kept], [r[key] / scale for r in kept], unit)
 
 
 def label(run: dict, runs: list[dict]) -> str:
-    """The system, with the shape where there are several."""
+    """The system, with the shape if there are several."""
     return f"{run['system']}  {run['shape']}" if len({r["shape"] for r in runs}) > 1 else run["system"]
 
 
 def gradient_scatter(rows: list[dict], limit: float) -> str:
-    """One dot a parameter: left of the line it is nearer to the reference than eager's."""
+    """A dot for each parameter. Below the line it is nearer to the reference than eager's."""
 
-    def paint(axes):
+    def paint(axes: Axes) -> None:
         smallest = min((v for r in rows for v in (r["error"], r["eager_error"]) if v > 0), default=1e-8)
         x = [max(r["eager_error"], smallest) for r in rows]
         y = [max(r["error"], smallest) for r in rows]

@@ -1,11 +1,12 @@
-"""Workers as child processes: one after the other, or taking turns step by step.
+"""Workers as child processes that run one after the other, or alternate step by step.
 
-Where memory allows it (on a CPU), all systems are alive at once and only one of them runs at a time, a step each. What
-else the machine does then falls on all of them alike, and the ratio of their medians means something.
+If memory permits (on a CPU), the processes of all systems exist at once and run one step in turn. Other load on the
+machine then affects all of them alike, so the ratio of their medians is meaningful.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,18 +24,25 @@ Listener = Callable[[str, str, dict], None]  # system, event, fields
 
 @dataclass
 class Worker:
-    """A child process and what it has said so far."""
+    """A child process that runs one job."""
 
     job: Job
     folder: Path
     listen: Listener
     turns: bool
     task: str = "train"
-    caches: str | None = None  #: the compiler's, kept; None: empty ones of its own
+    caches: str | None = None  #: folder of the compilers' caches, which is kept; None: a new one
     process: subprocess.Popen | None = field(default=None, init=False)
 
     @property
+    def started(self) -> subprocess.Popen:
+        """The process, which `start` has started."""
+        assert self.process is not None
+        return self.process
+
+    @property
     def stem(self) -> str:
+        """The name of its files, without a suffix."""
         return (
             f"{self.job.system}-{self.task}"
             + (f"-{self.job.layers}-layers" if self.job.layers else "")
@@ -43,15 +51,16 @@ class Worker:
         )
 
     def start(self) -> None:
+        """Write the job and start the process."""
         spec = self.folder / f"{self.stem}.job.json"
         self.result = self.folder / f"{self.stem}.result.json"
-        self.log = open(self.folder / f"{self.stem}.log", "w", encoding="utf-8")  # noqa: SIM115: closed in finish
+        self.log = open(self.folder / f"{self.stem}.log", "w", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self.own_caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
         spec.write_text(json.dumps(self.job.to_dict() | {"task": self.task}))
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.turns:
             environment["TUNECOMPILE_TURNS"] = "1"
-        if not self.job.trust_cache:  # compile times are those of a first run
+        if not self.job.trust_cache:  # with empty caches, compile times are those of a first run
             folder = self.caches or self.own_caches
             environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         self.process = subprocess.Popen(
@@ -64,14 +73,13 @@ class Worker:
         )
 
     def run_turn(self) -> bool:
-        """Let it run until it hands over or ends. True while it lives."""
-        if self.turns:
-            try:
-                self.process.stdin.write("go\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it has ended; its last lines are still to be read
-        for line in self.process.stdout:
+        """Let it run until it waits for its next turn (True) or ends (False)."""
+        process = self.started
+        if self.turns and process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its last lines are read below
+                process.stdin.write("go\n")
+                process.stdin.flush()
+        for line in process.stdout or ():
             event = self.hear(line)
             if event == "turn":
                 return True
@@ -79,6 +87,7 @@ class Worker:
         return False
 
     def hear(self, line: str) -> str | None:
+        """Pass an event on and return its name; log any other line."""
         name, _, fields = line.rstrip("\n").partition(" ")
         if not name.startswith("@"):
             self.log.write(line)
@@ -87,25 +96,28 @@ class Worker:
         return name[1:]
 
     def finish(self) -> None:
-        self.process.wait()
+        """Wait for its end and clean up."""
+        self.started.wait()
         self.log.close()
         shutil.rmtree(self.own_caches, ignore_errors=True)
 
     def stop(self) -> None:
+        """Kill it if it runs."""
         if self.process and self.process.poll() is None:
             self.process.kill()
             self.finish()
 
     def read_result(self) -> dict:
+        """The result that it wrote, or its status if it ended early."""
         if self.result.is_file():
             return json.loads(self.result.read_text())
-        code = self.process.returncode
+        code = self.started.returncode
         reason = f"killed by signal {-code}, often for memory" if code < 0 else f"exit code {code}"
         return {"status": f"error: the process ended early ({reason}); see {self.log.name}"}
 
 
 def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
-    """Run all of them; with turns a step each in rotation, otherwise each to its end, one after the other or at once."""
+    """Run all workers and return their results: in turns, all at once, or one after the other."""
     groups = [workers] if at_once or (workers and workers[0].turns) else [[worker] for worker in workers]
     try:
         for group in groups:
@@ -113,7 +125,7 @@ def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
                 worker.start()
             alive = list(group)
             for worker in alive:
-                if worker.turns:  # the greeting before the first turn
+                if worker.turns:  # it waits for its first turn
                     wait_until_ready(worker)
             while alive:
                 alive = [worker for worker in alive if worker.run_turn()]
@@ -124,6 +136,7 @@ def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
 
 
 def wait_until_ready(worker: Worker) -> None:
-    for line in worker.process.stdout:
+    """Read the worker's output until it waits for its first turn."""
+    for line in worker.started.stdout or ():
         if worker.hear(line) == "turn":
             return

@@ -1,4 +1,4 @@
-"""The result as files: report.json, report.md and one self-contained report.html."""
+"""Write the result to report.json, report.md and one self-contained report.html."""
 
 from __future__ import annotations
 
@@ -21,30 +21,35 @@ COLUMNS = (  # heading, how to read it off a run
     ("reserved, GiB", lambda r: number(r.get("peak_reserved_gib"), ".2f")),
     ("saved for backward, MiB", lambda r: number(r.get("saved_bytes"), ",.1f", 2**20)),
     ("first step, s", lambda r: f"{r['first_step_s']:.1f}"),
-    ("compiling pays back after", lambda r: break_even_text(r)),
+    ("compiling pays back after", lambda r: break_even_text(r)),  # noqa: PLW0108 (defined below)
     ("launches a step", lambda r: number(r.get("launches_per_step"), ",.0f")),
     ("host, ms a step", lambda r: number(r.get("host_ms_per_step"), ",.1f")),
-    ("held-out loss", lambda r: held_out_text(r)),
+    ("held-out loss", lambda r: held_out_text(r)),  # noqa: PLW0108 (defined below)
     ("last loss", lambda r: f"{r['losses'][-1]:.4f}{spread(r, 'last_loss', '.4f')}"),
 )
 
 
 def number(value: float | None, form: str, scale: float = 1) -> str:
+    """The formatted value, divided by the scale; empty for None."""
     return "" if value is None else format(value / scale, form)
 
 
 def spread(run: dict, figure: str, form: str) -> str:
-    """From where to where several seeds' figures went."""
-    return "" if figure not in run.get("spread", {}) else " ({0:{2}} to {1:{2}})".format(*run["spread"][figure], form)
+    """The range of a figure over several seeds; empty for one seed."""
+    if figure not in run.get("spread", {}):
+        return ""
+    low, high = run["spread"][figure]
+    return f" ({low:{form}} to {high:{form}})"
 
 
 def name_of(run: dict) -> str:
-    """The system's, and how many of its seeds went through, where not all did."""
+    """The system, with the number of its finished seeds if not all finished."""
     fine, all_of_them = run.get("seeds", (1, 1))
     return run["system"] if fine == all_of_them or not fine else f"{run['system']} ({fine} of {all_of_them} seeds)"
 
 
 def break_even_text(run: dict) -> str:
+    """The step at which compilation has paid for its time."""
     if "break_even_step" not in run:
         return ""
     step = run["break_even_step"]
@@ -52,29 +57,31 @@ def break_even_text(run: dict) -> str:
 
 
 def held_out_text(run: dict) -> str:
-    return (
-        f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}{spread(run, 'held_out_after', '.3f')}"
-        if "held_out_after" in run
-        else ""
-    )
+    """The held-out loss before and after."""
+    if "held_out_after" not in run:
+        return ""
+    return f"{run['held_out_before']:.3f} → {run['held_out_after']:.3f}{spread(run, 'held_out_after', '.3f')}"
 
 
 def run_table(runs: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; a column that nobody fills is left out, a row that is not ok says why. runs: seeds laid together."""
+    """Headings and rows of the table of systems, without empty columns. A row that is not ok says why.
+
+    runs: one for all seeds.
+    """
     filled = [(name, read) for name, read in COLUMNS if any(r["status"] == "ok" and read(r) for r in runs)]
     several = len({r["shape"] for r in runs}) > 1
     head = ["system", *(["shape"] if several else []), *(name for name, _ in filled)]
     rows = []
     for run in runs:
         first = [name_of(run), *([run["shape"]] if several else [])]
-        said = run["status"] + (f": {run['install']}" if run.get("install") else "")
-        cells = [read(run) for _, read in filled] if run["status"] == "ok" else [said, *[""] * (len(filled) - 1)]
+        status = run["status"] + (f": {run['install']}" if run.get("install") else "")
+        cells = [read(run) for _, read in filled] if run["status"] == "ok" else [status, *[""] * (len(filled) - 1)]
         rows.append(first + cells)
     return head, rows
 
 
 def facts(result: dict) -> list[tuple[str, str]]:
-    """What was run, on what: the lines under the title."""
+    """The lines under the title: what was run, and on which machine."""
     settings, machine, run = result["settings"], result["machine"], result["runs"][0]
     where = f"{machine['gpu_count']} x {machine['gpu']}; {machine['cpu']}" if machine["gpu"] else machine["cpu"]
     how = {"qlora": "QLoRA: NF4 base, double-quantised, ", "lora": "LoRA, ", "full": "full fine-tuning, "}[
@@ -96,7 +103,7 @@ def facts(result: dict) -> list[tuple[str, str]]:
     source = "random tokens" if settings["shapes"] else f"{settings['rows']:,} rows of {Path(settings['data']).name}"
     if settings["dropped_rows"]:
         source += f" ({settings['dropped_rows']} longer ones left out)"
-    lines = [
+    return [
         ("Model", f"{run['model']}. {how}{adapter}computed in {settings['dtype']}"),
         (
             "Training",
@@ -117,10 +124,10 @@ def facts(result: dict) -> list[tuple[str, str]]:
             ),
         ),
     ]
-    return lines
 
 
 def trainer_text(settings: dict) -> str:
+    """The trainer by name."""
     dpo = settings.get("loss") == "dpo"
     if settings["trainer"] == "loop":
         return "a plain PyTorch loop" + (" with the loss of DPO" if dpo else "")
@@ -128,15 +135,16 @@ def trainer_text(settings: dict) -> str:
 
 
 def seeds_text(settings: dict) -> str:
+    """The seed, or the range of seeds."""
     first, count = settings["seed"], settings.get("seeds", 1)
     return f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
 
 
 def method(result: dict) -> list[str]:
-    """How the figures came about, in sentences."""
+    """Sentences on how the figures were measured."""
     settings = result["settings"]
     turns = (
-        "The systems' processes take turns, one step each, so that whatever else the machine does falls on all alike."
+        "The systems' processes alternate step by step, so that other load on the machine affects all alike."
         if settings["turns"]
         else "The systems' processes run one after the other, each alone."
     )
@@ -144,26 +152,28 @@ def method(result: dict) -> list[str]:
         "Every system trains on the same batches in the same order, in its own process, from the same adapter values, "
         "with cold compiler caches. " + turns,
         "Step time is the median from the fourth step on; tokens/s counts real tokens, not padding.",
-        "Saved for backward: storages that autograd keeps between forward and backward, each once, parameters left out; "
+        "Saved for backward: storages that autograd keeps between forward and backward, without parameters; "
         "counted in one extra step that is not timed.",
     ]
     if any(r["system"] in ("hf", "hf-checkpoint") for r in result["runs"]):
-        lines.insert(1, "hf is the Hugging Face model as it comes: eager, the yardstick for speed and for error.")
+        lines.insert(1, "hf is the unchanged Hugging Face model, run eagerly: the yardstick for speed and error.")
     if result["gradients"]:
         where = "a two-layer model of the same shape" if settings["shapes"] else "the model"
         lines.append(
-            f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher precision "
-            "from the same (dequantised) weights. LoRA's B is set to small random values for this step: with B = 0 every gradient of A is zero."
+            f"Gradient error is ‖g − r‖ / ‖r‖ for every trainable parameter of {where}, where r is computed in higher "
+            "precision from the same (dequantised) weights. LoRA's B is set to small random values for this step: with "
+            "B = 0 every gradient of A is zero."
         )
     if settings.get("loss") == "dpo":
         lines.append(
-            "DPO's reference is the model without its adapter, run without gradients in every step; tokens/s counts those of the pairs, once."
+            "DPO's reference is the model without its adapter, run without gradients in every step; tokens/s counts "
+            "the tokens of the pairs once."
         )
     if settings.get("seeds", 1) > 1:
         lines.append(
-            "Each seed draws the adapters, the order of the rows and dropout anew, in processes of its own; held-out rows are the same. Figures are the "
-            "median over the seeds, with the lowest and the highest; losses are the mean of each step, in a band from the lowest to the highest. "
-            "Gradients are those of the first seed."
+            "Each seed has its own processes, adapters, order of rows and dropout; held-out rows are the same. Figures "
+            "are the median over the seeds, with the lowest and the highest; losses are the mean of each step, in a "
+            "band from the lowest to the highest. Gradients are those of the first seed."
         )
     if any(r.get("peak_reserved_gib") is None and r["status"] == "ok" for r in result["runs"]):
         lines.append("Peak memory on a CPU is resident memory from the fourth step on, with Python and all libraries.")
@@ -171,7 +181,7 @@ def method(result: dict) -> list[str]:
 
 
 def curve_table(rows: list[dict]) -> list[list[str]]:
-    """Distances of loss curves, in text."""
+    """The table of distances between loss curves."""
     return [
         [
             row["system"],
@@ -197,7 +207,7 @@ ERROR_HEAD = (
 
 
 def error_summary(gradients: list[dict]) -> list[list[str]]:
-    """Gradient errors of all parameters, and by kind of parameter."""
+    """The table of gradient errors, for all parameters and by kind of parameter."""
     table = []
     for name, rows in ({"all": gradients} | families(gradients)).items() if gradients else ():
         ratios = [r["error"] / r["yardstick"] for r in rows]
@@ -218,14 +228,16 @@ def error_summary(gradients: list[dict]) -> list[list[str]]:
 
 
 def nearer(eager: float, ours: float) -> str:
-    """By which share of eager's error ours is smaller; what is below the rounding of fp32 sums is no error."""
+    """By how much our error is smaller than eager's. Errors below the rounding of fp32 sums do not count."""
     if max(eager, ours) <= ORDER:
         return "both are rounding"
-    return f"{1 - ours / eager:.1%}" if ours <= eager else f"no: {ours / eager:.2f}x as far" if eager else "no"
+    if ours <= eager:
+        return f"{1 - ours / eager:.1%}"
+    return f"no: {ours / eager:.2f}x as far" if eager else "no"
 
 
 def against_title(result: dict) -> str:
-    """Which older result, and what is of another version since."""
+    """The date and commit of the older result, and the packages whose versions changed."""
     old, new = result["against"]["versions"], result["versions"]
     moved = [
         f"{name} {old.get(name, 'none')} → {new.get(name, 'none')}"
@@ -239,6 +251,7 @@ def against_title(result: dict) -> str:
 
 
 def against_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the comparison with an older result."""
     head = ["system", "shape", "figure", "before", "now", "change", "verdict"]
     return head, [
         [
@@ -255,7 +268,7 @@ def against_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 
 
 def figures(result: dict) -> list[tuple[str, str]]:
-    """The pictures with their captions."""
+    """Captions and pictures."""
     together = merge_seeds(result["runs"])
     ok = [r for r in together if r["status"] == "ok"]
     if not ok:
@@ -264,15 +277,15 @@ def figures(result: dict) -> list[tuple[str, str]]:
     shape = ok[0]["shape"]
     made = [
         (
-            "Loss, laid over each other",
+            "Loss",
             plots.loss_curves([r for r in ok if r["shape"] == shape], result.get("reference")),
         )
     ]
     base = curves.base_of(together)
-    if others := [r for r in ok if base and r is not base and r["shape"] == base["shape"]]:
+    if base and (others := [r for r in ok if r is not base and r["shape"] == base["shape"]]):
         made.append(
             (
-                f"Loss, less that of {base['system']}",
+                f"Loss minus that of {base['system']}",
                 plots.loss_differences(others, base, curves.batch_noise(base["losses"])),
             )
         )
@@ -286,7 +299,7 @@ def figures(result: dict) -> list[tuple[str, str]]:
 
 
 def write_reports(result: dict, out: Path) -> dict[str, Path]:
-    """Write the three files and return where they are."""
+    """Write the three files and return their paths by kind."""
     out.mkdir(parents=True, exist_ok=True)
     runs = merge_seeds(result["runs"])
     head, rows = run_table(runs)

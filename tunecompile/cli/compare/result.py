@@ -1,6 +1,7 @@
-"""What a saved result holds: `report.json` of a comparison and the files in `benchmarks/results/`, checked when they are read.
+"""The schema of saved results, `report.json` of a comparison and the files in `benchmarks/results/`.
 
-A field that is added keeps the version; one that is renamed, or means something else, raises it. `Result.model_json_schema()` is the JSON Schema.
+Results are validated when they are read. A new field keeps the version; a renamed field, or one with another meaning,
+raises it. `Result.model_json_schema()` is the JSON Schema.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from tunecompile.cli.compare.errors import NotAResult, UnknownSchema
 from tunecompile.cli.compare.machine import SCHEMA
+from tunecompile.errors import NotAResult, UnknownSchema
 
 
 class Part(BaseModel):
-    """Fields that are not named here are kept as they are."""
+    """A part of a result. Additional fields are kept."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
 class Machine(Part):
+    """The machine of the measurement."""
+
     gpu: str | None
     gpu_count: int
     cpu: str
@@ -29,7 +32,7 @@ class Machine(Part):
 
 
 class StepMs(Part):
-    """Of the timed steps, in milliseconds."""
+    """Milliseconds of the timed steps."""
 
     median: float
     min: float
@@ -45,25 +48,26 @@ class Run(Part):
     shape: str  # ROWSxLENGTH
     status: str  # ok, oom, not installed, or error: ...
     order: int
-    seed: int | None = None  # of the adapters, the order of the rows and dropout
-    version: str | None = None  # of the system's own package: transformers' for hf, torch's for compile
-    install: str | None = None  # where it is not installed: the command that does it
-    tokens_per_s: float | None = None  # real ones: no padding
+    seed: int | None = None  # for adapters, the order of the rows and dropout
+    version: str | None = None  # of the system's package: transformers for hf, torch for compile
+    install: str | None = None  # the command that installs it, if it is not installed
+    tokens_per_s: float | None = None  # without padding
     step_ms: StepMs | None = None
-    all_step_ms: list[float] | None = None  # the last `repeats` of them are the timed ones
+    all_step_ms: list[float] | None = None  # the last `repeats` are the timed ones
     repeats: int | None = None
     peak_gib: float | None = None
     peak_reserved_gib: float | None = None
     saved_bytes: int | None = None
     first_step_s: float | None = None
-    losses: list[float] | None = None  # a step each
-    trainable: int | None = None  # values that learn
-    predicted: dict[str, Any] | None = None  # peak_gib and step_ms, of tunecompile's own runs
-    held_out_before: float | None = None  # nats a learned token
+    losses: list[float] | None = None  # one a step
+    trainable: int | None = None  # number of trained values
+    predicted: dict[str, Any] | None = None  # peak_gib and step_ms of tunecompile's estimate
+    held_out_before: float | None = None  # nats a trained token
     held_out_after: float | None = None
 
     @model_validator(mode="after")
     def has_figures(self) -> Run:
+        """Check that a finished run has its figures."""
         missing = [
             name
             for name in ("tokens_per_s", "step_ms", "peak_gib", "first_step_s", "losses")
@@ -75,7 +79,7 @@ class Run(Part):
 
 
 class GradientError(Part):
-    """Relative distances to the reference's gradient; the yardstick is eager's, and at least what rounding makes of it."""
+    """Relative distances to the reference's gradient; the yardstick is eager's, but at least the rounding error."""
 
     parameter: str
     error: float
@@ -85,13 +89,17 @@ class GradientError(Part):
 
 
 class Verdict(Part):
+    """A check and its outcome."""
+
     name: str
     passed: bool
     detail: str
 
 
 class Result(Part):
-    schema_: Literal[SCHEMA]
+    """A saved result."""
+
+    schema_: Literal[SCHEMA]  # pyright: ignore[reportInvalidTypeForm]
     date: str
     commit: str | None
     command: str
@@ -101,23 +109,24 @@ class Result(Part):
     gradients: list[GradientError]
     reduced_gradients: list[GradientError] = []
     verdicts: list[Verdict]
-    settings: dict[str, None | bool | int | float | str | list[str]]
+    settings: dict[str, bool | int | float | str | list[str] | None]
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), extra="allow")
 
     @model_validator(mode="after")
     def has_runs(self) -> Result:
+        """Check that there is a run."""
         if not self.runs:
             raise ValueError("there are no runs")
         return self
 
 
 def load_result(path: str | Path) -> dict:
-    """A saved result as it was written.
+    """The saved result at a path, validated.
 
     Raises:
-        NotAResult: there is no such file, or something else is in it; the message names the first field that is wrong.
-        UnknownSchema: another version of tunecompile wrote it, in a form that this one does not know.
+        NotAResult: there is no such file, or it is no result; the message names the first wrong field.
+        UnknownSchema: another version of tunecompile wrote it with another schema.
     """
     try:
         held = json.loads(Path(path).read_text(encoding="utf-8"))

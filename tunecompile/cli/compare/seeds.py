@@ -1,10 +1,10 @@
-"""Runs that differ in their seed alone, laid together: the middle of each figure, and from where to where it went."""
+"""Merge runs that differ only in their seed: the median of each figure, and its range."""
 
 from __future__ import annotations
 
 from tunecompile.cli.compare.meters import median
 
-MIDDLE = (
+MEDIANS = (
     "tokens_per_s",
     "peak_gib",
     "peak_reserved_gib",
@@ -19,10 +19,10 @@ MIDDLE = (
 
 
 def merge_seeds(runs: list[dict]) -> list[dict]:
-    """One run for each system and shape, in the order of the first of each. A single one stays as it is.
+    """One run for each system and shape, in the order of the first run of each. A single run is not changed.
 
-    `losses` is the mean of each step, `band` from where to where each step's loss went, and `spread` the same for the figures that several seeds
-    have; `seeds` counts the runs that are ok and all. Where none is ok the first one stands for them.
+    In a merged run `losses` is the mean of each step, `band` the range of each step's loss, `spread` the range of each
+    figure, and `seeds` the numbers of finished runs and of all runs. If no run finished, the first one represents them.
     """
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
@@ -31,11 +31,12 @@ def merge_seeds(runs: list[dict]) -> list[dict]:
 
 
 def merge(group: list[dict]) -> dict:
+    """One run for several that differ only in their seed."""
     fine = [run for run in group if run["status"] == "ok"]
     if not fine:
         return group[0] | {"seeds": [0, len(group)]}
     steps = list(zip(*(run["losses"] for run in fine)))
-    found = {name: [run[name] for run in fine if run.get(name) is not None] for name in MIDDLE} | {
+    found = {name: [run[name] for run in fine if run.get(name) is not None] for name in MEDIANS} | {
         "last_loss": list(steps[-1])
     }
     times = [run["step_ms"] for run in fine]
@@ -57,5 +58,5 @@ def merge(group: list[dict]) -> dict:
 
 
 def timed(run: dict) -> list[float]:
-    """Milliseconds of the steps that count."""
+    """Milliseconds of the timed steps."""
     return run.get("all_step_ms", [])[-run.get("repeats", 0) :] if run.get("repeats") else []

@@ -1,7 +1,7 @@
 """Models of a known architecture with random weights, built layer by layer on the device.
 
-Weights are drawn per parameter, seeded by its name, and quantised at once: no full-precision copy of the whole model
-ever exists, and every process draws the same values. Speed and memory do not depend on what the weights say.
+Weights are drawn for each parameter, seeded by its name, and quantised at once: there is never a full-precision copy of
+the whole model, and every process draws the same values. Speed and memory do not depend on the values of weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunecompile.estimate.known_shapes import TARGETS, empty_model, shape_config
 
 
 def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch.Tensor:
-    """Values that bfloat16 holds exactly, so that a model in any precision has the same weights."""
+    """Values that are exact in bfloat16, so that models of all precisions have the same weights."""
     if len(shape) == 1:
         make = torch.zeros if name.endswith("bias") else torch.ones
         return make(shape, device=device, dtype=torch.bfloat16)
@@ -26,7 +26,7 @@ def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch
 
 
 def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype, storage: torch.dtype) -> nn.Module:
-    """A bitsandbytes NF4 linear with double quantisation, the quantisation done on the weight's own device. Its bytes are kept as `storage`."""
+    """A bitsandbytes NF4 linear with double quantisation, quantised on the weight's device and stored as `storage`."""
     import bitsandbytes as bnb
 
     new = bnb.nn.Linear4bit(
@@ -42,12 +42,12 @@ def quantised_linear(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype
     new.weight = bnb.nn.Params4bit(
         weight.to(dtype), requires_grad=False, quant_type="nf4", compress_statistics=True, quant_storage=storage
     ).to(weight.device)
-    new.quant_state = new.weight.quant_state  # as loading leaves it: a shard of the weight has none
+    new.quant_state = new.weight.quant_state  # as after loading: a shard of the weight has none
     return new
 
 
 def places(layers: int, device: str, gpus: int) -> dict[str, str]:
-    """A `device_map`. Of several GPUs each has an equal share of the layers, the first the embedding table, the last norm and head."""
+    """A `device_map` with equal shares of layers, the embedding table on the first GPU, norm and head on the last."""
     if gpus == 1 or device == "cpu":
         return {"": device}
     last = f"cuda:{gpus - 1}"
@@ -70,8 +70,19 @@ def build_shape_model(
     layers: int | None = None,
     storage: torch.dtype = torch.uint8,
     gpus: int = 1,
-):
-    """A random model of that shape on the device, or over so many GPUs, NF4-quantised in its decoder linears if asked, with their bytes kept as `storage`."""
+) -> nn.Module:
+    """A random model of a shape.
+
+    Args:
+        name: of the shape.
+        quantise: quantise the linears of decoder layers to NF4.
+        dtype: of weights that are not quantised, and of computation.
+        device: of the model.
+        seed: of the weights.
+        layers: number of layers; None: all.
+        storage: dtype of the bytes of quantised weights.
+        gpus: number of GPUs over which the layers are spread.
+    """
     config = shape_config(name, layers)
     model = empty_model(config)
     where = places(config.num_hidden_layers, device, gpus)
@@ -93,7 +104,7 @@ def build_shape_model(
             module._buffers[key] = buffer.to(device)
     model.tie_weights()
     if quantise:
-        model.is_loaded_in_4bit = True  # what PEFT asks for when it picks its layer class
+        setattr(model, "is_loaded_in_4bit", True)  # noqa: B010 (PEFT reads it to choose its layer class)
     if len(where) > 1:
         from accelerate import dispatch_model
 
@@ -104,8 +115,10 @@ def build_shape_model(
 def save_shape_model(
     name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False
 ) -> None:
-    """The same weights as a folder of safetensors, one file a layer, for systems that only load from disk: bfloat16, and the linears of decoder layers in NF4
-    if asked, as bitsandbytes saves them. (In bfloat16 a model of 70B parameters exceeds most machines' memory.)
+    """Save the same weights as a folder of safetensors, one file a layer, for systems that only load from disk.
+
+    Weights are in bfloat16, or with `quantise` the linears of decoder layers in NF4, as bitsandbytes saves them. (In
+    bfloat16 a model of 70B parameters exceeds the memory of most machines.)
     """
     from safetensors.torch import save_file
 
@@ -143,7 +156,7 @@ def save_shape_model(
 
 
 def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: bool) -> dict[str, torch.Tensor]:
-    """What a file says of one parameter of the model."""
+    """The tensors that a file has for one parameter of the model."""
     owner, _, key = path.rpartition(".")
     weight = random_weight(path, empty.get_parameter(path).shape, seed, device)
     if not quantise or key != "weight" or owner.rpartition(".")[2] not in TARGETS:
@@ -157,7 +170,7 @@ def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: 
 
 
 def save_tiny_tokenizer(folder: Path) -> None:
-    """A tokenizer of a few hundred entries: loaders insist on one, random tokens need none."""
+    """Save a tokenizer of a few hundred entries, since loaders require one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What is compared: the systems by name, and a `Job`, which is one system's whole task as plain data."""
+"""The systems of a comparison by name, and `Job`, the whole task of one system as plain data."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import dataclasses
 import importlib.util
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from tunecompile.cli.compare.errors import BadShape, UnknownSystem
+from tunecompile.errors import BadShape, UnknownSystem
 
-REFERENCE = "reference"  # the high-precision run that the others are judged against; not a system a user picks
-PARALLEL = (
-    "ddp",
-    "fsdp2",
-    "zero3",
-    "device_map",
-    "alone",
-)  # what joins several GPUs; alone: nothing does, and each trains a model of its own
-
-
-DISTRIBUTIONS = {
-    "compile": "torch",
-    "compile-layers": "torch",
-    "tunecompile": "tunecompile",
-}  # of engines that need no package of their own; others are transformers' code
+REFERENCE = "reference"  # the high-precision run by which the others are judged; users cannot choose it
+PARALLEL = ("ddp", "fsdp2", "zero3", "device_map", "alone")  # engines for several GPUs; alone: separate trainings
+# packages of engines that need no extra one; the others are code of transformers
+DISTRIBUTIONS = {"compile": "torch", "compile-layers": "torch", "tunecompile": "tunecompile"}
 
 
 @dataclass(frozen=True)
@@ -32,24 +22,25 @@ class System:
 
     name: str
     engine: str  # hf, compile, compile-layers, liger, unsloth, tunecompile or reference
-    checkpointing: bool | None = None  # None: as the user asks
-    package: str | None = None  # what has to be importable
-    precision: str | None = None  # of tunecompile: beside the model's own
-    padding_free: bool = False  # gets padded batches as one row without padding
-    memory: str | None = None  # of tunecompile: the budget of its step
+    checkpointing: bool | None = None  # None: by the user's option
+    package: str | None = None  # the package that it needs
+    precision: str | None = None  # of tunecompile, besides the model's own
+    padding_free: bool = False  # gets batches as one row without padding
+    memory: str | None = None  # the memory budget of tunecompile
 
     @property
     def installed(self) -> bool:
+        """Whether its package can be imported."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
     @property
     def unbudgeted(self) -> str:
-        """The same system's name without a budget."""
+        """The name without a budget."""
         return self.name.partition("@")[0]
 
     @property
     def distribution(self) -> str:
-        """What pip calls the package whose version this system has."""
+        """The distribution of the package whose version is that of the system."""
         return (self.package or DISTRIBUTIONS.get(self.engine, "transformers")).replace("_", "-")
 
 
@@ -74,10 +65,10 @@ ALIASES = {"eager": "hf"}
 
 
 def system(name: str) -> System:
-    """By name. `tunecompile@20GiB` is tunecompile within that budget.
+    """The system of a name. `tunecompile@20GiB` is tunecompile with that budget.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no system of that name.
     """
     base, _, budget = name.partition("@")
     if not budget:
@@ -88,7 +79,7 @@ def system(name: str) -> System:
 
 
 def resolve_systems(names: str, checkpointing: bool) -> list[System]:
-    """`eager,tunecompile` -> systems, under the names that the results use."""
+    """The systems of a list such as "eager,tunecompile", by the names in results. Raises `UnknownSystem`."""
     chosen = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         name = ALIASES.get(name, name)
@@ -112,7 +103,7 @@ def resolve_systems(names: str, checkpointing: bool) -> list[System]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows and length of a batch of random tokens. Padded: rows of real lengths, none longer than `length`."""
+    """A batch of random tokens: rows and length; if padded, rows have real lengths up to `length`."""
 
     rows: int
     length: int
@@ -122,11 +113,12 @@ class Shape:
         return f"{'padded-' * self.padded}{self.rows}x{self.length}"
 
     def within(self, length: int) -> Shape:
+        """The shape with its length limited."""
         return dataclasses.replace(self, length=min(length, self.length))
 
 
 def parse_shape(text: str) -> Shape:
-    """`4x2048` or `padded-8x512`."""
+    """The shape of a text such as `4x2048` or `padded-8x512`. Raises `BadShape`."""
     found = re.fullmatch(r"(padded-)?([1-9]\d*)x([1-9]\d*)", text.strip())
     if not found:
         raise BadShape(text=text)
@@ -135,58 +127,63 @@ def parse_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One system's task. Everything but `system` and the output paths is the same for all systems of a comparison."""
+    """The task of one system. All jobs of a comparison differ only in `system` and the output paths."""
 
     system: str
     model: str  # a folder, a hub id or a shape name
     mode: str = "qlora"  # qlora, lora or full
-    trainer: str = "sft"  # sft (TRL's trainer for the loss) or loop
-    loss: str = "sft"  # or dpo: preference pairs, with the model without its adapter as the reference
+    trainer: str = "sft"  # sft (TRL's trainer) or loop
+    loss: str = "sft"  # sft or dpo: preference pairs; the reference is the model without its adapter
     data: str | None = None
-    shapes: tuple[str, ...] = ()  # random tokens of these shapes, instead of data
+    shapes: tuple[str, ...] = ()  # random tokens of these shapes, without data
     steps: int = 20
     batch: int = 4
     seq_len: int = 512
-    pad_to: int = 64  # lengths are padded to a multiple of this, so that few shapes occur
-    batching: str = "padded"  # or packed: the same rows as one without padding, whose positions begin anew with each
+    pad_to: int = 64  # lengths are padded to a multiple of this, for few different shapes
+    batching: str = "padded"  # padded or packed: the same rows as one row without padding, each with its own positions
     too_long: str = "error"  # error or drop
     lr: float = 2e-4
     seed: int = 0
-    repeat: int = 0  # which of several seeds: adapters, order of rows, random tokens and dropout are drawn anew; weights and held-out rows stay
-    dtype: str = "float32"  # what is computed in: float32 or bfloat16
+    #: number of the repetition, with new adapters, order of rows, random tokens and dropout; weights and held-out rows
+    #: are those of `seed`
+    repeat: int = 0
+    dtype: str = "float32"  # of computation: float32 or bfloat16
     device: str = "cpu"
     checkpointing: bool = False
     gpus: int = 1
-    parallel: str = "ddp"  # what joins them: one of PARALLEL
-    layers: int | None = None  # shape models only: that many layers instead of all
+    parallel: str = "ddp"  # one of PARALLEL
+    layers: int | None = None  # number of layers of a shape model; None: all
     rank: int = 16
     alpha: int = 16
-    held_out: int = 0  # rows kept from training, for the held-out loss
-    questions: int = 0  # held-out questions answered before and after
+    held_out: int = 0  # number of rows for the held-out loss, which are not trained on
+    questions: int = 0  # number of held-out questions that are answered before and after
     adapter: str | None = None  # where to save the adapter
     gradients: str | None = None  # where to save the gradients of the check step
     saved_bytes: bool = True
     launches: bool = True
-    trust_cache: bool = False  # keep the compiler's own caches, so that the first step is a warm one
+    trust_cache: bool = False  # use the compilers' usual caches, for a warm first step
 
     def __post_init__(self):
         object.__setattr__(self, "shapes", tuple(self.shapes))
 
     @property
     def engine(self) -> str:
+        """The engine of the system."""
         return system(self.system).engine
 
     @property
     def precision(self) -> str | None:
+        """The precision of the system, besides the model's own."""
         return system(self.system).precision
 
     @property
     def memory(self) -> str | None:
+        """The memory budget of the system."""
         return system(self.system).memory
 
     @property
     def checkpoints(self) -> bool:
-        """Whether this system checkpoints: its name decides, or else the user's flag."""
+        """Whether the system checkpoints: by its name, or else by the user's option."""
         fixed = system(self.system).checkpointing
         return self.checkpointing if fixed is None else fixed
 
@@ -197,20 +194,23 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """One a GPU, or one for all."""
+        """Number of processes: one for each GPU, or one for all."""
         return 1 if self.placed else self.gpus
 
     @property
     def draw(self) -> int:
-        """The seed of what is drawn anew in each repetition."""
+        """The seed of what differs between repetitions."""
         return self.seed + self.repeat
 
     @property
     def shape(self) -> str:
+        """ROWSxLENGTH of a batch."""
         return f"{self.batch}x{self.seq_len}"
 
-    def replace(self, **changes) -> Job:
+    def replace(self, **changes: Any) -> Job:
+        """A copy with changes."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"shapes": list(self.shapes)}  # as JSON gives it back
+        """The fields as JSON has them."""
+        return dataclasses.asdict(self) | {"shapes": list(self.shapes)}

@@ -1,6 +1,6 @@
-"""One system in a process of its own: `python -m tunecompile.cli.compare.worker job.json result.json`.
+"""One system in its own process: `python -m tunecompile.cli.compare.worker job.json result.json`.
 
-Speaks to its parent in lines that begin with `@`; everything else it prints is for the log.
+Events for its parent are lines that begin with `@`; all other output is for the log.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tunecompile.cli.compare.spec import REFERENCE, Job, Shape
 
-OTHER_ROWS = 1000  #: between the seeds of two ranks' random rows
+if TYPE_CHECKING:  # transformers must not be imported before Unsloth
+    from tunecompile.cli.compare.data import Split
+    from tunecompile.cli.compare.loops import Trained
+
+OTHER_ROWS = 1000  #: difference between the seeds of two ranks' random rows
 
 
 def prepare_process(job: Job) -> None:
-    """What has to happen before torch or transformers is used: quiet libraries, cold caches, Unsloth first."""
+    """Prepare what has to precede the import of torch and transformers: quiet libraries, and Unsloth."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
@@ -28,7 +33,7 @@ def prepare_process(job: Job) -> None:
 
 
 def random_runs(job: Job) -> dict:
-    """A shape model on random tokens, one run for each shape in the same process."""
+    """Train a shape model on random tokens, a run for each shape in this process."""
     import torch
 
     from tunecompile.cli.compare import data, gradients, loops, models, parallel, ranks
@@ -39,21 +44,19 @@ def random_runs(job: Job) -> dict:
     loops.enable_checkpointing(model, job)
     models.apply_system(parallel.shard(model, job), job)
     trained = parallel.wrap(model, job)
+
+    def run_of(shape: str) -> dict:
+        torch.manual_seed(job.draw)
+        seed = job.draw + OTHER_ROWS * ranks.rank()
+        batches = data.random_batches(parse_shape(shape), vocabulary, job, seed, job.steps)
+        return guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape)))
+
     runs = []
     for shape in job.shapes:
-        torch.manual_seed(job.draw)
-        batches = data.random_batches(
-            parse_shape(shape), vocabulary, job, job.draw + OTHER_ROWS * ranks.rank(), job.steps
-        )
-        runs.append(
-            {"shape": shape, "seed": job.draw}
-            | guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape)))
-        )
+        runs.append({"shape": shape, "seed": job.draw} | run_of(shape))
         if shape != job.shapes[-1]:
             models.set_initial_adapter(model, job.draw)
-    if (
-        job.engine == "tunecompile" and job.gpus == 1
-    ):  # last: what it measures on the GPU must not spare the first step anything
+    if job.engine == "tunecompile" and job.gpus == 1:  # last, as the first step must not profit from its measurements
         for run in runs:
             run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
@@ -63,13 +66,13 @@ def random_runs(job: Job) -> dict:
 
 
 def data_run(job: Job) -> dict:
-    """A model on the user's data, with the questions before and after where they are asked for."""
+    """Train a model on the user's data, with questions before and after if the job has any."""
     import torch
 
     from tunecompile.cli.compare import data, gradients, loops, meters, models, parallel, ranks
 
     tokenizer = models.load_tokenizer(job)
-    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
+    split = data.split_rows(data.read_rows(str(job.data), job.loss), tokenizer, job)
     model = models.load_model(job)
     result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
     held_out = data.held_out_batches(split.held_out, tokenizer, job)
@@ -81,9 +84,9 @@ def data_run(job: Job) -> dict:
         loops.enable_checkpointing(model, job)
     initial = gradients.snapshot(model) if job.gradients and job.mode == "full" else None
     models.apply_system(parallel.shard(model, job), job)
-    trained = parallel.wrap(model, job) if job.trainer == "loop" else model  # trainers do so themselves
+    trained = parallel.wrap(model, job) if job.trainer == "loop" else model  # trainers wrap it themselves
 
-    def train():
+    def train() -> loops.Trained:
         torch.manual_seed(job.draw)
         if job.trainer == "sft":
             return loops.train_trl(model, tokenizer, split.train, job, "train")
@@ -109,35 +112,37 @@ def data_run(job: Job) -> dict:
     }
 
 
-def measured(model, job: Job, train) -> dict:
-    """Train, then take the extra untimed steps that the remaining figures need."""
+def measured(model: Any, job: Job, train: Callable[[], Trained]) -> dict:
+    """Train, then run the extra untimed steps that the other figures need."""
     from tunecompile.cli.compare import meters, ranks
 
     meters.reset_memory(job.device)
     trained = train()
     figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
     if (report := compiler_report(model, job)) and report["memory"]:
-        figures["memory"] = report[
-            "memory"
-        ]  # before further steps, which keep what they save where it is counted, need more
-    counted = job.engine != REFERENCE and job.gpus == 1  # of a step that one process takes by itself
+        # before the extra steps, which need more memory: they offload nothing while saved tensors are counted
+        figures["memory"] = report["memory"]
+    counted = job.engine != REFERENCE and job.gpus == 1  # for steps of a single process
     if counted and job.launches and job.device == "cuda":
         figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
-    if counted and job.saved_bytes:  # last: under a budget, what is held here may ask for another plan
+    if counted and job.saved_bytes:  # last: under a budget, the memory held here may lead to another plan
         figures |= more(
             "saved_bytes",
-            "measuring what is saved for the backward",
+            "measuring the bytes saved for backward",
             lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)),
         )
         model.zero_grad(set_to_none=True)
     return figures | {
         "status": "ok",
         "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad),
-    }  # ZeRO-3 leaves a part, and says how much it was
+    }  # ZeRO-3 leaves a shard with the number of all values
 
 
 def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
-    """A figure of an untimed step. Nothing where that needs more memory than steps do: under a budget nothing waits on the host while saved tensors are counted."""
+    """A figure of an untimed step; none if that step needs more memory than there is.
+
+    Under a budget nothing is offloaded while saved tensors are counted.
+    """
     import torch
 
     from tunecompile.cli.compare import meters
@@ -150,8 +155,8 @@ def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
         return {}
 
 
-def predicted(model, job: Job, shape: Shape) -> dict:
-    """What `tunecompile.estimate` says of a step on such a batch, to be held against what was measured: on a GPU, where it tells a time."""
+def predicted(model: Any, job: Job, shape: Shape) -> dict:
+    """Memory and time that `tunecompile.estimate` predicts for a step, beside the measured ones; GPU only."""
     import tunecompile
     from tunecompile.cli.compare.meters import GIB
     from tunecompile.cli.compare.models import precision
@@ -161,14 +166,14 @@ def predicted(model, job: Job, shape: Shape) -> dict:
         return {}
     try:
         with precision(job):
-            told = tunecompile.estimate(model, (shape.rows, shape.length))
+            found = tunecompile.estimate(model, (shape.rows, shape.length))
     except CannotEstimate as error:
         return {"predicted": {"failed": str(error)}}
-    return {"predicted": {"peak_gib": told.peak / GIB, "step_ms": told.milliseconds}}
+    return {"predicted": {"peak_gib": found.peak / GIB, "step_ms": found.milliseconds}}
 
 
-def held_out_loss(model, batches: list[dict], job: Job) -> float:
-    """In eval mode: nats a learned token, or DPO's loss a pair. However the rows are batched, each counts once."""
+def held_out_loss(model: Any, batches: list[dict], job: Job) -> float:
+    """The held-out loss in eval mode, whatever the batches: nats a labelled token, or DPO's loss a pair."""
     from tunecompile.cli.compare.data import IGNORED
     from tunecompile.cli.compare.loops import to_device
     from tunecompile.cli.compare.losses import loss_of
@@ -184,8 +189,8 @@ def held_out_loss(model, batches: list[dict], job: Job) -> float:
         ) / sum(counts)
 
 
-def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
-    """Greedy answers to the prompts of rows, as a user would ask."""
+def answer_all(model: Any, tokenizer: Any, rows: list[dict], job: Job) -> list[str]:
+    """Greedy answers to the prompts of rows."""
     import torch
 
     from tunecompile.cli.compare.data import render_prompt
@@ -207,21 +212,24 @@ def answer_all(model, tokenizer, rows: list[dict], job: Job) -> list[str]:
     return texts
 
 
-def questions(split, job: Job) -> list[dict]:
+def questions(split: Split, job: Job) -> list[dict]:
     """The first held-out rows that have a prompt."""
     return [row for row in split.held_out if "prompt" in row][: job.questions]
 
 
 def question_of(row: dict) -> str:
+    """The text of a row's question."""
     return row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
 
 
 def answer_of(row: dict) -> str:
+    """The text of a row's answer."""
     answer = row.get("completion") or row["chosen"]
     return answer if isinstance(answer, str) else answer[-1]["content"]
 
 
-def compiler_report(model, job: Job) -> dict | None:
+def compiler_report(model: Any, job: Job) -> dict | None:
+    """The report of tunecompile, if it is the system."""
     if job.engine != "tunecompile":
         return None
     import tunecompile
@@ -234,23 +242,22 @@ def compiler_report(model, job: Job) -> dict | None:
 
 
 def reload_adapter(job: Job) -> dict:
-    """The saved adapter in a plain model under plain PEFT: does it give the same answers?"""
+    """The answers of a plain model with the saved adapter, by plain PEFT."""
     from peft import PeftModel
 
     from tunecompile.cli.compare import data, models
 
     tokenizer = models.load_tokenizer(job)
-    split = data.split_rows(data.read_rows(job.data, job.loss), tokenizer, job)
+    split = data.split_rows(data.read_rows(str(job.data), job.loss), tokenizer, job)
     model = PeftModel.from_pretrained(models.load_base(job), job.adapter)
     return {"answers": answer_all(model, tokenizer, questions(split, job), job)}
 
 
-def guarded(work) -> dict:
-    """Run, and turn what goes wrong into a row's status."""
+def guarded(work: Callable[[], dict]) -> dict:
+    """The result of the work. An error becomes the status of a row."""
     import torch
 
-    from tunecompile.cli.compare import errors
-    from tunecompile.errors import TunecompileError
+    from tunecompile.errors import TunecompileError, UsageError
 
     try:
         return work()
@@ -259,17 +266,15 @@ def guarded(work) -> dict:
         return {"status": "oom"}
     except TunecompileError as error:
         traceback.print_exc()
-        return {"status": f"error: {error}"} | (
-            {"user_error": str(error)} if type(error).__module__ == errors.__name__ else {}
-        )
-    except Exception as error:  # noqa: BLE001: whatever a system raises is that system's row
+        return {"status": f"error: {error}"} | ({"user_error": str(error)} if isinstance(error, UsageError) else {})
+    except Exception as error:  # whatever a system raises is the status of its row
         traceback.print_exc()
-        return {
-            "status": f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        }
+        message = next(iter(str(error).strip().splitlines()), "")
+        return {"status": f"error: {type(error).__name__}: {message}"}
 
 
 def main(job_path: str, result_path: str) -> None:
+    """Run the job of a file, and write its result to another file."""
     spec = json.loads(Path(job_path).read_text())
     task = spec.pop("task", "train")
     job = Job(**spec)
@@ -287,7 +292,7 @@ def main(job_path: str, result_path: str) -> None:
         if ranks.rank() == 0 or failed:
             Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
         if failed and job.processes > 1:
-            os._exit(1)  # torchrun ends the others, who wait for this one
+            os._exit(1)  # torchrun ends the other ranks, which wait for this one
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the machine says of itself: GPUs by NVML, host memory by /proc, and beside them what training processes write."""
+"""Read the state of the machine: GPUs from NVML, host memory from /proc, and the telemetry of training processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tunecompile.runtime.telemetry_files import Status
 
 @dataclass(frozen=True)
 class GpuReading:
-    """Bytes and per cent; None where the driver does not say (a share of a GPU, say)."""
+    """A GPU, in bytes and per cent; None if the driver does not report a figure (for a GPU instance, say)."""
 
     index: int
     uuid: str
     name: str
     used: int | None
     total: int | None
-    busy: int | None  #: per cent of the last moments in which a kernel ran
+    busy: int | None  #: per cent of the last sampling period in which a kernel ran
 
 
 @dataclass(frozen=True)
 class Process:
-    """A training process: what it wrote, and the bytes of host memory it holds."""
+    """A training process: its telemetry, and its host memory in bytes."""
 
     status: Status
     resident: int | None
@@ -34,7 +34,7 @@ class Process:
 
 @dataclass(frozen=True)
 class MachineSnapshot:
-    """All figures of one moment. `why_no_gpu` is said where `gpus` is empty."""
+    """All figures at one time. `why_no_gpu` is set if `gpus` is empty."""
 
     time: float
     gpus: tuple[GpuReading, ...]
@@ -45,7 +45,7 @@ class MachineSnapshot:
 
 
 class Nvml:
-    """The GPUs of this machine. Without a driver, or without nvidia-ml-py, there are none, and `missing` says why."""
+    """The GPUs of this machine. Without a driver or nvidia-ml-py there are none, and `missing` says why."""
 
     def __init__(self) -> None:
         self.handles: list[Any] = []
@@ -65,42 +65,43 @@ class Nvml:
             self.missing = "no NVIDIA GPU here"
 
     def gpus(self) -> tuple[GpuReading, ...]:
+        """A reading of each GPU."""
         return tuple(self._gpu(index, handle) for index, handle in enumerate(self.handles))
 
     def _gpu(self, index: int, handle: Any) -> GpuReading:
         nvml = self.library
-        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, handle)
-        rates = self._told(nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = self._read(nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._read(nvml.nvmlDeviceGetUtilizationRates, handle)
         return GpuReading(
             index,
-            _text(self._told(nvml.nvmlDeviceGetUUID, handle)),
-            _text(self._told(nvml.nvmlDeviceGetName, handle)),
+            _text(self._read(nvml.nvmlDeviceGetUUID, handle)),
+            _text(self._read(nvml.nvmlDeviceGetName, handle)),
             memory and memory.used,
             memory and memory.total,
             rates and rates.gpu,
         )
 
-    def _told(self, ask: Callable, handle: Any) -> Any:
-        """None where the driver refuses, as it does for some figures of some devices."""
+    def _read(self, function: Callable[[Any], Any], handle: Any) -> Any:
+        """A figure; None if the driver does not have it for this device."""
         try:
-            return ask(handle)
+            return function(handle)
         except self.library.NVMLError:
             return None
 
 
 def _text(found: str | bytes | None) -> str:
-    """Older releases give bytes."""
+    """Text, which older releases return as bytes."""
     return found.decode() if isinstance(found, bytes) else found or ""
 
 
 @dataclass
 class MachineReader:
-    """Where snapshots come from."""
+    """Makes snapshots of the machine."""
 
     nvml: Nvml = field(default_factory=Nvml)
 
     def look(self, now: float) -> MachineSnapshot:
-        """Raises UnsafeFolder where the folder that processes write to is somebody else's."""
+        """A snapshot. Raises UnsafeFolder if another user could write to the telemetry folder."""
         host = _host()
         return MachineSnapshot(
             now,
@@ -112,7 +113,7 @@ class MachineReader:
 
 
 def _host() -> tuple[int | None, int | None]:
-    """Bytes of host memory in use, and in all."""
+    """Used and total bytes of host memory."""
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         total, free = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))

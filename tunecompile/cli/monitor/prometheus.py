@@ -1,4 +1,4 @@
-"""The same figures for Prometheus: collected when it asks, so that a scrape never shows an older moment than it has to."""
+"""Metrics for Prometheus. Each scrape collects a new snapshot."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from tunecompile.cli.compare.errors import BadOption
 from tunecompile.cli.monitor.gpu import GpuReading, MachineSnapshot, Process
+from tunecompile.errors import BadOption
 
-GPU = (  # name, what it is, how to read it
+GPU = (  # name, description, how to read it
     ("gpu_memory_used_bytes", "Device memory in use, by all processes.", lambda gpu: gpu.used),
     ("gpu_memory_total_bytes", "Device memory in all.", lambda gpu: gpu.total),
     (
         "gpu_utilization_ratio",
-        "Share of the last moments in which a kernel ran.",
+        "Fraction of the last sampling period in which a kernel ran.",
         lambda gpu: None if gpu.busy is None else gpu.busy / 100,
     ),
 )
@@ -29,9 +29,9 @@ TRAINING = (
         "From one training forward to the next, the median of the last steps.",
         lambda p: _seconds(p.status.step_ms),
     ),
-    ("training_updated_timestamp_seconds", "When the process last told its figures.", lambda p: p.status.updated),
-    ("memory_allocated_bytes", "In tensors on the device.", lambda p: p.status.allocated),
-    ("memory_budget_bytes", "What the user allows.", lambda p: p.status.budget),
+    ("training_updated_timestamp_seconds", "When the process last wrote its figures.", lambda p: p.status.updated),
+    ("memory_allocated_bytes", "Memory in tensors on the device.", lambda p: p.status.allocated),
+    ("memory_budget_bytes", "The memory budget.", lambda p: p.status.budget),
     ("memory_peak_predicted_bytes", "Peak of a step under the plan.", lambda p: p.status.predicted_peak),
     ("memory_peak_measured_bytes", "Peak of a step as the allocator counted it.", lambda p: p.status.measured_peak),
     ("host_memory_resident_bytes", "Host memory of the process.", lambda p: p.resident),
@@ -43,16 +43,17 @@ def _seconds(ms: float | None) -> float | None:
 
 
 class Collector:
-    """Hands a fresh snapshot to each scrape."""
+    """Collects a new snapshot for each scrape."""
 
     def __init__(self, look: Callable[[], MachineSnapshot]):
         self.look = look
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: registering would collect for it."""
+        """Describe nothing, as registration would otherwise collect."""
         yield from ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield all metrics of a new snapshot."""
         snapshot = self.look()
         yield from _families(GPU, snapshot.gpus, ("gpu", "uuid", "name"), _gpu_labels)
         yield from _families(
@@ -63,7 +64,7 @@ class Collector:
 def _families(
     table: tuple, items: tuple, labels: tuple[str, ...], values: Callable[[Any], tuple[str, ...]]
 ) -> Iterator[GaugeMetricFamily]:
-    """What nobody counts is left out, as Prometheus wants it."""
+    """The metrics of a table. Unknown figures are omitted, as Prometheus recommends."""
     for name, text, read in table:
         family = GaugeMetricFamily(f"tunecompile_{name}", text, labels=labels)
         for item in items:
@@ -77,15 +78,16 @@ def _gpu_labels(gpu: GpuReading) -> tuple[str, ...]:
 
 
 def _process_labels(process: Process) -> tuple[str, ...]:
-    told = process.status
-    return str(told.pid), told.model, told.device, told.gpu or "", "" if told.rank is None else str(told.rank)
+    status = process.status
+    rank = "" if status.rank is None else str(status.rank)
+    return str(status.pid), status.model, status.device, status.gpu or "", rank
 
 
 def serve(look: Callable[[], MachineSnapshot], host: str, port: int) -> WSGIServer:
-    """Answer at http://host:port/metrics from a thread of its own, until the server is shut down.
+    """Serve http://host:port/metrics from a new thread, until the server is shut down.
 
     Raises:
-        BadOption: nobody can listen there.
+        BadOption: the address cannot be bound.
     """
     registry = CollectorRegistry()
     registry.register(Collector(look))
@@ -93,5 +95,5 @@ def serve(look: Callable[[], MachineSnapshot], host: str, port: int) -> WSGIServ
         return start_http_server(port, host, registry)[0]
     except OSError as error:
         raise BadOption(
-            option="--prometheus", value=f"{host}:{port}", reason=f"nobody can listen there ({error.strerror or error})"
+            option="--prometheus", value=f"{host}:{port}", reason=f"it cannot be bound ({error.strerror or error})"
         ) from error

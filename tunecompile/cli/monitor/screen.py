@@ -18,55 +18,50 @@ QUIET = 30.0  #: seconds without a step after which a process is shown as idle
 
 
 def screen(snapshot: MachineSnapshot) -> RenderableType:
-    """GPUs or the reason why there are none, host memory, and for each optimized model its speed and its memory. Fits 80 columns."""
+    """Tables of GPUs, host memory, and speed and memory of each optimized model, in 80 columns."""
     parts: list[RenderableType] = [
         _gpus(snapshot) if snapshot.gpus else Text(snapshot.why_no_gpu or "", style="yellow")
     ]
     if snapshot.host_total:
-        parts.append(Text(f"host memory {shown(snapshot.host_used)} of {shown(snapshot.host_total)}", style="dim"))
+        parts.append(Text(f"host memory {shown(snapshot.host_used or 0)} of {shown(snapshot.host_total)}", style="dim"))
     if snapshot.processes:
         parts += ["", _speed(snapshot), "", _memory(snapshot)]
     else:
-        parts += ["", Text("no optimized model has begun a training step since this was asked", style="dim")]
+        parts += ["", Text("no optimized model has begun a training step since the monitor started", style="dim")]
     return Group(*parts)
 
 
 def _table(*columns: str, left: tuple[str, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
-        table.add_column(
-            name, justify="left" if name in left else "right", no_wrap=name != "model", overflow="ellipsis"
-        )  # which gives way
+        justify = "left" if name in left else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "model", overflow="ellipsis")  # only `model` shrinks
     return table
 
 
 def _gpus(snapshot: MachineSnapshot) -> Table:
     table = _table("GPU", "", "memory", "in use", "busy", left=("GPU", "", "memory"))
     for gpu in snapshot.gpus:
-        known = gpu.used is not None and gpu.total
-        table.add_row(
-            str(gpu.index),
-            escape(gpu.name),
-            _bar(gpu.used, gpu.total) if known else "",
-            f"{shown(gpu.used)} of {shown(gpu.total)}" if known else "?",
-            "?" if gpu.busy is None else f"{gpu.busy} %",
-        )
+        bar, used = "", "?"
+        if gpu.used is not None and gpu.total:
+            bar, used = _bar(gpu.used, gpu.total), f"{shown(gpu.used)} of {shown(gpu.total)}"
+        table.add_row(str(gpu.index), escape(gpu.name), bar, used, "?" if gpu.busy is None else f"{gpu.busy} %")
     return table
 
 
 def _speed(snapshot: MachineSnapshot) -> Table:
     table = _table("pid", "model", "on", "rank", "step", "tokens/s", "ms a step", "", left=("model", "on", ""))
     indices = {gpu.uuid: f"GPU {gpu.index}" for gpu in snapshot.gpus}
-    for told in (process.status for process in snapshot.processes):
-        quiet = snapshot.time - told.updated
+    for status in (process.status for process in snapshot.processes):
+        quiet = snapshot.time - status.updated
         table.add_row(
-            str(told.pid),
-            escape(told.model),
-            indices.get(told.gpu or "", told.device),
-            _number(told.rank, "d"),
-            f"{told.steps:,}",
-            _number(told.tokens_per_s, ",.0f"),
-            _number(told.step_ms, ",.1f"),
+            str(status.pid),
+            escape(status.model),
+            indices.get(status.gpu or "", status.device),
+            _number(status.rank, "d"),
+            f"{status.steps:,}",
+            _number(status.tokens_per_s, ",.0f"),
+            _number(status.step_ms, ",.1f"),
             Text(f"idle {quiet:,.0f} s" if quiet > QUIET else "", style="yellow"),
         )
     return table
@@ -75,20 +70,20 @@ def _speed(snapshot: MachineSnapshot) -> Table:
 def _memory(snapshot: MachineSnapshot) -> Table:
     table = _table("pid", "now", "peak", "predicted", "budget", "", left=("",))
     for process in snapshot.processes:
-        told = process.status
+        status = process.status
         now = (
             f"{shown(process.resident)} (host)"
-            if told.allocated is None and process.resident
-            else _bytes(told.allocated)
+            if status.allocated is None and process.resident
+            else _bytes(status.allocated)
         )
-        over = bool(told.measured_peak and told.budget and told.measured_peak > told.budget)
+        over = bool(status.measured_peak and status.budget and status.measured_peak > status.budget)
         table.add_row(
-            str(told.pid),
+            str(status.pid),
             now,
-            Text(_bytes(told.measured_peak), style="bold red" if over else ""),
-            _bytes(told.predicted_peak),
-            _bytes(told.budget) or escape(told.memory or ""),
-            _bar(told.allocated, told.budget) if told.allocated and told.budget else "",
+            Text(_bytes(status.measured_peak), style="bold red" if over else ""),
+            _bytes(status.predicted_peak),
+            _bytes(status.budget) or escape(status.memory or ""),
+            _bar(status.allocated, status.budget) if status.allocated and status.budget else "",
         )
     return table
 
@@ -106,5 +101,5 @@ def _bytes(value: int | None) -> str:
 
 
 def as_json(snapshot: MachineSnapshot) -> str:
-    """One line: bytes, milliseconds, seconds since the epoch."""
+    """The snapshot as a line of JSON: bytes, milliseconds, seconds since the epoch."""
     return json.dumps(asdict(snapshot))

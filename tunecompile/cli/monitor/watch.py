@@ -1,4 +1,4 @@
-"""`tunecompile monitor`: asks, looks and shows, again and again."""
+"""`tunecompile monitor`: request telemetry, read it, and show it repeatedly."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def watch(
     address: tuple[str, int] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show what the training processes of this user do, until interrupted.
+    """Show the training processes of this user, until interrupted.
 
     Args:
-        console: where to; one that is no terminal gets table after table.
-        interval: seconds between two looks, and with `once` how long processes have to answer: each does at its next step.
+        console: of the output; without a terminal, tables are printed one after the other.
+        interval: seconds between updates, and with `once` the time for processes to answer, each at its next step.
         once: show one table and return.
-        json: lines of JSON in place of tables.
-        address: (host, port) to serve the figures to Prometheus at.
-        sleep: waits so many seconds.
+        json: print lines of JSON, not tables.
+        address: (host, port) of the metrics for Prometheus.
+        sleep: a function that waits a number of seconds.
 
     Raises:
-        UnsafeFolder: the folder that processes write to is somebody else's.
-        BadOption: nobody can listen at the address.
+        UnsafeFolder: another user could write to the telemetry folder.
+        BadOption: the address cannot be bound.
         MissingExtra: prometheus_client is not installed.
     """
     machine = MachineReader()
@@ -57,7 +57,7 @@ def watch(
 
 
 def _wait(seconds: float, sleep: Callable[[float], object]) -> None:
-    """Go on asking meanwhile: an asking holds for some seconds only."""
+    """Wait, and repeat the request for telemetry, which expires after some seconds."""
     while seconds > 0:
         telemetry_files.ask()
         sleep(min(seconds, ASK_EVERY))
@@ -75,7 +75,7 @@ def _print(console: Console) -> Show:
 
 @contextmanager
 def _tables(console: Console, quiet: bool) -> Iterator[Show]:
-    """On a terminal one picture that is drawn anew; elsewhere a table each time, or none where Prometheus is what it is for."""
+    """On a terminal, a table that is updated; elsewhere a new table each time, or none if quiet."""
     if not console.is_terminal:
         yield (lambda snapshot: None) if quiet else _print(console)
         return

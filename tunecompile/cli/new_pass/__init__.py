@@ -1,4 +1,4 @@
-"""`tunecompile new-pass` and `tunecompile check-pass`: a package of one pass that holds, to begin with, and what to check of it later."""
+"""`tunecompile new-pass` and `check-pass`: write a package with a working pass, and load passes to check them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FILES = {
 
 
 def write(name: str, folder: Path) -> list[Path]:
-    """The files of a package called `name` in a new folder.
+    """Write the files of a package called `name` to a new folder, and return their paths.
 
     Raises:
-        NoSuchPass: the name is no Python identifier, or the folder holds something.
+        NoSuchPass: the name is no Python identifier, or the folder is not empty.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
         raise NoSuchPass(
@@ -45,10 +45,10 @@ def write(name: str, folder: Path) -> list[Path]:
 
 
 def load(target: str) -> tuple[list[Pass], Sequence[Example]]:
-    """PASSES (or PASS) and EXAMPLES of a module: by its name, its file, its folder, or the folder of its project.
+    """PASSES (or PASS) and EXAMPLES of a module, given by name, file, folder, or the folder of its project.
 
     Raises:
-        NoSuchPass: there is no such module, it cannot be imported, or lacks one of the two.
+        NoSuchPass: there is no such module, it cannot be imported, or it lacks one of the two.
     """
     module = _imported(target)
     passes = getattr(module, "PASSES", None) or [p for p in [getattr(module, "PASS", None)] if p is not None]
@@ -68,7 +68,7 @@ def _imported(target: str) -> ModuleType:
     if path.is_dir() and not (path / "__init__.py").exists():
         inner = [child for child in sorted(path.iterdir()) if (child / "__init__.py").exists()]
         if len(inner) != 1:
-            raise NoSuchPass(given=target, reason=f"{len(inner)} packages lie in it. Name one")
+            raise NoSuchPass(given=target, reason=f"it contains {len(inner)} packages. Name one")
         path = inner[0]
     file = path / "__init__.py" if path.is_dir() else path
     try:
@@ -78,6 +78,8 @@ def _imported(target: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             name, file, submodule_search_locations=[str(path)] if path.is_dir() else None
         )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)

@@ -1,0 +1,1 @@
+"""The commands, one file a group. `tunecompile.cli.main` registers them."""

@@ -1,0 +1,225 @@
+"""`tunecompile compare` and `tunecompile demo`: the same training steps under several systems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunecompile.cli.commands import option_types as types
+from tunecompile.cli.compare import models
+from tunecompile.cli.compare.demo import run_demo
+from tunecompile.cli.compare.processes import Listener
+from tunecompile.cli.compare.request import Comparison
+from tunecompile.cli.compare.run import run_comparison
+from tunecompile.cli.compare.spec import PARALLEL, Job, parse_shape, resolve_systems
+from tunecompile.cli.options import (
+    exit_code,
+    need_packages,
+    one_of,
+    pick_device,
+    pick_dtype,
+    pick_mode,
+)
+from tunecompile.errors import BadOption
+
+
+def compare(
+    context: typer.Context,
+    model: types.ModelOption = None,
+    qlora: types.QloraFlag = False,
+    lora: types.LoraFlag = False,
+    full: types.FullFlag = False,
+    gradient_checkpointing: types.CheckpointingFlag = False,
+    dtype: types.DtypeOption = "auto",
+    device: types.DeviceOption = "auto",
+    gpus: types.GpusOption = 1,
+    parallel: types.ParallelOption = "ddp",
+    layers: types.LayersOption = None,
+    data: types.DataOption = None,
+    batch: types.BatchOption = 4,
+    seq_len: types.LengthOption = 512,
+    batching: types.BatchingOption = "padded",
+    pad_to: types.PadToOption = 64,
+    too_long: types.TooLongOption = "error",
+    shape: types.ShapeOption = "4x2048",
+    held_out: types.HeldOutOption = 16,
+    steps: types.StepsOption = 20,
+    lr: types.RateOption = 2e-4,
+    trainer: types.TrainerOption = "sft",
+    loss: types.LossOption = "sft",
+    seed: types.SeedOption = 0,
+    seeds: types.SeedsOption = 1,
+    systems: types.Systems = "eager,compile,liger,unsloth,tunecompile",
+    turns: types.TurnsOption = None,
+    check: types.CheckOption = True,
+    reference_steps: types.ReferenceStepsOption = 10,
+    against: types.AgainstOption = None,
+    out: types.Out = Path("reports/compare"),
+) -> None:
+    """Run the same training steps under several systems, and write a report."""
+
+    def work() -> int:
+        if model is None:
+            return repeat(against, out, context)
+        job = Job(
+            system="hf",
+            model=model,
+            mode=pick_mode(qlora, lora, full),
+            trainer=one_of("--trainer", trainer, "sft", "loop"),
+            data=str(data) if data else None,
+            steps=steps,
+            batch=batch,
+            seq_len=seq_len,
+            pad_to=pad_to,
+            loss=one_of("--loss", loss, "sft", "dpo"),
+            batching=one_of("--batching", batching, "padded", "packed"),
+            too_long=one_of("--too-long", too_long, "error", "drop"),
+            lr=lr,
+            seed=seed,
+            layers=layers,
+            gpus=gpus,
+            parallel=one_of("--parallel", parallel, *PARALLEL),
+            device=pick_device(device),
+            dtype=pick_dtype(dtype, pick_device(device)),
+            checkpointing=gradient_checkpointing,
+        )
+        job = with_rows(job, shape, held_out)
+        comparison = Comparison(
+            resolve_systems(systems, gradient_checkpointing),
+            job,
+            out,
+            reference_steps=reference_steps,
+            seeds=seeds,
+            check=check,
+            turns=job.device == "cpu" and gpus == 1 if turns is None else turns,
+        )
+        return conduct_against(against, comparison)
+
+    raise typer.Exit(exit_code(work))
+
+
+def demo(
+    data: Annotated[
+        Path, typer.Option(help="The WordNet questions: benchmarks/data/wordnet.jsonl of the source tree.")
+    ],
+    systems: types.Systems = "eager,tunecompile",
+    steps: Annotated[int, typer.Option(min=4)] = 24,
+    trainer: Annotated[str, typer.Option(help="sft or loop.")] = "sft",
+    out: types.Out = Path("reports/demo"),
+) -> None:
+    """Download a small real model, fine-tune it with and without tunecompile, and write a report."""
+
+    def work() -> int:
+        return run_demo(
+            str(data),
+            resolve_systems(systems, False),
+            steps,
+            one_of("--trainer", trainer, "sft", "loop"),
+            out,
+            device := pick_device("auto"),
+            pick_dtype("auto", device),
+            conduct,
+        )
+
+    raise typer.Exit(exit_code(work))
+
+
+def with_rows(job: Job, shape: str, held_out: int) -> Job:
+    """The job on random tokens, for a shape model without data, or on its data."""
+    if not models.is_shape(job.model) or job.data is not None:
+        return job.replace(held_out=held_out)
+    shapes = tuple(shape.split(","))
+    for text in shapes:
+        parse_shape(text)
+    return job.replace(trainer="loop", shapes=shapes)
+
+
+def conduct(comparison: Comparison, finish: Callable[[dict, Listener], None] | None = None) -> int:
+    """Run a comparison with progress bars, write the reports, print a short table, and return the exit code.
+
+    finish: called with the result before the reports are written.
+    """
+    need_packages()
+    from tunecompile.cli.compare.console import Bars, show_summary
+    from tunecompile.cli.compare.judge import passed
+    from tunecompile.cli.compare.render import write_reports
+
+    with Bars() as bars:
+        result = run_comparison(dataclasses.replace(comparison, listen=bars.listen))
+        if finish:
+            finish(result, bars.listen)
+    paths = write_reports(result, comparison.out)
+    show_summary(result, paths)
+    return 0 if passed(result) else 1
+
+
+def conduct_against(against: Path | None, comparison: Comparison) -> int:
+    """Run a comparison, and compare it with an older result if one is given.
+
+    Raises:
+        NotComparable: before anything runs, if the two measure different things.
+        BadOption: the new report would overwrite the old one.
+    """
+    if against is None:
+        return conduct(comparison)
+    need_packages()
+    from tunecompile.cli.compare.against import check_like, compare_results
+    from tunecompile.cli.compare.machine import describe_machine
+    from tunecompile.cli.compare.result import load_result
+
+    old = load_result(against)
+    if against.resolve() == (comparison.out / "report.json").resolve():
+        raise BadOption(
+            option="--out",
+            value=str(comparison.out),
+            reason=f"the new report would overwrite {against}; give another folder",
+        )
+    check_like(against, old, comparison.job, comparison.model_name, describe_machine())
+
+    def finish(result: dict, listen: Listener) -> None:
+        result["against"] = {
+            "path": str(against),
+            "date": old["date"],
+            "commit": old["commit"],
+            "versions": old["versions"],
+            "rows": compare_results(old, result),
+        }
+
+    return conduct(comparison, finish)
+
+
+def repeat(against: Path | None, out: Path, context: typer.Context) -> int:
+    """Repeat the comparison of an older result.
+
+    Raises:
+        BadOption: there is no older result, or options were given that would change the comparison.
+    """
+    if against is None:
+        raise BadOption(
+            option="--model",
+            value=None,
+            reason="say what to train, or give --against an older report.json to repeat it",
+        )
+    given = [
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE" and name not in ("against", "out")
+    ]
+    if given:
+        raise BadOption(
+            option="--" + given[0].replace("_", "-"),
+            value=context.params[given[0]],
+            reason="without --model the old comparison is repeated unchanged; give --model to change options",
+        )
+    need_packages()
+    from tunecompile.cli.compare.against import repeated
+    from tunecompile.cli.compare.result import load_result
+
+    old = load_result(against)
+    job, more = repeated(old)
+    systems = resolve_systems(",".join(run["system"] for run in old["runs"]), False)
+    return conduct_against(against, Comparison(systems, job, out, **more))

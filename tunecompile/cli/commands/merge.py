@@ -1,0 +1,51 @@
+"""`tunecompile merge`: an adapter and its base as one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from tunecompile.cli.options import escape, exit_code, installed, one_of
+from tunecompile.errors import MissingExtra
+from tunecompile.export.adapter import BASES, load
+from tunecompile.export.gguf import save_gguf
+from tunecompile.export.safetensors import DTYPES, empty, save_merged
+
+
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The folder that save_pretrained of the PEFT model wrote.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    base: Annotated[
+        Optional[str], typer.Option(help="A folder or a hub id, in place of the base that the adapter names.")
+    ] = None,
+    trained_on: Annotated[
+        str,
+        typer.Option(
+            help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, fp4 or int8. With "
+            "the right value the result is nearest to the trained model."
+        ),
+    ] = "plain",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    gguf: Annotated[
+        bool,
+        typer.Option("--gguf", help="Also write OUT/model.gguf for llama.cpp: Llama, Mistral, Qwen2 and Qwen3 only."),
+    ] = False,
+) -> None:
+    """Write an adapter and its base as one model: safetensors, configuration and tokenizer."""
+
+    def work() -> int:
+        one_of("--dtype", dtype, *DTYPES)
+        if gguf and not installed("gguf"):
+            raise MissingExtra(what="--gguf", package="gguf", extra="gguf")
+        empty(out)  # fails here rather than after a large model is loaded
+        model, tokenizer = load(adapter, base, one_of("--trained-on", trained_on, *BASES))
+        save_merged(model, out, dtype, tokenizer)
+        if gguf:
+            save_gguf(out)
+        Console().print(f"The model: {escape(str(out))}", highlight=False, soft_wrap=True)
+        return 0
+
+    raise typer.Exit(exit_code(work))

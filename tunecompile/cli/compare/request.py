@@ -1,0 +1,123 @@
+"""What to compare, and the checks of it that need no training."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunecompile.cli.compare import data, models
+from tunecompile.cli.compare.meters import WARMUP
+from tunecompile.cli.compare.processes import Listener
+from tunecompile.cli.compare.spec import Job, System
+from tunecompile.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
+from tunecompile.estimate.known_shapes import SHAPES
+
+
+def ignore(*_: Any) -> None:
+    """Listen to nothing."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare. `job` is the template; the jobs of the systems differ in the system's name only."""
+
+    systems: list[System]
+    job: Job
+    out: Path
+    name: str = ""  #: the model's name in the results; "": the name of its folder
+    reference_steps: int = 10
+    seeds: int = 1  #: number of repetitions; checks and answers are those of the first
+    check: bool = True
+    turns: bool = False
+    warm: bool = False  #: measure the first step of compiling systems once more, in a new process with filled caches
+    keep: Callable[[dict], None] = ignore  #: called with the result before the check, in case the check fails
+    listen: Listener = ignore
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the results."""
+        return self.name or Path(self.job.model).name
+
+
+def check_request(comparison: Comparison) -> None:
+    """Raise a `UsageError` or `MissingExtra` for every mistake that can be found without training."""
+    job = comparison.job
+    if job.steps <= WARMUP:
+        raise BadOption(
+            option="--steps",
+            value=job.steps,
+            reason=f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}",
+        )
+    if job.loss == "dpo":
+        check_dpo(job)
+    check_gpus(job)
+    need("the comparison", {"transformers": "hf", "accelerate": "hf"})
+    if job.mode != "full":
+        need(f"--{job.mode}", {"peft": "hf"})
+    if job.mode == "qlora":
+        need("--qlora", {"bitsandbytes": "qlora"})
+    models.check_model(job.model)
+    if not job.shapes:
+        check_data(job)
+
+
+def check_data(job: Job) -> None:
+    """Check that the model can train on the data."""
+    if models.is_shape(job.model):
+        raise ShapeWithData(model=job.model)
+    if job.trainer == "sft":
+        need("--trainer sft", {"trl": "trl", "datasets": "trl"})
+    if job.data is None:
+        raise DataMissing(shapes=", ".join(SHAPES))
+    rows = data.read_rows(job.data, job.loss)
+    if Path(job.model).exists():  # the first worker fetches the tokenizer of a hub model
+        data.split_rows(rows, models.load_tokenizer(job), job)
+
+
+def check_gpus(job: Job) -> None:
+    """Check that the machine has the GPUs, and that the loop can join them."""
+    import torch
+
+    there = torch.cuda.device_count() if job.device == "cuda" else os.cpu_count() or 1
+    if job.gpus > there:
+        raise BadOption(
+            option="--gpus", value=job.gpus, reason=f"this machine has {there}" + " cores" * (job.device != "cuda")
+        )
+    if job.gpus == 1:
+        return
+    if job.trainer == "sft" and job.parallel not in ("ddp", "device_map"):
+        raise BadOption(
+            option="--parallel",
+            value=job.parallel,
+            reason="trainers take their engine from accelerate's config, so use --trainer loop",
+        )
+    if job.parallel == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        raise BadOption(
+            option="--parallel", value=job.parallel, reason="DeepSpeed is not installed: pip install deepspeed"
+        )
+    if job.parallel == "zero3" and len(job.shapes) > 1:
+        raise BadOption(
+            option="--shape", value=",".join(job.shapes), reason="DeepSpeed takes a model once, so give one shape"
+        )
+
+
+def check_dpo(job: Job) -> None:
+    """Check that the other options suit the loss of DPO."""
+    for wrong, reason in (
+        (job.mode == "full", "its reference is the model without its adapter, so use --lora or --qlora"),
+        (job.batching == "packed", "its pairs are padded, so omit --batching"),
+        (bool(job.shapes), "it needs rows with prompt, chosen and rejected: give --data, and a model with a tokenizer"),
+    ):
+        if wrong:
+            raise BadOption(option="--loss", value=job.loss, reason=reason)
+
+
+def need(what: str, packages: Mapping[str, str]) -> None:
+    """Raise `MissingExtra` if a package is not installed. packages: the extra that installs each."""
+    for package, extra in packages.items():
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(what=what, package=package, extra=extra)

@@ -1,0 +1,38 @@
+"""The base class of all errors, one-line summaries, and the error of a missing optional package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def summary(error: BaseException) -> str:
+    """Describe an error in one line, for notes and reports.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        The class name, and at most 300 characters of the first line of the message.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+class TunecompileError(Exception):
+    """Base class of all errors below.
+
+    Args:
+        fields: values for the placeholders of a subclass's `template`, by name. They stay readable as `error.fields`.
+    """
+
+    template = "{message}"
+
+    def __init__(self, **fields: Any):
+        self.fields = fields
+        super().__init__(self.template.format(**fields))
+
+
+class MissingExtra(TunecompileError):
+    """An optional package is required and not installed. The message names the extra to install."""
+
+    template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
