@@ -14,7 +14,7 @@ from tunecompile.estimate.engines import (
     sharded,
     whole,
 )
-from tunecompile.estimate.meta_model import hollow_model
+from tunecompile.estimate.meta_model import meta_model
 from tunecompile.estimate.multi_gpu import MultiGpuPlanner, Question, plan
 from tunecompile.estimate.network import Network
 from tunecompile.planner.datasheets import CONTEXT, GPUS, DatasheetGauge, find_gpu
@@ -89,7 +89,7 @@ def test_what_each_gpu_holds():
 
 @pytest.mark.parametrize("name, billions", [("llama-3.1-8b", 8.03), ("llama-3.3-70b", 70.55)])
 def test_a_model_is_made_of_its_parts(name, billions):
-    plain, packed = (parts_of(hollow_model(name, mode, 16)) for mode in ("full", "qlora"))
+    plain, packed = (parts_of(meta_model(name, mode, 16)) for mode in ("full", "qlora"))
     assert plain.all.weights == pytest.approx(2 * billions * 1e9, rel=0.01) and plain.all.gradients == pytest.approx(
         plain.all.weights, rel=0.01
     )
@@ -102,7 +102,7 @@ def test_a_model_is_made_of_its_parts(name, billions):
         packed.root == plain.root.__class__(plain.root.weights, plain.root.shardable, 0, 0)
         and packed.layers[0].shardable < packed.layers[0].weights
     )
-    assert parts_of(hollow_model("llama-3.2-1b", "full", 16)).embedding.weights == 0  # the head's
+    assert parts_of(meta_model("llama-3.2-1b", "full", 16)).embedding.weights == 0  # the head's
 
 
 def question(**changes) -> Question:

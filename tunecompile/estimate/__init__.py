@@ -1,1 +1,1 @@
-"""What a training step would take, without running it: on one GPU, or on several."""
+"""Estimates of memory and time of a training step, on one GPU or on several, without running it."""

@@ -24,7 +24,7 @@ from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.partitioner import Decide
 from tunecompile.compiler.weight_layout import growth, matrix_bytes
 from tunecompile.errors import CannotEstimate, summary
-from tunecompile.estimate.meta_nf4 import held, stand_ins
+from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.planner import candidates
@@ -286,8 +286,8 @@ class TraceOnlySlot:
 def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
     """The same modules and buffers anew, around the same parameters; on the meta device, around fakes of CPU tensors."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    stands = stand_ins(model)
-    for tensor in held(model, stands):
+    stands = meta_linears(model)
+    for tensor in counted_tensors(model, stands):
         if tensor.is_meta and type(tensor) not in (Tensor, nn.Parameter):
             raise CannotEstimate(
                 model=type(model).__name__, reason=f"a {type(tensor).__name__} on the meta device is not quantised yet"

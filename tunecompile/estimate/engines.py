@@ -1,13 +1,16 @@
-"""What each engine holds on a GPU, sends, and so takes for a step: what one GPU would do with its share, by `estimate`'s rehearsal, and what the engine adds.
+"""Memory, communication and time of each engine: the dry run of one GPU's share, plus what the engine adds.
 
-One GPU holds everything. DDP does too, and sums gradients. FSDP2 (`fully_shard` of every layer) holds a share of everything and gathers each layer for its
-forward and once more for its backward (Zhao et al., 2023, arXiv:2304.11277). `device_map` gives each GPU some of the layers, and they run one after the other.
+One GPU holds everything. DDP also does, and sums gradients. FSDP2 (`fully_shard` of every layer) holds a shard of
+everything and gathers each layer for its forward and again for its backward (Zhao et al., 2023, arXiv:2304.11277).
+`device_map` gives each GPU some of the layers, and the GPUs run one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -20,17 +23,17 @@ from tunecompile.planner.solver import Assignment, LayerRun, choose
 from tunecompile.runtime.find_layers import find_layers
 
 BUCKET = 25 << 20  #: bytes of gradients that DDP sends at once (torch's bucket_cap_mb)
-AHEAD = 2  #: layers that FSDP2 has gathered, or is gathering, beside the one that runs
+AHEAD = 2  #: number of layers that FSDP2 has gathered, or is gathering, besides the one that runs
 
 
 @dataclass(frozen=True)
 class ShardedBytes:
-    """A layer, or all that is in none. All are bytes."""
+    """Bytes of a layer, or of the part of a model outside of layers."""
 
-    weights: int  #: bytes of all parameters and buffers
-    shardable: int  #: bytes of those that FSDP2 shards: not the scales of 4-bit weights
-    gradients: int  #: bytes, of what is trained
-    optimizer: int  #: bytes of AdamW's moments
+    weights: int  #: all parameters and buffers
+    shardable: int  #: those of them that FSDP2 shards: not the scales of 4-bit weights
+    gradients: int  #: of trained parameters
+    optimizer: int  #: AdamW's moments
 
     def __add__(self, other: ShardedBytes) -> ShardedBytes:
         return ShardedBytes(
@@ -43,36 +46,39 @@ class ShardedBytes:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Of one model."""
+    """Bytes of one model, by part."""
 
     layers: tuple[ShardedBytes, ...]
-    embedding: ShardedBytes  #: the table that token ids are looked up in, where the head does not share it
-    rest: ShardedBytes  #: what is neither: last norm and head
+    embedding: ShardedBytes  #: the embedding table, unless the head shares it
+    rest: ShardedBytes  #: the rest: last norm and head
 
     @property
     def root(self) -> ShardedBytes:
+        """What is in no layer."""
         return self.embedding + self.rest
 
     @property
     def all(self) -> ShardedBytes:
+        """The whole model."""
         return sum(self.layers, self.root)
 
     @property
     def largest(self) -> ShardedBytes:
+        """The layer with the most weights."""
         return max(self.layers, key=lambda layer: layer.weights)
 
 
 @dataclass(frozen=True)
 class EngineCost:
-    """What an engine adds to the time of one GPU's work."""
+    """Milliseconds that an engine adds to the work of one GPU."""
 
-    sent: float = 0.0  #: milliseconds in which GPUs send or wait for each other
-    exposed: float = 0.0  #: milliseconds of these that no computation hides
-    copied: float = 0.0  #: milliseconds in which gathered layers, and gradients to be sent, are laid out
+    sent: float = 0.0  #: communication
+    exposed: float = 0.0  #: the part of it that computation does not hide
+    copied: float = 0.0  #: copies of gathered layers, and of gradients to be sent, into their buffers
 
 
 def parts_of(model: nn.Module) -> ModelBytes:
-    """By layer of the longest list of them."""
+    """The bytes of a model, by layer of its longest list of layers."""
     stack = max(find_layers(model), key=lambda found: len(found.members), default=None)
     layers = [_part([layer]) for layer in stack.members] if stack is not None else []
     inside = {
@@ -85,7 +91,7 @@ def parts_of(model: nn.Module) -> ModelBytes:
     )
 
 
-def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> ShardedBytes:
+def _part(modules: Sequence[nn.Module], without: AbstractSet[int] = frozenset()) -> ShardedBytes:
     tensors = {
         id(t): t for module in modules for t in (*module.parameters(), *module.buffers()) if id(t) not in without
     }
@@ -107,22 +113,25 @@ def _part(modules: Sequence[nn.Module], without: set[int] = frozenset()) -> Shar
 
 
 def whole(parts: ModelBytes, sheet: DatasheetGauge) -> StaticMemory:
-    """One GPU."""
+    """Static memory on one GPU."""
     return StaticMemory(parts.all.weights, parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
 def replicated(parts: ModelBytes, sheet: DatasheetGauge) -> StaticMemory:
-    """DDP: gradients lie in its buckets as well, which are there before."""
+    """Static memory under DDP, with gradients and the buckets, which are allocated first, beside them."""
     return StaticMemory(parts.all.weights, 2 * parts.all.gradients, parts.all.optimizer, sheet, growing=1.0)
 
 
 def gathered(parts: ModelBytes) -> int:
-    """Bytes that FSDP2 has gathered at the peak: the layer that runs and those ahead, and what is in no layer, which stays from forward to backward."""
+    """Bytes that FSDP2 has gathered at the peak.
+
+    The layer that runs, the layers ahead, and what is in no layer, which stays gathered from forward to backward.
+    """
     return min(len(parts.layers), 1 + AHEAD) * parts.largest.shardable + parts.root.shardable
 
 
 def sharded(parts: ModelBytes, gpus: int, sheet: DatasheetGauge) -> StaticMemory:
-    """FSDP2: gradients of two layers are whole, one that is made and one that is sent."""
+    """Static memory under FSDP2. Gradients of two layers are unsharded: one is computed, and one is sent."""
     all_ = parts.all
     held = -(-all_.shardable // gpus) + all_.weights - all_.shardable
     gradients = -(-all_.gradients // gpus) + 2 * parts.largest.gradients + parts.root.gradients
@@ -132,7 +141,10 @@ def sharded(parts: ModelBytes, gpus: int, sheet: DatasheetGauge) -> StaticMemory
 
 
 def ddp_cost(parts: ModelBytes, network: Network, backward: float) -> EngineCost:
-    """Gradients are summed while others are computed; the last bucket's are not. backward: milliseconds of all layers'."""
+    """DDP's cost: buckets of gradients are summed while others are computed, except for the last one.
+
+    backward: milliseconds of the backward passes of all layers.
+    """
     total = parts.all.gradients
     buckets = -(-total // BUCKET)
     sent, last = network.reduce(total, buckets), network.reduce(min(total, BUCKET))
@@ -140,9 +152,16 @@ def ddp_cost(parts: ModelBytes, network: Network, backward: float) -> EngineCost
 
 
 def fsdp_cost(parts: ModelBytes, network: Network, forward: float, backward: float, bandwidth: float) -> EngineCost:
-    """Layers are gathered while others run, but the first; each gradient is scattered while others are computed, but the last.
+    """FSDP2's cost: layers are gathered, and gradients scattered, while others are computed.
 
-    forward, backward: milliseconds of all layers'; bandwidth: bytes a millisecond of the GPU's memory.
+    Nothing hides the first gather and the last scatter.
+
+    Args:
+        parts: bytes of the model.
+        network: the links.
+        forward: milliseconds of all layers' forwards.
+        backward: milliseconds of all layers' backwards.
+        bandwidth: bytes a millisecond of the GPU's memory.
     """
     layers, first, count = sum(part.shardable for part in parts.layers), parts.layers[0], len(parts.layers)
     root, one = network.gather(parts.root.shardable), network.gather(first.shardable)
@@ -153,9 +172,8 @@ def fsdp_cost(parts: ModelBytes, network: Network, forward: float, backward: flo
     )
     back = ahead + scatter
     exposed = root + one + max(0.0, ahead - forward) + max(0.0, back - backward) + last
-    copied = (
-        2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth
-    )  # from where it arrives to where it is read, and from where it is made to where it is sent
+    # each byte is read and written once: gathered weights from the receive buffer, gradients into the send buffer
+    copied = 2 * (2 * layers + parts.root.shardable + parts.all.gradients) / bandwidth
     return EngineCost(
         root + one + ahead + one + ahead + scatter + network.gather(parts.root.gradients), exposed, copied
     )
@@ -163,7 +181,7 @@ def fsdp_cost(parts: ModelBytes, network: Network, forward: float, backward: flo
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """`device_map`: what one GPU holds, in bytes, and what its layers do."""
+    """What one GPU of a `device_map` holds, in bytes, and the plan of its layers."""
 
     weights: int  #: bytes
     gradients: int  #: bytes
@@ -172,28 +190,33 @@ class PipelineStage:
 
     @property
     def activations(self) -> int:
-        """Bytes."""
+        """Bytes at the peak beyond weights, gradients and optimizer."""
         return self.choice.peak
 
     @property
     def peak(self) -> int:
+        """The sum of all bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def stages(
-    parts: ModelBytes, gpus: int, rehearsal: DryRunPlanner, allowed: int, batch: float = 1.0
+    parts: ModelBytes, gpus: int, dry_run: DryRunPlanner, allowed: int, batch: float = 1.0
 ) -> list[PipelineStage]:
-    """Layers in equal shares, the embedding table on the first GPU, head and loss on the last. Each has the same budget, and host memory in equal shares.
+    """The stages of a `device_map`: layers in equal shares, embedding on the first GPU, head and loss on the last.
 
-    allowed: bytes on each GPU. batch: times the rows of the rehearsal.
+    All GPUs have the same budget, and equal shares of host memory.
+
+    Args:
+        parts: bytes of the model.
+        gpus: number of stages.
+        dry_run: of the whole model on one GPU.
+        allowed: bytes on each GPU.
+        batch: rows, as a multiple of the rows of the dry run.
     """
-    tokens, host, ends, found = (
-        int(batch * rehearsal.tokens),
-        rehearsal.host_bytes(),
-        [len(parts.layers) * gpu // gpus for gpu in range(gpus + 1)],
-        [],
-    )
-    for gpu, (begin, end) in enumerate(zip(ends, ends[1:])):
+    tokens, host = int(batch * dry_run.tokens), dry_run.host_bytes()
+    ends = [len(parts.layers) * gpu // gpus for gpu in range(gpus + 1)]
+    found = []
+    for gpu, (begin, end) in enumerate(pairwise(ends)):
         last = gpu == gpus - 1
         own = sum(
             [*parts.layers[begin + 1 : end], *([] if gpu else [parts.embedding]), *([parts.rest] if last else [])],
@@ -201,9 +224,9 @@ def stages(
         )
         room = allowed - own.weights - own.gradients - own.optimizer
         choice = choose(
-            [LayerRun(end - begin, rehearsal.options_for(tokens))],
+            [LayerRun(end - begin, dry_run.options_for(tokens))],
             room,
-            rehearsal.tail(tokens) if last else 0,
+            dry_run.tail(tokens) if last else 0,
             None if host is None else host // gpus,
         )
         found.append(PipelineStage(own.weights, own.gradients, own.optimizer, choice))

@@ -1,18 +1,13 @@
-"""Configs of well-known models, by the names that `plan` and `compare` take, and models of them without memory."""
+"""Configs of well-known models, by the names that `plan` and `compare` accept, and empty models of them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)  #: linears of a decoder layer that adapters stand beside
+#: linears of a decoder layer that get adapters
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LLAMA3 = dict(
     model_type="llama",
     vocab_size=128256,
@@ -20,7 +15,6 @@ LLAMA3 = dict(
     rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 5e5},
 )
-
 
 QWEN3 = dict(
     model_type="qwen3",
@@ -32,7 +26,7 @@ QWEN3 = dict(
 )
 
 
-def _size(hidden, intermediate, layers, heads, kv_heads, **more) -> dict:
+def _size(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     return (
         dict(
             hidden_size=hidden,
@@ -53,13 +47,12 @@ SHAPES = {
     "qwen3-14b": QWEN3 | _size(5120, 17408, 40, 40, 8),
     "qwen3-32b": QWEN3 | _size(5120, 25600, 64, 64, 8),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
-    "llama-tiny": LLAMA3
-    | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trying things out
+    "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trials
 }
 
 
-def shape_config(name: str, layers: int | None = None):
-    """The transformers config of a shape, `layers` layers deep."""
+def shape_config(name: str, layers: int | None = None) -> Any:
+    """The transformers config of a shape, with another number of layers if given."""
     from transformers import AutoConfig
 
     fields = dict(SHAPES[name])
@@ -71,8 +64,8 @@ def shape_config(name: str, layers: int | None = None):
     return config
 
 
-def empty_model(config) -> nn.Module:
-    """The model with parameters that take no memory, and with real buffers (rotary frequencies are no parameters)."""
+def empty_model(config: Any) -> nn.Module:
+    """The model of a transformers config on the meta device, with real buffers such as rotary frequencies."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 

@@ -1,27 +1,28 @@
-"""A model without weights, from its config, as it would be fine-tuned."""
+"""A model on the meta device, made from its config and prepared for fine-tuning."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
 from tunecompile.estimate.known_shapes import SHAPES, TARGETS, empty_model, shape_config
-from tunecompile.estimate.meta_nf4 import BLOCK, hollow
+from tunecompile.estimate.meta_nf4 import BLOCK, meta_linear
 
-DTYPE = torch.bfloat16  #: of weights that are not quantised, and of what is computed
+DTYPE = torch.bfloat16  #: of weights that are not quantised, and of activations
 
 
-def find_config(model: str):
-    """The transformers config of a shape of `compare`, a folder, a config.json, or a hub id whose config is in the local cache.
+def find_config(model: str) -> Any:
+    """The transformers config of a shape, a folder, a config.json, or a hub id whose config is in the local cache.
 
     Raises:
         MissingExtra: transformers is not installed.
-        NoConfig: there is no config, or none that transformers reads.
+        NoConfig: there is no config, or transformers cannot read it.
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtra(what="tunecompile plan", package="transformers", extra="hf")
@@ -38,7 +39,7 @@ def find_config(model: str):
         )
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # transformers has no class of its own for either
+    except Exception as error:  # transformers has no own class for either
         if path.exists():
             raise NoConfig(
                 model=model,
@@ -55,18 +56,23 @@ def find_config(model: str):
 KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
 
 
-@functools.lru_cache(maxsize=8)  # nobody changes it, and what would help is asked of the same model in other modes
-def hollow_model(model: str, mode: str, rank: int) -> nn.Module:
-    """On the meta device, in bf16. mode: "qlora", "lora" or "full"; rank: of adapters, on the seven linears of a layer, or on all where there are others.
+@functools.lru_cache(maxsize=8)  # the model is only read; plans that do not fit ask for the other modes of one model
+def meta_model(model: str, mode: str, rank: int) -> nn.Module:
+    """The model on the meta device, in bf16.
+
+    Args:
+        model: as for `find_config`.
+        mode: "qlora", "lora" or "full".
+        rank: of the adapters. They are on the seven linears of a Llama's layer, or on all linears of other models.
 
     Raises:
         CannotEstimate: transformers makes no language model of the config, or PEFT finds nothing to adapt.
-        MissingExtra, NoConfig: as of `find_config`.
+        MissingExtra, NoConfig: as `find_config` does.
     """
     config = find_config(model)
     try:
         made = empty_model(config).to(DTYPE)
-        made.tie_weights()  # which no longer are, once they are empty
+        made.tie_weights()  # emptying has untied them
         made.config.use_cache = False
         return (
             made.requires_grad_(True).train()
@@ -100,5 +106,5 @@ def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
             and module.weight.numel() % BLOCK == 0
         ):
             parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, hollow(module))
+            setattr(model.get_submodule(parent), child, meta_linear(module))
     return model

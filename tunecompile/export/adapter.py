@@ -1,4 +1,4 @@
-"""An adapter's folder as a model, with the base it was trained on."""
+"""Load an adapter from its folder, on the base that it was trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tunecompile.errors import MissingExtra, NoAdapter, summary
 
-#: how the base was quantised in training: what `BitsAndBytesConfig` is told
+#: how the base was quantised in training: arguments of `BitsAndBytesConfig`
 BASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -21,9 +21,20 @@ TASKS = {None: "AutoModelForCausalLM", "CAUSAL_LM": "AutoModelForCausalLM", "SEQ
 
 
 def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tuple[Any, Any]:
-    """(model, tokenizer): the base, which the adapter names unless `base` does, with the adapter on it, ready to be merged.
+    """Load an adapter and its base, ready to be merged.
 
-    The tokenizer is the one beside the adapter, else the base's, else None. A plain base is loaded into host memory, in its own dtype. Raises NoAdapter.
+    Args:
+        folder: the folder that `save_pretrained` of the PEFT model wrote.
+        base: a folder or hub id of the base; None: the one that the adapter names.
+        trained_on: how the base was quantised in training, a key of `BASES`. A plain base is loaded into host memory,
+            in its own dtype.
+
+    Returns:
+        (model, tokenizer). The tokenizer is the one in the adapter's folder, else the base's, else None.
+
+    Raises:
+        NoAdapter: there is no adapter, its base cannot be loaded, or the two do not fit.
+        MissingExtra: transformers, peft or bitsandbytes is not installed.
     """
     try:
         import transformers
@@ -33,7 +44,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     if not (folder / "adapter_config.json").is_file():
         raise NoAdapter(
             path=folder,
-            reason="the folder has no adapter_config.json; give what save_pretrained of the PEFT model wrote",
+            reason="the folder has no adapter_config.json; give the folder that save_pretrained of the PEFT model wrote",
         )
     config = PeftConfig.from_pretrained(str(folder))
     path = base or config.base_model_name_or_path
@@ -42,7 +53,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     if config.task_type not in TASKS:
         raise NoAdapter(
             path=folder,
-            reason=f"its task is {config.task_type}; load the model in Python, and give it to tunecompile.save_merged",
+            reason=f"its task is {config.task_type}; load the model in Python, and use tunecompile.save_merged",
         )
     try:
         model = getattr(transformers, TASKS[config.task_type]).from_pretrained(
@@ -55,7 +66,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
         ) from error
     tokenizer = _tokenizer(transformers, folder, path)
     if tokenizer is not None and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))  # as it was before training, where tokens were added
+        model.resize_token_embeddings(len(tokenizer))  # as before training, if tokens were added
     try:
         return PeftModel.from_pretrained(model, str(folder)), tokenizer
     except (RuntimeError, ValueError, KeyError) as error:
@@ -81,7 +92,7 @@ def _quantised(trained_on: str) -> dict[str, Any]:
 
 
 def _tokenizer(transformers: Any, folder: Path, path: str) -> Any:
-    """A model without one (of random weights, say) is merged all the same."""
+    """The tokenizer of the first place that has one. A model without any (of random weights, say) is merged, too."""
     for place in (str(folder), path):
         try:
             return transformers.AutoTokenizer.from_pretrained(place)

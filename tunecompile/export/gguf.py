@@ -1,7 +1,8 @@
-"""A folder with a model -> one GGUF file, which llama.cpp, Ollama and LM Studio load. By llama.cpp's own library `gguf`.
+"""Convert a model's folder to one GGUF file, which llama.cpp, Ollama and LM Studio load.
 
-The library knows the names of tensors and how a file is written. What llama.cpp's converter adds to it is here for models of Llama's kind: the order
-of rotary rows, the scaling of positions, and what kind of tokenizer it is. (https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py)
+llama.cpp's library `gguf` has the names of tensors and the file format. For Llama-type models this module adds what is
+in llama.cpp's converter: the order of rotary rows, the scaling of positions, and the kind of tokenizer.
+(https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  #: types of 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {  #: how a byte-level tokenizer splits text before it merges -> llama.cpp's name for that
+SPLITS = {  #: steps by which a byte-level tokenizer splits text before it merges -> llama.cpp's name of these steps
     (WORDS % "{1,3}", "bytes"): "llama-bpe",
     (WORDS % "", "bytes"): "qwen2",
     ("digits", "words"): "smollm",
@@ -37,19 +38,20 @@ SPLITS = {  #: how a byte-level tokenizer splits text before it merges -> llama.
 
 
 def save_gguf(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Writes what `save_merged` wrote, or any folder of `transformers` with a model of Llama's kind, as a GGUF file.
+    """Write the output of `save_merged`, or another `transformers` folder of a Llama-type model, as a GGUF file.
 
-    Matrices keep their dtype, vectors are fp32, as llama.cpp has it. Smaller files are made of it by llama.cpp's `llama-quantize`.
+    Matrices keep their dtype; vectors are fp32, as in llama.cpp. Its `llama-quantize` makes smaller files of it.
 
     Args:
-        folder: with safetensors, config.json and tokenizer.json, of Llama, Mistral, Qwen2, Qwen3, or a model that goes by one of their architectures.
-        path: of the new file; `model.gguf` in the folder, if not given.
+        folder: has safetensors, config.json and tokenizer.json of Llama, Mistral, Qwen2, Qwen3, or another model with
+            one of their architectures.
+        path: the new file. Default: `model.gguf` in the folder.
 
     Returns:
-        The path.
+        The path of the new file.
 
     Raises:
-        CannotWriteGguf: of this model or tokenizer it is not known here how llama.cpp reads it.
+        CannotWriteGguf: the GGUF form of this model or tokenizer is not known.
         MissingExtra: gguf, transformers or safetensors is not installed.
     """
     try:
@@ -68,7 +70,8 @@ def save_gguf(folder: str | Path, path: str | Path | None = None) -> Path:
     if architecture is None:
         raise _refused(
             folder,
-            f"its architecture is {', '.join(config.architectures or ['unknown'])}, and not one of {', '.join(ARCHITECTURES)}",
+            f"its architecture is {', '.join(config.architectures or ['unknown'])}, "
+            f"and not one of {', '.join(ARCHITECTURES)}",
         )
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, architecture)
@@ -85,11 +88,11 @@ def save_gguf(folder: str | Path, path: str | Path | None = None) -> Path:
 
 
 def _refused(folder: Path, reason: str) -> CannotWriteGguf:
-    return CannotWriteGguf(path=folder, reason=f"{reason}; convert the folder by llama.cpp's convert_hf_to_gguf.py")
+    return CannotWriteGguf(path=folder, reason=f"{reason}; convert the folder with llama.cpp's convert_hf_to_gguf.py")
 
 
 def _write_header(gguf: Any, writer: Any, folder: Path, config: Any) -> torch.dtype:
-    """Sizes, and how positions are scaled. Returns the dtype of matrices."""
+    """Write sizes and the scaling of positions, and return the dtype of matrices."""
     rope, heads = config.rope_parameters, config.num_attention_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "sliding_window", None):
@@ -124,8 +127,8 @@ def _write_header(gguf: Any, writer: Any, folder: Path, config: Any) -> torch.dt
 
 
 def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
-    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    model, added = told["model"], {token["id"]: token for token in told.get("added_tokens", ())}
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, added = spec["model"], {token["id"]: token for token in spec.get("added_tokens", ())}
     if model["type"] != "BPE":
         raise _refused(folder, f"its tokenizer is of type {model['type']}")
     tokens = {index: token for token, index in model["vocab"].items()} | {
@@ -135,11 +138,12 @@ def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
     if max(tokens) >= size:
         raise CannotWriteGguf(
             path=folder,
-            reason=f"its tokenizer has {max(tokens) + 1} tokens, and its model {size}; save the tokenizer it was trained with",
+            reason=f"its tokenizer has {max(tokens) + 1} tokens, and its model {size}; "
+            "save the tokenizer it was trained with",
         )
     pieces = bool(model.get("byte_fallback"))
     writer.add_tokenizer_model("llama" if pieces else "gpt2")
-    writer.add_tokenizer_pre("default" if pieces else _split(folder, told))
+    writer.add_tokenizer_pre("default" if pieces else _split(folder, spec))
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(size)])
     if pieces:
         ranks = {}
@@ -152,8 +156,8 @@ def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
             ]
         )
         writer.add_add_space_prefix(
-            "▁" in json.dumps([told.get("normalizer"), told.get("pre_tokenizer")], ensure_ascii=False)
-            and _begins_with_space(told)
+            "▁" in json.dumps([spec.get("normalizer"), spec.get("pre_tokenizer")], ensure_ascii=False)
+            and _begins_with_space(spec)
         )
     writer.add_token_types(
         [_kind(tokens.get(index), added.get(index), model.get("unk_token"), pieces) for index in range(size)]
@@ -164,7 +168,7 @@ def _write_tokenizer(gguf: Any, writer: Any, folder: Path, config: Any) -> None:
 
 
 def _added(folder: Path) -> dict[str, bool]:
-    """Which tokens the tokenizer puts around a text by itself: llama.cpp would otherwise go by the kind of tokenizer."""
+    """Whether the tokenizer adds BOS and EOS to a text; llama.cpp would otherwise decide by the kind of tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -172,9 +176,9 @@ def _added(folder: Path) -> dict[str, bool]:
     return {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
 
 
-def _begins_with_space(told: dict) -> bool:
-    """Whether a space is put before a text, as SentencePiece mostly does."""
-    normalizer, split = json.dumps(told.get("normalizer")), told.get("pre_tokenizer") or {}
+def _begins_with_space(spec: dict) -> bool:
+    """Whether the tokenizer adds a space before a text, as SentencePiece mostly does."""
+    normalizer, split = json.dumps(spec.get("normalizer")), spec.get("pre_tokenizer") or {}
     return '"Prepend"' in normalizer or split.get("prepend_scheme") in ("always", "first")
 
 
@@ -188,38 +192,29 @@ def _kind(token: str | None, added: dict | None, unknown: str | None, pieces: bo
     return BYTE if pieces and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
 
 
-def _split(folder: Path, told: dict) -> str:
-    """llama.cpp's name for how this tokenizer splits text."""
-    split = told.get("pre_tokenizer") or {}
+def _split(folder: Path, spec: dict) -> str:
+    """llama.cpp's name for the way in which this tokenizer splits text."""
+    split = spec.get("pre_tokenizer") or {}
     steps = []
     for step in split.get("pretokenizers", [split]):
         if step.get("type") == "ByteLevel":
-            steps.append(
-                "words"
-                if step.get("use_regex", True) and not step.get("add_prefix_space")
-                else "bytes"
-                if not step.get("add_prefix_space")
-                else "other"
-            )
+            plain = "words" if step.get("use_regex", True) else "bytes"
+            steps.append("other" if step.get("add_prefix_space") else plain)
         elif step.get("type") == "Digits":
             steps.append("digits" if step.get("individual_digits") else "numbers")
         else:
-            steps.append(
-                step.get("pattern", {}).get("Regex", step.get("type"))
-                if step.get("behavior", "Isolated") == "Isolated"
-                else "other"
-            )
+            isolated = step.get("behavior", "Isolated") == "Isolated"
+            steps.append(step.get("pattern", {}).get("Regex", step.get("type")) if isolated else "other")
     name = SPLITS.get(tuple(steps))
-    whole = bool(
-        told["model"].get("ignore_merges")
-    )  # words that are tokens are not merged from their parts; llama.cpp goes by the name
-    if name is None or (told.get("normalizer") or {"type": "NFC"})["type"] != "NFC" or whole != (name == "llama-bpe"):
-        raise _refused(folder, "it is not known here how llama.cpp calls the way in which its tokenizer splits text")
+    # whether words that are tokens are not merged from their parts; llama.cpp decides it by the name
+    whole = bool(spec["model"].get("ignore_merges"))
+    if name is None or (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC" or whole != (name == "llama-bpe"):
+        raise _refused(folder, "llama.cpp's name for the way in which its tokenizer splits text is not known")
     return name
 
 
 def _write_tensors(gguf: Any, writer: Any, folder: Path, config: Any, architecture: str, dtype: torch.dtype) -> None:
-    """Two passes over the files: the table of all tensors comes before the first of them."""
+    """Write all tensors in two passes over the files: the table of all tensors precedes the first tensor."""
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
     stored = {
         torch.float32: gguf.GGMLQuantizationType.F32,
@@ -246,7 +241,7 @@ def _write_tensors(gguf: Any, writer: Any, folder: Path, config: Any, architectu
 
 
 def _tensors(folder: Path, config: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """As llama.cpp computes with them: what its converter calls permuted are the rotary rows of Llama's kind."""
+    """(name, value) of all tensors in llama.cpp's order of rows. Its converter calls Llama's rotary rows permuted."""
     from safetensors import safe_open
 
     if config.rope_parameters.get("rope_type") == "llama3":
@@ -256,21 +251,21 @@ def _tensors(folder: Path, config: Any, architecture: str) -> Iterator[tuple[str
     )
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
+            for name in tensors.keys():  # noqa: SIM118 (a file is no dict, and cannot be iterated over)
                 value = tensors.get_tensor(name)
                 part = name.split(".")[-2]
                 yield name, _interleaved(value, heads[part]) if part in heads else value
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows that rotate into each other one after the other; Hugging Face has them half a head apart."""
+    """Put rows that rotate into each other side by side; in Hugging Face's order they are half a head apart."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
 
 
 def _rope_factors(config: Any) -> Tensor:
-    """By how much Llama 3 slows each frequency."""
+    """The factor by which Llama 3 divides each frequency."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))

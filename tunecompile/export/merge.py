@@ -1,8 +1,8 @@
-"""A model's weights as they are multiplied with, one module at a time: on the CPU, in fp32, quantised ones dequantised and adapters merged.
+"""The weights of a model in fp32 on the CPU, one module at a time, dequantised and with adapters merged.
 
-PEFT merges an adapter into the weight as it is stored. Of a 4-bit weight that means: dequantise, add, and round to 4 bit again, by steps that are
-larger than most of what training has changed. Here a copy of one layer is made in fp32, and PEFT's own merge runs on that; what is made of the
-result, 16 bit as a rule, is its only rounding. The model itself is only read.
+PEFT merges an adapter into the stored weight. A 4-bit weight is dequantised, changed, and rounded to 4 bit again, in
+steps larger than most changes by training. Here a layer is copied in fp32 first, and PEFT's own merge runs on the copy.
+The caller rounds the result once, mostly to 16 bit. The model itself is only read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from tunecompile.errors import CannotMerge, summary
 from tunecompile.integrations.bitsandbytes import is_packed
 from tunecompile.ops.nf4 import dequantize_4bit
 
-ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a process of its own: tunecompile merge"
+ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a new process: tunecompile merge"
 
 
 def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of every parameter and persistent buffer that the model has without adapters, tied ones under each name. Raises CannotMerge."""
+    """Yield the merged value of every parameter and persistent buffer, tied ones under each of their names.
+
+    Args:
+        module: the model, or a part of it.
+        name: prefix of the names.
+
+    Yields:
+        (name, value), with the names that the model has without adapters.
+
+    Raises:
+        CannotMerge: no weights can represent the model.
+    """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -57,11 +68,12 @@ def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def join(name: str, key: str) -> str:
+    """The dotted name of a part of a module; `name` is empty for the model itself."""
     return f"{name}.{key}" if name else key
 
 
 def merged(layer: nn.Module, name: str) -> nn.Module:
-    """What an adapted layer is without its adapters. One that is merged already is what it was merged into."""
+    """The base layer with its active adapters merged into it; merged ones stay merged. Raises CannotMerge."""
     from peft.tuners.lora import Linear, LoraLayer
 
     twin = link = in_floats(layer, name)
@@ -69,16 +81,18 @@ def merged(layer: nn.Module, name: str) -> nn.Module:
         active = [] if link.merged or link.disable_adapters else list(link.active_adapters)
         if active and not isinstance(link, LoraLayer):
             raise CannotMerge(
-                reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; PEFT's merge_and_unload may"
+                reason=f"{name} has an adapter of type {type(link).__name__}, and only LoRA can be merged here; "
+                "PEFT's merge_and_unload may support it"
             )
         if len(set(active) & set(getattr(link, "lora_magnitude_vector", None) or ())) and len(active) > 1:
             raise CannotMerge(
-                reason=f"{name} has several active adapters, and DoRA among them, which no single weight can stand for; activate one (set_adapter)"
+                reason=f"{name} has several active adapters, and DoRA among them, which no single weight can "
+                "represent; activate one (set_adapter)"
             )
         merge = Linear.merge if is_quantized(layer.get_base_layer()) else type(link).merge
         try:
             merge(link, adapter_names=active)
-        except Exception as error:  # by variants that no weight can stand for, such as aLoRA
+        except Exception as error:  # for variants that no weight can represent, such as aLoRA
             raise CannotMerge(
                 reason=f"PEFT does not merge {name} ({summary(error)}); serve the adapter beside its base instead"
             ) from error
@@ -104,7 +118,7 @@ def in_floats(layer: nn.Module, name: str) -> nn.Module:
 
 
 def as_float(value: Tensor, name: str) -> Tensor:
-    """A copy on the CPU; in fp32, if it is a floating-point number."""
+    """A copy on the CPU, in fp32 if it is of floating point. Raises CannotMerge."""
     if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
         kind = "is on no device here (offloaded)" if value.is_meta else f"is a {type(value).__name__}"
         raise CannotMerge(reason=f"{name} {kind}: {ELSEWHERE}")
@@ -113,12 +127,15 @@ def as_float(value: Tensor, name: str) -> Tensor:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """By bitsandbytes, to 4 or 8 bit."""
+    """Whether bitsandbytes has quantised the module to 4 or 8 bit."""
     return {"Params4bit", "Int8Params"} & {type(value).__name__ for value in module._parameters.values()} != set()
 
 
 def dequantized(linear: nn.Module, name: str) -> nn.Linear:
-    """A plain layer with the values that a forward pass multiplies with: those in the dtype that bitsandbytes dequantises to, which is the model's."""
+    """A plain layer with the values that a forward pass multiplies by.
+
+    These are the values in the dtype that bitsandbytes dequantises to, which is the model's. Raises CannotMerge.
+    """
     import bitsandbytes as bnb
 
     weight = linear.weight
@@ -142,7 +159,7 @@ def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
         reason = (
             "is not quantised yet: move the model to its device first"
             if state is None
-            else f"was packed anew by bitsandbytes, for evaluation on this CPU, which loses precision: {ELSEWHERE}"
+            else f"was repacked by bitsandbytes for evaluation on this CPU, which loses precision: {ELSEWHERE}"
         )
         raise CannotMerge(reason=f"{name} {reason}")
     rows, columns = state.shape

@@ -1,4 +1,4 @@
-"""A trained model as a folder that any program can load: 16-bit weights with the adapters in them, configuration and tokenizer."""
+"""Save a trained model for any program: 16-bit weights with merged adapters, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ def save_merged(
     tokenizer: Any = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Writes a model with its active LoRA adapters merged, as `transformers` and all that read its format load it.
+    """Write a model with its active LoRA adapters merged, in the format of `transformers`.
 
-    Each layer is merged in fp32, on the CPU, and rounded once. Of a model in 4 or 8 bit the weights that it was trained with are the base, dequantised,
-    and are not quantised again: PEFT's `merge_and_unload` does that, and rounds away most of what a 4-bit model has learnt. The model is only read:
-    it trains on afterwards. Of several processes one calls this. Its GPU needs room for one dequantised layer; the weights go through temporary files in
-    `folder`, as large as they are.
+    Each layer is merged in fp32, on the CPU, and rounded once. The base of a model in 4 or 8 bit is the dequantised
+    weights that it was trained with, and is not quantised again: PEFT's `merge_and_unload` does that, and rounds away
+    most of what a 4-bit model has learnt. The model is only read, and training can go on. Only one of several processes
+    calls this. Its GPU needs memory for one dequantised layer. The weights go through temporary files of their size in
+    `folder`.
 
     Args:
-        model: a `transformers` model, with PEFT's adapters or without (a model that was trained as a whole, or is only to be dequantised); optimized by
-            tunecompile or not. Of adapters, what a forward pass would apply is merged: the active ones, their `modules_to_save` and trained tokens.
-        folder: a new or empty one.
-        dtype: of floating-point weights, "bfloat16", "float16", "float32" or torch's own; parameters that the model keeps in fp32 stay so.
-        tokenizer: saved beside the model, if given.
-        max_shard_size: bytes of a file of weights, also as "5GB".
+        model: a `transformers` model, with or without PEFT's adapters (fully fine-tuned, or only to be dequantised),
+            optimized by tunecompile or not. What a forward pass would apply is merged: the active adapters, their
+            `modules_to_save` and trained tokens.
+        folder: a new or empty folder.
+        dtype: of floating-point weights: "bfloat16", "float16", "float32" or a `torch.dtype`. Parameters that the model
+            keeps in fp32 stay in fp32.
+        tokenizer: saved in the same folder, if given.
+        max_shard_size: bytes of one file of weights, also as "5GB".
 
     Returns:
         The folder.
 
     Raises:
-        CannotMerge: no weights can stand for this model (its adapters are not LoRA, or a weight has a kind unknown here), the folder is not empty, or a
-            weight is not finite in this dtype.
+        CannotMerge: no weights can represent this model (its adapters are not LoRA, or a weight is of an unknown kind),
+            the folder is not empty, or a weight is not finite in this dtype.
         MissingExtra: transformers or peft is not installed.
     """
     base, dtype, folder = _base(model), _dtype(dtype), empty(folder)
@@ -64,7 +67,11 @@ def save_merged(
 
 
 def empty(folder: str | Path) -> Path:
-    """The folder, made where it is missing. CannotMerge where it is in use: by a model or an adapter, say, that is read while it would be written over."""
+    """Make the folder if it is missing, and return it.
+
+    Raises:
+        CannotMerge: it is not empty. It may hold the model or the adapter that is to be read.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -73,7 +80,7 @@ def empty(folder: str | Path) -> Path:
 
 
 def _base(model: nn.Module) -> Any:
-    """The `transformers` model, with the layers that PEFT put into it."""
+    """The `transformers` model, with the layers that PEFT has replaced in it."""
     try:
         from peft import PeftModel
         from transformers import PreTrainedModel
@@ -87,11 +94,13 @@ def _base(model: nn.Module) -> Any:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise CannotMerge(
-            reason=f"it is a {type(model).__name__}, and no model of transformers or PEFT; of a wrapper (DDP, say) give what is inside: model.module"
+            reason=f"it is a {type(model).__name__}, and no model of transformers or PEFT; "
+            "of a wrapper such as DDP pass model.module"
         )
     if in_parts(model):
         raise CannotMerge(
-            reason="ZeRO-3 holds its weights in parts: call this within deepspeed.zero.GatheredParameters(list(model.parameters()))"
+            reason="ZeRO-3 has sharded its weights: "
+            "call this within deepspeed.zero.GatheredParameters(list(model.parameters()))"
         )
     return model
 
@@ -104,7 +113,7 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
 
 
 def _skeleton(base: Any, dtype: torch.dtype) -> Any:
-    """The same model without weights: what it is called in a file, what is tied to what, and how it is saved."""
+    """The same model without weights, which knows names, tied weights and how to save the model."""
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -130,18 +139,18 @@ def _rounded(base: Any, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str
             "Linear4bit",
             "Linear8bitLt",
         ):
-            value = value.T  # which bitsandbytes' layers hold as a Linear does
+            value = value.T  # bitsandbytes' layers have the layout of nn.Linear
         if value.is_floating_point() and not keep.search(name):
             value = value.to(dtype)
             if not value.sum(dtype=torch.float32).isfinite():  # in half the time of isfinite()
                 raise CannotMerge(
-                    reason=f"{name} has values that are not finite in {dtype}; if they are in training, save as bfloat16"
+                    reason=f"{name} has values that are not finite in {dtype}; if they are in training, use bfloat16"
                 )
         yield name, value
 
 
 def _on_disk(value: Tensor, path: Path) -> Tensor:
-    """The same values in a file, so that host memory need not hold them all."""
+    """The same values in a file, so that host memory need not hold all weights."""
     if not value.numel():
         return value.clone()
     kept = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
@@ -149,20 +158,20 @@ def _on_disk(value: Tensor, path: Path) -> Tensor:
 
 
 def _check_names(state: dict[str, Tensor], skeleton: Any) -> None:
-    """A model that is not quite the one that its class and configuration make would be loaded wrongly."""
+    """Raise CannotMerge if names or shapes differ from those of the class and configuration: loading would fail."""
     wanted = {name: value.shape for name, value in skeleton.state_dict().items()}
     odd = sorted(
         {name for name, value in state.items() if wanted.get(name) != value.shape} | (wanted.keys() - state.keys())
     )
     if odd:
         raise CannotMerge(
-            reason=f"{', '.join(odd[:3])}{f' and {len(odd) - 3} more' if len(odd) > 3 else ''} are not what its configuration says; "
-            "save it as it is, by model.save_pretrained"
+            reason=f"{', '.join(odd[:3])}{f' and {len(odd) - 3} more' if len(odd) > 3 else ''} "
+            "are not what its configuration says; save it unmerged, with model.save_pretrained"
         )
 
 
 def _tie(state: dict[str, Tensor], skeleton: Any) -> None:
-    """Weights that are tied are saved once, if they are still the same; a head or a table with an adapter of its own is tied no more."""
+    """Drop the copies of tied weights, if all are equal. A head or a table with its own adapter is no longer tied."""
     tied = {
         target: source
         for target, source in skeleton.all_tied_weights_keys.items()
@@ -177,7 +186,7 @@ def _tie(state: dict[str, Tensor], skeleton: Any) -> None:
 
 
 def progress(items: Iterable[T], total: int) -> Iterable[T]:
-    """With a bar, where there is a terminal and rich is installed."""
+    """The items, with a progress bar on a terminal if rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import track
