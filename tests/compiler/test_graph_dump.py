@@ -48,17 +48,17 @@ def test_every_pass_that_changed_a_graph_leaves_a_file(monkeypatch, tmp_path):
     monkeypatch.setenv("TUNECOMPILE_DUMP", str(folder))
     trained()
     names = files(folder)
-    assert names[: len(STEPS)] == [f"{i:04d}.layers_Layer.{step}.py" for i, step in enumerate(STEPS)]
-    assert {name.partition(".")[2] for name in names[len(STEPS) :]} <= {"layers_Layer.lower.backward.cleanup.py"}
+    assert names[: len(STEPS)] == [f"{i:04d}.layers_NormedMLP.{step}.py" for i, step in enumerate(STEPS)]
+    assert {name.partition(".")[2] for name in names[len(STEPS) :]} <= {"layers_NormedMLP.lower.backward.cleanup.py"}
     for name in names:
         compile((folder / name).read_text(encoding="utf-8"), name, "exec")
     before, after = ((folder / names[i]).read_text(encoding="utf-8") for i in (2, 3))
     assert after.startswith(
-        f"# region layers_Layer, stage recognize, dynamo graph, process {os.getpid()}\n"
+        f"# region layers_NormedMLP, stage recognize, dynamo graph, process {os.getpid()}\n"
         "# after pass rms_norm: +1 tunecompile.rms_norm  -1 add  -1 mean  -2 mul  -1 pow  -1 rsqrt\n"
     )
     assert "rsqrt" in before.split("\n\n", 1)[1] and "tunecompile.rms_norm" not in before
-    assert "torch.ops.tunecompile.rms_norm" in after and "test_graph_dump.py" in after, "with the user's lines"
+    assert "torch.ops.tunecompile.rms_norm" in after and "layers.py" in after, "with the user's lines"
     assert "MUST_SAVE" in (folder / names[5]).read_text(encoding="utf-8"), "tags are shown"
 
 
@@ -69,14 +69,14 @@ def test_variants_models_and_earlier_runs_keep_their_files(monkeypatch, tmp_path
     model = trained()
     once = files(tmp_path)
     first = {name: (tmp_path / name).read_bytes() for name in once}
-    assert once[1].startswith("0042.layers_Layer.recognize.before")
+    assert once[1].startswith("0042.layers_NormedMLP.recognize.before")
     for layer in model.layers:
         layer.gradient_checkpointing = True
     gradients(model)
     trained()
     names = files(tmp_path)
     assert all((tmp_path / name).read_bytes() == content for name, content in first.items())
-    assert Counter(name.split(".")[1] for name in names)["layers_Layer_checkpointed"] >= len(STEPS)
+    assert Counter(name.split(".")[1] for name in names)["layers_NormedMLP_checkpointed"] >= len(STEPS)
     numbers = [int(name[:4]) for name in names if name[0].isdigit()]
     assert numbers == list(range(41, 41 + len(numbers)))
 
@@ -113,7 +113,7 @@ def test_trials_of_a_planner_are_not_shown(monkeypatch, tmp_path):
     monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
     trained(memory="1GiB")
     assert Counter(name.partition(".")[2] for name in files(tmp_path) if ".before." in name) == Counter(
-        f"layers_Layer.{step}.py" for step in STEPS if step.endswith("before")
+        f"layers_NormedMLP.{step}.py" for step in STEPS if step.endswith("before")
     )
 
 
@@ -160,6 +160,7 @@ def test_the_structured_trace_has_the_same(tmp_path):
     (log,) = tmp_path.iterdir()
     text = log.read_text(encoding="utf-8")
     assert (
-        re.findall(r'"name": "tunecompile\.layers_Layer\.([\w.]+)", "encoding": "string"', text)[: len(STEPS)] == STEPS
+        re.findall(r'"name": "tunecompile\.layers_NormedMLP\.([\w.]+)", "encoding": "string"', text)[: len(STEPS)]
+        == STEPS
     )
     assert "# after pass rms_norm: +1 tunecompile.rms_norm" in text

@@ -5,7 +5,8 @@ import torch
 
 from tests.support.passes.run import family
 from tests.support.planted import SUBJECTS
-from tunecompile.verification.check_pass import Example, _near_misses, _spellings, respelled, spoilt, through
+from tunecompile.verification.graph_nets import near_misses, respelled, spellings, spoilt, through
+from tunecompile.verification.pass_examples import Example
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = {of: subject for of, subject in SUBJECTS.items() if subject.passes}
@@ -18,13 +19,13 @@ def answers(net, subject):
 
 @pytest.mark.parametrize("of", FAMILIES)
 def test_other_spellings_are_found(of):
-    for asked, passed, detail in answers(_spellings, FAMILIES[of]):
+    for asked, passed, detail in answers(spellings, FAMILIES[of]):
         assert passed, f"{asked}: {detail}"
 
 
 @pytest.mark.parametrize("of", FAMILIES)
 def test_near_misses_stay_right(of):
-    ((asked, passed, detail),) = answers(_near_misses, FAMILIES[of])
+    ((asked, passed, detail),) = answers(near_misses, FAMILIES[of])
     assert passed, f"{asked}: {detail}"
     assert int(asked.split()[0]) >= 5
 

@@ -1,9 +1,9 @@
 """`tunecompile.verify`: right gradients pass, planted faults are caught and named, and the model is left as it was."""
 
 import copy
-import functools
 import importlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,7 +120,10 @@ def test_a_planted_fault_is_caught(monkeypatch):
 
 
 def test_the_model_is_left_as_it_was(monkeypatch):
-    monkeypatch.setattr(verification, "attach", functools.partial(verification.attach, executor="eager"))
+    attach = verification.attach
+    monkeypatch.setattr(
+        verification, "attach", lambda model, settings: attach(model, replace(settings, executor="eager"))
+    )
     torch.manual_seed(5)
     model = build(lora_dropout=0.1)
     zoo.step(model, zoo.batch())

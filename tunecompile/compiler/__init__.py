@@ -1,1 +1,1 @@
-"""The torch.compile backend: pass manager, partitioner, plugins, and the caches of compiled code and measured choices."""
+"""The torch.compile backend: pass manager, partitioner, plugins, caches of compiled code and measured choices."""

@@ -1,12 +1,12 @@
-"""Which kernel computes `F.scaled_dot_product_attention`: measured once a shape, on this GPU, and kept (`measured.py`).
+"""The kernel that computes `F.scaled_dot_product_attention`: measured once a shape, on this GPU, and cached on disk.
 
-torch takes the first backend of an order that supports the call, and the order is baked in while the graph is traced, so nothing is
-paid at run time. cuDNN is 1.7 to 1.9 times faster than flash on Hopper at long sequences; elsewhere it need not be. Only those that the
-user left enabled are considered.
+torch takes the first backend of an order that supports the call. The order is fixed while the graph is traced, so
+nothing is paid at run time. cuDNN is 1.7 to 1.9 times faster than flash on Hopper at long sequences; elsewhere it need
+not be. Only backends that the user left enabled are considered.
 
-A layer sees a causal call (`is_causal`) or a dense mask. transformers leaves the mask out where it is causal and nothing else (no padding, or
-padding that `padding.py` took out), so a dense mask that reaches a compiled layer is measured as what it is: flash refuses it,
-the others read all of it.
+A layer sees a causal call (`is_causal`) or a dense mask. transformers omits the mask where it is causal and nothing
+else (no padding, or padding that `runtime/unpad` removed), so a dense mask that reaches a compiled layer is measured as
+such: flash refuses it, and the other backends read all of it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ from tunecompile.compiler import tuning_cache
 from tunecompile.planner.device_memory import CudaGauge
 
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
-SAME = 1.03  #: times within this factor are equal, and the default order decides: noise must not
-RUNS = 5
+SAME = 1.03  #: times within this factor are equal, and the default order decides in place of noise
+RUNS = 5  #: timed runs of a backend
 SAMPLE = 2 << 30  #: bytes a measurement should take at most
-HEADROOM = 5  #: so many times the inputs must be free: they, their gradients, the output, sums in fp32, and shared heads' gradients for each head
+
+#: Free memory that a measurement needs, as a multiple of its inputs: inputs, their gradients, the output, fp32 sums,
+#: and shared heads'
+#: gradients for each head
+HEADROOM = 5
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention, as far as its speed depends on it. Sizes that are symbols stand at their hint."""
+    """One call of attention, as far as its speed depends on it. Symbolic sizes are at their hints."""
 
     batch: int
     heads: int
@@ -50,28 +54,29 @@ class AttentionCall:
     value_dim: int
     dtype: str
     causal: bool
-    mask: tuple | None  #: (shape, dtype)
+    mask: tuple[tuple[int, ...], str] | None  #: (shape, dtype)
     dropout: bool
 
     @property
     def work(self) -> int:
+        """Multiplications of both products, as if nothing were masked."""
         return self.batch * self.heads * self.length * self.kv_length * (self.head_dim + self.value_dim)
 
     @property
     def flops(self) -> int:
-        """Of forward and backward, seven products in all, as if nothing were masked."""
+        """Floating point operations of forward and backward, seven products, as if nothing were masked."""
         return 7 * self.work
 
     @property
     def bytes(self) -> int:
-        """Of query, key, value, the gradient of the output, and the mask."""
+        """Bytes of query, key, value, the gradient of the output, and the mask."""
         wide = getattr(torch, self.dtype).itemsize
         query, key = self.batch * self.heads * self.length, self.batch * self.kv_heads * self.kv_length
         mask = torch.Size(self.mask[0]).numel() * getattr(torch, self.mask[1]).itemsize if self.mask else 0
         return (query + key) * (self.head_dim + self.value_dim) * wide + mask
 
     def sample(self) -> AttentionCall:
-        """The same on fewer heads, where all of them take too much memory: heads know nothing of each other, and few of long rows fill a GPU."""
+        """The call to measure: with fewer heads where all take too much memory. Few heads of long rows fill a GPU."""
         shares = [
             n
             for n in range(1, self.kv_heads + 1)
@@ -92,28 +97,38 @@ class KernelChoice:
     """The order in which torch tries its backends, and where it comes from."""
 
     order: tuple[str, ...]
-    why: str
+    why: str  #: for the report
     times: tuple[
         tuple[str, float], ...
-    ] = ()  #: milliseconds, forward and backward, of those that were timed; the fastest first
+    ] = ()  #: milliseconds of forward and backward of each timed kernel; fastest first
     rate: float | None = None  #: floating point operations a millisecond of the fastest, as if nothing were masked
 
 
 def choose(
     gm: GraphModule, device: str, time: Callable[[AttentionCall, str, torch.device], float] | None = None
 ) -> KernelChoice | None:
-    """For the graph's largest call of attention; None on a device with one kernel only."""
+    """Choose the kernel order for a graph by its largest call of attention.
+
+    Args:
+        gm: Dynamo's graph.
+        device: its type, such as "cuda".
+        time: measures milliseconds of (call, backend, device); None for `time_on_gpu`.
+
+    Returns:
+        The order; None on a device with one kernel only.
+    """
     enabled = _enabled()
     if device != "cuda" or not enabled:
         return None
-    found = [call for node in _nodes(gm) if (call := _call(node)) is not None]
+    found: list[tuple[AttentionCall, torch.device]] = [call for call in map(_call, _nodes(gm)) if call is not None]
     if not found:
         return KernelChoice(enabled, "")
     call, where = max(found, key=lambda pair: pair[0].work)
     if torch.are_deterministic_algorithms_enabled():
-        return KernelChoice(enabled, f"in fixed order, since deterministic algorithms were asked for ({call})")
-    if len(enabled) < 3:
-        return KernelChoice(enabled, f"{enabled[0]}, others are switched off ({call})")
+        return KernelChoice(enabled, f"in fixed order, since deterministic algorithms are required ({call})")
+    first, *others = enabled
+    if len(others) < 2:
+        return KernelChoice(enabled, f"{first}, others are switched off ({call})")
     return decide(call, where, enabled, current_flash_attention_impl(), time or time_on_gpu)
 
 
@@ -125,7 +140,10 @@ def decide(
     flash: str | None,
     time: Callable[[AttentionCall, str, torch.device], float],
 ) -> KernelChoice:
-    """Measured at most once a call and process, also where nothing can be stored. `flash`: whose implementation stands for it."""
+    """The order for one call, measured at most once a process, even where nothing can be stored.
+
+    flash: the implementation that torch uses for its flash backend; None for its own.
+    """
     candidates, whole, call = [name for name in enabled if name != "math"], call, call.sample()
     key = {**tuning_cache.machine(device), "flash": flash, "backends": candidates, **_jsonable(asdict(call))}
     sound = functools.partial(_sound, candidates)
@@ -136,35 +154,37 @@ def decide(
                 tuning_cache.keep("attention", key, _measure(call, candidates, device, time), sound),
                 "measured",
             )
-        except Exception as error:  # speed is all that is lost
+        except Exception as error:  # only speed is lost
             reason = str(error).strip().partition("\n")[0][:200]
-            error.__traceback__ = None  # whose frames hold tensors
+            error.__traceback__ = None  # its frames hold tensors
             gc.collect()
             return KernelChoice(
                 enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})"
             )
     ranked = rank(times, enabled)
-    said = (
-        ", ".join(f"{name} {times[name]:.2f} ms" for name in ranked if name in times) or "no fused kernel supports it"
-    )
+    timed: list[tuple[str, float]] = [(name, times[name]) for name in ranked if name in times]
+    found = ", ".join(f"{name} {ms:.2f} ms" for name, ms in timed) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
-    timed = tuple((name, times[name]) for name in ranked if name in times)
-    return KernelChoice(ranked, f"{said} ({whole}, {origin})", timed, call.flops / timed[0][1] if timed else None)
+    rate = call.flops / timed[0][1] if timed else None
+    return KernelChoice(ranked, f"{found} ({whole}, {origin})", tuple(timed), rate)
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
-    """The fastest first; those that do not support the call come last, in the default order: another call of the graph may be smaller."""
+    """Backends by time, the fastest first.
+
+    Those that do not support the call come last, in the default order: another call of the graph may be smaller.
+    """
     best = min(times.values(), default=0.0)
     timed = sorted(times, key=lambda name: (times[name] if times[name] > SAME * best else 0.0, default.index(name)))
     return (*timed, *(name for name in default if name not in times))
 
 
 def _measure(call: AttentionCall, candidates: list[str], device: torch.device, time: Callable) -> dict[str, float]:
-    """Milliseconds, forward and backward, of each backend that supports the call.
+    """Milliseconds of forward and backward of each backend that supports the call.
 
     Raises:
-        MemoryError: too little is free to try.
-        RuntimeError: not now.
+        MemoryError: too little memory is free.
+        RuntimeError: a CUDA graph is being recorded.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a CUDA graph is being recorded")
@@ -185,8 +205,10 @@ def _measure(call: AttentionCall, candidates: list[str], device: torch.device, t
 
 
 def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> float:
-    """Milliseconds of forward and backward on random tensors, the least of a few: other processes on the GPU, ranks that compile too, make a run longer.
-    Random state, autocast and graph under compilation see nothing of it.
+    """Milliseconds of forward and backward on random tensors: the minimum of a few runs.
+
+    The minimum, since other processes on the GPU (ranks that compile, too) make a run longer. The random state,
+    autocast and the graph under compilation are left alone.
 
     Raises:
         RuntimeError: the backend does not support the call.
@@ -212,18 +234,17 @@ def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> floa
             end.synchronize()
             return begin.elapsed_time(end)
 
-        run()  # plans are made, libraries loaded
+        run()  # kernels are planned, libraries loaded
         first = run()
         return min([first, *(run() for _ in range(RUNS - 1 if first < 20 else 0))])
 
 
 def _tensors(call: AttentionCall, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """Laid out as projections leave them: heads inside tokens."""
+    """Inputs, output gradient and mask of a call. The layout is that of projections: heads inside tokens."""
 
     def random(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(call.batch, length, heads, dim, device=device, dtype=getattr(torch, call.dtype)).transpose(
-            1, 2
-        )
+        made = torch.randn(call.batch, length, heads, dim, device=device, dtype=getattr(torch, call.dtype))
+        return made.transpose(1, 2)
 
     inputs = [
         random(call.length, call.heads, call.head_dim),
@@ -243,7 +264,7 @@ def _tensors(call: AttentionCall, device: torch.device) -> tuple[list[torch.Tens
 
 
 def notes() -> list[str]:
-    """What could be faster and is not ours to switch on, since it would change the whole process."""
+    """Hints at a faster kernel that this package does not switch on, since that would change the whole process."""
     if (
         torch.version.cuda
         and importlib.util.find_spec("flash_attn_interface")
@@ -252,30 +273,36 @@ def notes() -> list[str]:
         and torch.cuda.get_device_capability() == (9, 0)
     ):
         return [
-            "FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') it is measured in place of flash"
+            "FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') "
+            "it is measured in place of flash"
         ]
     return []
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """All calls, those in the bodies of checkpoints too."""
+    """All calls of attention, those in the bodies of checkpoints included."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             yield from (node for node in module.graph.nodes if node.target is F.scaled_dot_product_attention)
 
 
 def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
-    """What a node computes, and where. Autocast is not in the graph, so it is asked for."""
+    """A node's call and its device; None where it is not on 4-D tensors.
+
+    Autocast is not in the graph, so it is read here.
+    """
     given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args)), **node.kwargs}
-    values = {
+    values: dict[str, Any] = {
         name: value.meta.get("example_value") if isinstance(value, Node) else value for name, value in given.items()
     }
-    q, k, v, mask = (values.get(name) for name in ("query", "key", "value", "attn_mask"))
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k, v)):
+    inputs = [values[name] for name in ("query", "key", "value") if name in values]
+    if len(inputs) < 3 or not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in inputs):
         return None
+    q, k, v = inputs
+    kind, given_mask = q.device.type, values.get("attn_mask")
+    mask = given_mask if isinstance(given_mask, torch.Tensor) else None
 
     def cast(dtype: torch.dtype) -> str:
-        kind = q.device.type
         eligible = dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind)
         return str(torch.get_autocast_dtype(kind) if eligible else dtype).removeprefix("torch.")
 
@@ -294,13 +321,13 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
         sizes(v)[-1],
         cast(q.dtype),
         bool(values.get("is_causal", False)),
-        (tuple(sizes(mask)), cast(mask.dtype)) if isinstance(mask, torch.Tensor) else None,
+        None if mask is None else (tuple(sizes(mask)), cast(mask.dtype)),
         bool(dropout) if isinstance(dropout, (int, float)) else dropout is not None,
     ), q.device
 
 
 def _enabled() -> tuple[str, ...]:
-    """The default order without what the user has switched off (`torch.nn.attention.sdpa_kernel` or torch.backends.cuda)."""
+    """The default order without backends that the user switched off (`sdpa_kernel` or `torch.backends.cuda`)."""
     flags = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
         "flash": torch.backends.cuda.flash_sdp_enabled,
@@ -316,11 +343,12 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _sound(candidates: list[str], times: Any) -> bool:
+    """Whether stored times are what `_measure` returns for these candidates."""
     return isinstance(times, dict) and all(
         name in candidates and isinstance(ms, (int, float)) for name, ms in times.items()
     )
 
 
 def _jsonable(fields: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back: a key that was read is compared with the one asked for."""
+    """Fields as JSON returns them: a key that was read is compared with the one that is looked up."""
     return {**fields, "mask": fields["mask"] and [list(fields["mask"][0]), fields["mask"][1]]}

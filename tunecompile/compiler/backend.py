@@ -1,4 +1,4 @@
-"""The torch.compile backend of one region: recognize, then compile with plan and lowering hooked in."""
+"""The torch.compile backend of one region: recognize, then compile with the plan and lower stages hooked in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Executor = Literal["inductor", "eager"]
 
 
 class GraphRecorder(Protocol):
-    """What records launch-bound graphs and replays them: `runtime.cuda_graphs` has it."""
+    """Records launch-bound graphs and replays them; `runtime.cuda_graphs` implements it."""
 
     @property
     def device(self) -> str:
@@ -43,33 +43,46 @@ class GraphRecorder(Protocol):
         ...
 
     def forward(self, run: Callable, outputs: int, parameters: Sequence[int]) -> Callable:
-        """What to run in place of a compiled forward. parameters: positions of its inputs that are parameters."""
+        """The callable to run in place of a compiled forward.
+
+        Args:
+            run: the compiled forward.
+            outputs: its results without those saved for the backward.
+            parameters: positions of its inputs that are parameters.
+        """
         ...
 
     def backward(self, run: Callable) -> Callable:
-        """The same of its backward."""
+        """The callable to run in place of the compiled backward of the last forward."""
         ...
 
 
 class WeightProvider(Protocol):
-    """What hands weights to graphs in the layout that their products read: `runtime.memory.weight_cache` has it."""
+    """Gives weights to graphs in the layout that their products read; `runtime.memory.weight_cache` implements it."""
 
     moves: bool | None  #: whether dense weights may move into one matrix; None before that is decided
 
     def forward(self, run: Callable, positions: Sequence[FusedWeightSlots]) -> Callable:
-        """What to run in place of a compiled forward that reads such weights."""
+        """The callable to run in place of a compiled forward that reads weights at these positions."""
         ...
 
     def backward(self, run: Callable, positions: Sequence[FusedWeightSlots]) -> Callable:
-        """The same of its backward."""
+        """The callable to run in place of a compiled backward that reads weights at these positions."""
         ...
 
 
 class Backend:
-    """Compiles every graph Dynamo makes of one region under one plan, and remembers what it did in `contexts`.
+    """Compiles every graph that Dynamo makes of one region under one plan, and reports into `contexts`.
 
-    A `plan` that is None is made by `decide` from the first graph that has a backward, and kept. `executor` "eager" runs the final graphs
-    op by op instead of compiling them: the same passes without code generation.
+    Args:
+        region: its name.
+        passes: a pipeline.
+        executor: "eager" runs the final graphs op by op: the same passes without code generation.
+        plan: of the layer; None has `decide` make one from the first graph with a backward.
+        replays: records and replays graphs, if any are.
+        precision: a lower precision that the user allows.
+        decide: makes the plan.
+        kept: gives weights to graphs, if any are cached.
     """
 
     def __init__(
@@ -95,7 +108,7 @@ class Backend:
             return self._attempt(gm, inputs)
         except TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
             raise
-        except Exception as error:  # the user's training goes on, without us
+        except Exception as error:  # the user's training goes on without these passes
             if (compiled := self._without_packages(gm, inputs, error)) is not None:
                 return compiled
             self._note("is compiled without rewrites", error)
@@ -106,6 +119,11 @@ class Backend:
                 return gm.forward
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
+        """Compile with all passes.
+
+        Raises:
+            Exception: any, of a pass or of torch's compiler.
+        """
         moves = self.kept is not None and bool(self.kept.moves)
         context = Context(
             self.region,
@@ -122,51 +140,54 @@ class Backend:
         return compiled
 
     def _without_packages(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
-        """What another package's pass left may fail long after it. The first without which the region compiles is switched off, else all of them."""
-        guests = [p for p in live(self.passes) if p.package is not None]
-        for suspects in [*([p] for p in guests), *([guests] if len(guests) > 1 else [])]:
-            for p in suspects:
-                p.package.failed[p.name] = f"{self.region} does not compile with it: {summary(error)}"
+        """Compile without the other package's pass at fault: its graph may fail long after it.
+
+        The first pass without which the region compiles is switched off, else all of them. None where that does not
+        help.
+        """
+        guests = [(p.package, p.name) for p in live(self.passes) if p.package is not None]
+        for suspects in [*([guest] for guest in guests), *([guests] if len(guests) > 1 else [])]:
+            for package, name in suspects:
+                package.failed[name] = f"{self.region} does not compile with it: {summary(error)}"
             try:
                 compiled = self._attempt(gm, inputs)
             except Exception:
-                for p in suspects:
-                    p.package.failed.pop(p.name)
+                for package, name in suspects:
+                    package.failed.pop(name)
                 continue
-            for p in suspects:
-                log.warning("tunecompile: %s", p.package.said(p.name))
+            for package, name in suspects:
+                log.warning("tunecompile: %s", package.describe_failure(name))
             return compiled
         return None
 
     def _note(self, what: str, error: Exception) -> None:
+        """Log a failure, and keep it for the report."""
         log.debug("compiling %s failed", self.region, exc_info=True)
         self.failures.append(f"{self.region} {what}: {summary(error)}")
         log.warning("tunecompile: %s", self.failures[-1])
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
-        """As torch.compile would; with checkpointing, the plan still recomputes."""
-        plan = (
-            [p for p in self.passes if p.stage == "plan" and p.package is None] if self.plan not in (None, KEEP) else []
-        )
+        """Compile as torch.compile does. The plan still recomputes where the model's own checkpointing does."""
+        planned = self.plan not in (None, KEEP)
+        plan = [p for p in self.passes if p.stage == "plan" and p.package is None] if planned else []
         context = Context(self.region, self.plan or KEEP)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
     def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
-        work = copied(gm)  # the original stays whole, to fall back on
-        before = context.look("recognize", work.graph)
+        """Run the recognize stage on a copy, then compile it with the other stages hooked in."""
+        work = copied(gm)  # the original stays as it is, to fall back on
+        before = context.record("recognize", work.graph)
         canonicalize(work)
-        context.look("recognize", work.graph, "canonicalize", before)
+        context.record("recognize", work.graph, "canonicalize", before)
         context.before = snapshot(work.graph)
         with replacements(work) as took:
             run_stage(self.passes, "recognize", work.graph, context)
         context.after = snapshot(work.graph, took)
         work.graph.lint()
         work.recompile()
-        lower, partition = (
-            Lowering(self.passes, context),
-            Partitioner(self.passes, context, self.decide if self.plan is None else None),
-        )
+        lower = Lowering(self.passes, context)
+        partition = Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             context.notes.append(str(known_bugs.MIX_ORDER_REDUCTION))
@@ -183,7 +204,7 @@ class Backend:
             )
 
     def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
-        """Under which attention's kernel is chosen, while the graph is traced."""
+        """A context that sets the order of attention kernels while the graph is traced."""
         choice = attention_backend.choose(gm, _device_type(inputs))
         if choice is None:
             return contextlib.nullcontext()
@@ -193,7 +214,7 @@ class Backend:
         return attention_order(choice.order)
 
     def _keep(self, context: Context) -> Keep | None:
-        """Graphs under a plan that keeps weights read them from elsewhere."""
+        """The hook by which graphs read cached weights in place of their inputs; None without a cache."""
         if self.kept is None:
             return None
         kept = weakref.ref(self.kept)
@@ -201,12 +222,15 @@ class Backend:
         def keep(gm: GraphModule, inputs: list, kind: str) -> Callable | None:
             if not (positions := give_matrices(gm, context.kept, inputs)):
                 return None
-            return lambda run: kept().forward(run, positions) if kind == "forward" else kept().backward(run, positions)
+            provider = kept()
+            assert provider is not None  # it belongs to the model that is being compiled
+            method = provider.forward if kind == "forward" else provider.backward
+            return lambda run: method(run, positions)
 
         return keep
 
     def _replay(self, context: Context, device: str) -> Wrap | None:
-        """Launch-bound graphs are recorded once they run."""
+        """The hook that puts the recorder around compiled graphs; None where none is recorded."""
         replays = self.replays
         if replays is None or replays.device != device:
             return None
@@ -218,12 +242,12 @@ class Backend:
 
 
 def own_code(function: Callable, name: str) -> Callable:
-    """A copy of a function with its own code object: Dynamo's cache, and its limit of eight graphs, sits on the code object."""
+    """A copy of a function with a code object of its own, since Dynamo caches by code object, eight graphs at most."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 class WeakBackend:
-    """A backend that Dynamo may hold for ever, as it does with every backend it was given, without holding the model."""
+    """A backend without a strong reference to the model, since Dynamo holds every backend for ever."""
 
     def __init__(self, method: Callable):
         self.method = weakref.WeakMethod(method)
@@ -234,4 +258,5 @@ class WeakBackend:
 
 
 def _device_type(inputs: list) -> str:
+    """The type of device of the first tensor."""
     return next((value.device.type for value in inputs if isinstance(value, torch.Tensor)), "cpu")

@@ -1,4 +1,4 @@
-"""Inductor's cache folder, where several processes use it: one of them compiles and the others take what it made, and a folder may be read-only."""
+"""Inductor's cache folder among several processes: one compiles and the others reuse its code, or it is read-only."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from torch.fx import GraphModule
 
 try:
     import fcntl
-except ImportError:  # on Windows nobody waits
+except ImportError:  # on Windows no rank waits
     fcntl = None
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import cache_folder, default_cache_folder, keeps_code
 
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"  #: torch's environment variable
-LONGEST = 120.0  #: seconds that a process waits for another's code before it compiles by itself
-LOOK = 0.05  #: seconds between two looks
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  #: torch's environment variable for Inductor's cache folder
+LONGEST = 120.0  #: seconds that a process waits for another process's code before it compiles by itself
+LOOK = 0.05  #: seconds between two attempts at the lock
 
 
 def link_read_only() -> list[str]:
-    """Where the folder cannot be written, torch cannot read it either: it locks what it reads by files beside it. Then what it holds is linked into
-    torch's default folder, which is used from here on. What there is to say of it."""
+    """Use a read-only cache folder by linking its files into torch's default folder.
+
+    Where a folder cannot be written, torch cannot read it either: it locks what it reads by files beside it. So from
+    here on the default folder is used.
+
+    Returns:
+        Notes for the report.
+    """
     given = os.environ.get(FOLDER)
     if given is None or _writable(Path(given)):
         return []
@@ -41,13 +47,14 @@ def link_read_only() -> list[str]:
             continue
         here.mkdir(exist_ok=True)
         for file in files:
-            with contextlib.suppress(FileExistsError):  # of this process, or of another rank's
+            with contextlib.suppress(FileExistsError):  # of this process or another rank
                 os.symlink(Path(folder, file).absolute(), here / file)
     os.environ[FOLDER] = str(own)
     return [f"{FOLDER}={shared} cannot be written: what it holds is linked into {own}, where new code is kept"]
 
 
 def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made where it is missing."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         return os.access(folder, os.W_OK | os.X_OK)
@@ -56,10 +63,16 @@ def _writable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def in_turn(uuid: Callable[[], str | None], gm: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """Of several ranks with the same graph, the first that comes here compiles it, and the others wait until Inductor's cache has it.
+    """Of several ranks with the same graph, the first to come here compiles it, and the others wait for its code.
 
-    Whoever compiles waits for nobody, but for a GPU whose work may wait for another rank's. So nobody waits for ever: after `LONGEST` a process compiles
-    by itself. The lock is the system's, and ends with its process. uuid: gives what the code depends on beside the graph, or None where it is not cached.
+    The rank that compiles waits for no other, except through a GPU whose work may depend on another rank's. So no rank
+    waits for ever: after `LONGEST` seconds a process compiles by itself. The lock is the operating system's, and ends
+    with its process.
+
+    Args:
+        uuid: returns what the code depends on beside the graph, or None where it is not cached.
+        gm: the graph.
+        inputs: its fake inputs.
     """
     if (
         not several()
@@ -70,24 +83,32 @@ def in_turn(uuid: Callable[[], str | None], gm: GraphModule, inputs: Sequence[An
         yield
         return
     with file:
-        if not _locked(file, fcntl.LOCK_EX):
+        if not _locked(file, shared=False):
             until = time.monotonic() + LONGEST
-            while not _locked(file, fcntl.LOCK_SH) and time.monotonic() < until:
+            while not _locked(file, shared=True) and time.monotonic() < until:
                 time.sleep(LOOK)
-            fcntl.flock(file, fcntl.LOCK_UN)  # those who waited go on together
+            _unlock(file)  # all ranks that waited go on together
         yield
 
 
-def _locked(file: IO, kind: int) -> bool:
+def _locked(file: IO, shared: bool) -> bool:
+    """Take a file's lock if it is free now; whether that succeeded."""
+    assert fcntl is not None  # else `_open` returns no file
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         return True
     except OSError:
         return False
 
 
+def _unlock(file: IO) -> None:
+    """Release a file's lock."""
+    assert fcntl is not None
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _open(key: str) -> IO | None:
-    """The file of a lock; None where there can be none."""
+    """The file of a lock; None where none can be made."""
     if fcntl is None:
         return None
     with contextlib.suppress(OSError):
@@ -98,7 +119,11 @@ def _open(key: str) -> IO | None:
 
 
 def _key(gm: GraphModule, inputs: Sequence[Any], uuid: str) -> str:
-    """Code is for one device by its number: ranks that see all GPUs of a machine have nothing to take from each other, and do not wait."""
+    """The name of the lock of a graph, its inputs and what else its code depends on.
+
+    Code is for one device by its number. So ranks that see all GPUs of a machine share no code, and do not wait for
+    each other.
+    """
     read = [
         (t.dtype, t.device, *map(str, t.shape), *map(str, t.stride())) if isinstance(t, torch.Tensor) else str(t)
         for t in inputs

@@ -1,10 +1,12 @@
-"""What the compiler does, to look at: each graph as it came, and again after every pass that changed it.
+"""Dumps of the compiler's graphs: each graph before the first pass, and after every pass that changed it.
 
     TUNECOMPILE_DUMP=folder python train.py    # readable Python, numbered in the order in which it was made
-    TORCH_TRACE=folder python train.py         # the same among the artifacts of torch's structured trace, which tlparse shows
+    TORCH_TRACE=folder python train.py         # the same among the artifacts of torch's structured trace, which tlparse
+    shows
 
-A name says number, region, stage and pass: `0003.model_layers_LlamaDecoderLayer.recognize.rms_norm.py`, and under `lower` also whether
-it is the forward or the backward graph. Processes may share a folder: no file is ever overwritten, and ranks are told apart by name.
+A name has number, region, stage and pass: `0003.model_layers_LlamaDecoderLayer.recognize.rms_norm.py`, and under
+`lower` also whether it is the forward or the backward graph. Processes may share a folder: no file is ever overwritten,
+and names have the rank.
 """
 
 from __future__ import annotations
@@ -30,28 +32,35 @@ VARIABLE = "TUNECOMPILE_DUMP"  #: environment variable that names the folder; it
 
 @dataclass
 class GraphDump:
-    """The graphs of one compilation of one region, on their way to the folder, to the trace, or to both."""
+    """Writes the graphs of one compilation of one region to a folder, to torch's trace, or to both."""
 
     region: str
     folder: Path | None
     traces: bool
-    last: str = ""  #: what was written last: a pass that changes nothing leaves no file
+    last: str = ""  #: the text written last: a pass that changes nothing leaves no file
 
     @staticmethod
     def begin(region: str) -> GraphDump | None:
-        """None where nobody asked for it."""
+        """A dump as the environment requests it; None where it requests none."""
         folder, traces = os.environ.get(VARIABLE), is_tracing()
         return GraphDump(region, Path(folder) if folder else None, traces) if folder or traces else None
 
     def show(self, stage: str, which: str, name: str | None, graph: Graph, difference: Mapping[str, int]) -> None:
-        """A graph (`which`: dynamo, joint, forward or backward) as the pass `name` left it; None: before the first pass. Whatever fails here,
-        training goes on."""
+        """Write a graph. Whatever fails here, training goes on.
+
+        Args:
+            stage: of the compiler.
+            which: dynamo, joint, forward or backward.
+            name: the pass that left the graph so; None: before the first pass.
+            graph: not changed.
+            difference: how many more or fewer there are of each operation.
+        """
         try:
             text = _readable(graph)
             if text == self.last:
                 return
             self.last = text
-            what = f"after pass {name}: {in_words(difference)}" if name else "before the first pass"
+            what = f"after pass {name}: {describe_change(difference)}" if name else "before the first pass"
             head = f"# region {self.region}, stage {stage}, {which} graph, process {os.getpid()}\n# {what}\n\n"
             title = ".".join(
                 (_plain(self.region), stage, *([which] if stage == "lower" else []), _plain(name or "before"))
@@ -65,14 +74,14 @@ class GraphDump:
             _warn(self.folder, type(error).__name__)
 
 
-def in_words(difference: Mapping[str, int]) -> str:
-    """What came, then what went: `+1 tunecompile.rms_norm  -2 mul`."""
+def describe_change(difference: Mapping[str, int]) -> str:
+    """The operations that are new, then those that are gone: `+1 tunecompile.rms_norm  -2 mul`."""
     ordered = sorted(difference.items(), key=lambda item: (item[1] < 0, item[0]))
     return "  ".join(f"{count:+d} {name}" for name, count in ordered) or "the same operations"
 
 
 def _readable(graph: Graph) -> str:
-    """With shapes, the user's lines, and what the plan has tagged."""
+    """A graph as Python with shapes, the user's source lines and the plan's tags."""
     module = graph.owning_module
     if module is None:
         return graph.python_code("self", verbose=True, include_stride=True, include_device=True, expanded_def=True).src
@@ -80,7 +89,7 @@ def _readable(graph: Graph) -> str:
 
 
 def _write(folder: Path, title: str, text: str) -> None:
-    """Under the first number that is free. Where another process takes the same name first, the next number is tried."""
+    """Write under the first free number. Where another process takes the same name first, try the next one."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = [int(digits) for file in folder.iterdir() if (digits := file.name.partition(".")[0]).isdecimal()]
     number = max(numbers, default=-1) + 1
@@ -94,16 +103,17 @@ def _write(folder: Path, title: str, text: str) -> None:
 
 
 def _rank() -> str:
+    """The rank as the beginning of a file's name; empty without process groups."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return f"rank{torch.distributed.get_rank()}." if distributed else ""
 
 
 def _plain(name: str) -> str:
-    """As part of a file's name."""
+    """A name as part of a file's name."""
     return re.sub(r"\W", "_", name)[:100]
 
 
 @functools.cache
 def _warn(folder: Path | None, error: str) -> None:
-    """Once, though every pass of every region would say the same."""
+    """Warn once, though every pass of every region fails alike."""
     log.warning("tunecompile: graphs cannot be written to %s: %s", folder or "the trace", error)

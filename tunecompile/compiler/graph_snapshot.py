@@ -1,6 +1,7 @@
-"""A graph as somebody may look at it later: names, shapes and the model's own lines, without tensors, weights or symbols.
+"""Small copies of graphs for drawings: names, shapes and the model's source lines, without tensors, weights or symbols.
 
-One is kept of each compiled graph as it came and one as it was recognised: some ten kilobytes, taken in a few milliseconds.
+Of each compiled graph one is kept from before recognition and one from after it: some ten kilobytes, made in a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Box:
-    """One operation, an input that is no weight, or the result."""
+    """One operation, an input that is not a weight, or the result."""
 
-    name: str  #: its node's
-    label: str  #: what it computes, in a word or two
-    kind: str  #: "input", "result", "op" (it says what it means) or "call"
+    name: str  #: of its node
+    label: str  #: the operation, in a word or two
+    kind: str  #: "input", "result", "op" (of this package) or "call"
     shape: str  #: of its first tensor: "2×16×64", symbols by their names
     dtype: str
-    inputs: tuple[str, ...]  #: names of boxes
+    inputs: tuple[str, ...]  #: names of the boxes it reads
     weights: tuple[str, ...]  #: of the layer, by the layer's own names, with shapes
-    module: str  #: in which the layer computes it
-    line: str  #: of the user's code: "modeling_mine.py:64"
-    code: str  #: what stands there
-    gives: tuple[str, ...] = ()  #: nodes of the graph as it came, whose values it computes in their place
-    missed: str = ""  #: why it was not rewritten, if a family looked for such an operation
+    module: str  #: the layer's submodule that computes it
+    line: str  #: place in the user's code: "modeling_mine.py:64"
+    code: str  #: the source line there
+    gives: tuple[str, ...] = ()  #: nodes of the graph before recognition whose place it took
+    missed: str = ""  #: why it was not rewritten, if a family matches such operations
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,25 @@ class GraphSnapshot:
 
     @property
     def calls(self) -> int:
+        """How many operations there are."""
         return sum(box.kind in ("op", "call") for box in self.boxes)
 
     @property
-    def outline(self) -> tuple:
-        """What two graphs have in common that differ in shapes only."""
+    def outline(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+        """A value that is equal for two graphs that differ only in shapes."""
         return tuple((box.name, box.label, box.inputs) for box in self.boxes)
 
 
 def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> GraphSnapshot | None:
-    """`given`: nodes that took the place of others (`replacements`). None if it cannot be read, which costs a picture and not the training."""
+    """Copy a graph.
+
+    Args:
+        graph: not changed.
+        given: for each new node the nodes whose place it took (`replacements`).
+
+    Returns:
+        The copy; None if the graph cannot be read, which costs a drawing and not the training.
+    """
     try:
         return GraphSnapshot(tuple(_boxes(graph, given or {})))
     except Exception:
@@ -75,18 +85,18 @@ def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> GraphSna
 
 @contextlib.contextmanager
 def replacements(gm: GraphModule) -> Iterator[dict[str, set[str]]]:
-    """Whose place each new node took, of the nodes that were there before; filled while passes run."""
+    """Yields for each new node the earlier nodes whose place it took, filled while passes run."""
     took: dict[str, set[str]] = defaultdict(set)
 
-    def told(old: Node, new: str, user: Node) -> None:
+    def record(old: Node, new: str, user: Node) -> None:
         took[new] |= took.get(old.name) or {old.name}
 
-    with replacing(gm, told):
+    with replacing(gm, record):
         yield took
 
 
 def _boxes(graph: Graph, given: dict[str, set[str]]) -> Iterator[Box]:
-    drawn: dict[Node, str] = {}  # whose box shows its value: members of a tuple are shown by the call that makes it
+    drawn: dict[Node, str] = {}  # node -> the box that shows it; members of a tuple share the box of their call
     made: dict[str, Box] = {}
     for node in graph.nodes:
         whole = node.args[0] if node.target is getitem else None
@@ -110,7 +120,7 @@ def _boxes(graph: Graph, given: dict[str, set[str]]) -> Iterator[Box]:
 
 
 def _kind(node: Node, drawn: dict[Node, str]) -> str | None:
-    """None for what is not shown: weights, sizes, switches of modes."""
+    """A node's kind of box; None for nodes that are not shown: weights, sizes, switches of modes."""
     if node.op == "output":
         return "result"
     tensor = _first(value(node))
@@ -130,13 +140,12 @@ def _box(node: Node, kind: str, inputs: tuple[str, ...], gives: tuple[str, ...])
     weights = tuple(
         f"{_plain(str(n.target))} {_shape(_first(value(n)))}".strip() for n in node.all_input_nodes if _is_weight(n)
     )
-    label = (
-        "result"
-        if kind == "result"
-        else _plain(str(node.target))
-        if kind == "input"
-        else name_of(node.target).removeprefix(f"{NAMESPACE}.")
-    )
+    if kind == "result":
+        label = "result"
+    elif kind == "input":
+        label = _plain(str(node.target))
+    else:
+        label = name_of(node.target).removeprefix(f"{NAMESPACE}.")
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     module = str(modules[-1][0]).partition("]")[2].strip(".") if modules else ""
     tensor = _first(value(node.all_input_nodes[0] if kind == "result" and node.all_input_nodes else node))
@@ -157,14 +166,17 @@ def _box(node: Node, kind: str, inputs: tuple[str, ...], gives: tuple[str, ...])
 
 
 def _is_weight(node: Node) -> bool:
-    """Of the layer itself: `_region(layer, *args, **kwargs)` is what Dynamo traces, and functions of modules after a graph break."""
+    """Whether this is a weight of the layer.
+
+    Dynamo traces `_region(layer, *args, **kwargs)`, and functions of modules after a graph break.
+    """
     return node.op == "placeholder" and (
         str(node.target).startswith("L_layer_") or isinstance(value(node), torch.nn.Parameter)
     )
 
 
 def _plain(target: str) -> str:
-    """Dynamo's name of an input as the model has it: self_attn.q_proj.weight."""
+    """The model's name of an input, from Dynamo's: self_attn.q_proj.weight."""
     name = re.sub(r"^L_(layer_|kwargs_|self_)?", "", target).strip("_")
     return re.sub(
         r"(^|_)(modules|parameters|buffers)_", lambda found: found[1] and ".", re.sub(r"^args_(\d+)", r"input \1", name)

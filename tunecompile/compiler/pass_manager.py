@@ -1,10 +1,11 @@
-"""Passes and their contracts."""
+"""Passes, their contracts, and how a stage of them runs on a graph."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch.fx import Graph, Node
@@ -26,13 +27,13 @@ STAGES: tuple[Stage, ...] = ("recognize", "plan", "lower")  #: in order
 
 @dataclass
 class MatchCount:
-    """What became of one family in one graph."""
+    """How often one family was found and rewritten in one graph."""
 
     family: str  #: the pass's name
     found: int = 0  #: anchors seen
     rewritten: int = 0  #: anchors that are gone
-    refused: list[str] = field(default_factory=list)  #: why others were not
-    places: list[str] = field(default_factory=list)  #: "rewrite at file:line" of each that held
+    refused: list[str] = field(default_factory=list)  #: why other anchors were not rewritten
+    places: list[str] = field(default_factory=list)  #: "rewrite at file:line" of each rewrite made
 
 
 @dataclass(frozen=True)
@@ -42,56 +43,63 @@ class Change:
     stage: Stage  #: of the pass
     graph: str  #: dynamo, joint, forward or backward
     name: str  #: of the pass
-    operations: dict[str, int]  #: how many more there are of each, or fewer
+    operations: dict[str, int]  #: how many more or fewer there are of each
 
 
 @dataclass
 class Context:
-    """What a pass may read and what it reports into, for one graph of one region."""
+    """The state of one compilation of one region: what passes read, and where they report."""
 
-    region: str  #: its name
-    plan: Plan = KEEP  #: what the layer computes again
-    precision: str | None = None  #: what the user allows beside the model's own
-    attention: tuple[str, ...] = ()  #: the order in which torch tries its kernels for it
+    region: str  #: name of the region
+    plan: Plan = KEEP  #: what the layer recomputes
+    precision: str | None = None  #: a lower precision that the user allows, such as "fp8"
+    attention: tuple[str, ...] = ()  #: the order in which torch tries its attention kernels
     tallies: list[MatchCount] = field(default_factory=list)  #: a recognize pass appends one
     notes: list[str] = field(default_factory=list)  #: for the report, a line each
     providers: Counter[str] = field(default_factory=Counter)  #: calls by "op: provider"
-    reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each of them was taken
-    reduced: int = 0  #: ops that run in that precision
-    saved: list[Any] = field(
-        default_factory=list
-    )  #: (name, bytes) of each tensor that the forward graph keeps for the backward
-    moves: bool = False  #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
-    kept: tuple[str, ...] = ()  #: inputs in whose place there are such matrices, for 4-bit weights if the plan says so
-    traced: dict[Any, Any] | None = (
-        None  #: providers' graphs, shared by the trials of a planner. (Code generation wants fake values of its own for each.)
-    )
-    outputs: int = 0  #: of the forward graph, what it saves for the backward not counted
+    reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each provider was chosen
+    reduced: int = 0  #: ops that run in the lower precision
+    #: (name, bytes) of each tensor that the forward graph saves for the backward
+    saved: list[Any] = field(default_factory=list)
+    #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
+    moves: bool = False
+    kept: tuple[str, ...] = ()  #: inputs that such matrices replace, for 4-bit weights if the plan says so
+    #: providers' graphs, shared by the trials of a planner. (Code generation needs fake values of its own for each.)
+    traced: dict[Any, Any] | None = None
+    outputs: int = 0  #: results of the forward graph, without those saved for the backward
     changes: list[Change] = field(default_factory=list)  #: what each pass did
-    dump: GraphDump | None = None  #: where each graph is shown
-    before: GraphSnapshot | None = None  #: the graph as it came, each operation in its one spelling
-    after: GraphSnapshot | None = None  #: with what was recognised
-    attention_ms: dict[str, float] = field(default_factory=dict)  #: of each kernel that was timed for it
-    attention_rate: float | None = (
-        None  #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
-    )
-    frame: int | None = (
-        None  #: number, by Dynamo's count, of the function that this is a graph of: a layer that is not traced in one piece has several
-    )
-    ran: set[str] = field(
-        default_factory=set
-    )  #: stages that saw a graph: the others were left out, since code came from a cache
+    dump: GraphDump | None = None  #: where each graph is written
+    before: GraphSnapshot | None = None  #: the canonical graph before recognition
+    after: GraphSnapshot | None = None  #: the graph after recognition
+    attention_ms: dict[str, float] = field(
+        default_factory=dict
+    )  #: milliseconds of each attention kernel that was timed
+    #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
+    attention_rate: float | None = None
+    #: Dynamo's number of the function that this graph is of: a layer with graph breaks has several
+    frame: int | None = None
+    #: stages that saw a graph; the others were left out, since code came from a cache
+    ran: set[str] = field(default_factory=set)
 
     @property
     def cached(self) -> bool:
-        """Whether code may come from a cache, for which no pass runs: not where all graphs are wanted."""
+        """Whether code may come from a cache, where no pass runs: not where all graphs are dumped."""
         return self.dump is None or self.dump.folder is None
 
-    def look(
+    def record(
         self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None
     ) -> Counter[Any]:
-        """Record what the pass `name` of this `stage` made of the operations it found in `graph`, `before`; without them, what a graph is before
-        its first pass. Returns the operations that are there now."""
+        """Record how a pass changed the operations of a graph.
+
+        Args:
+            stage: of the pass.
+            graph: as the pass left it.
+            name: of the pass; None before the first one.
+            before: operations before the pass, by target; None before the first one.
+
+        Returns:
+            The operations that are there now, by target.
+        """
         now = Counter(node.target for node in graph.nodes if node.op.startswith("call"))
         known = now if before is None else before
         self.ran.add(stage)
@@ -99,7 +107,7 @@ class Context:
         for target in (now - known) | (known - now):
             difference[name_of(target)] += now[target] - known[target]
         operations = {operation: count for operation, count in difference.items() if count}
-        if operations:
+        if operations and name is not None:
             self.changes.append(Change(stage, _which(stage, graph), name, operations))
         if self.dump is not None:
             self.dump.show(stage, _which(stage, graph), name, graph, operations)
@@ -107,28 +115,29 @@ class Context:
 
 
 def _which(stage: Stage, graph: Graph) -> str:
+    """dynamo, joint, forward or backward."""
     if stage != "lower":
         return {"recognize": "dynamo", "plan": "joint"}[stage]
-    return (
-        "backward"
-        if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
-        else "forward"
-    )
+    tangents = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
+    return "backward" if tangents else "forward"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the compiler. `recognize` makes one of rewrites; `tunecompile.passes` says what each stage sees, and how to write one."""
+    """One step of the compiler. `recognize` makes a pass of rewrites.
 
-    name: str  #: of its own among all passes
-    stage: Stage  #: recognize: torch subgraphs to ops; plan: tags and pieces; lower: ops to providers
+    `tunecompile.passes` says what each stage sees, and how to write a pass.
+    """
+
+    name: str  #: unique among all passes
+    stage: Stage  #: recognize: torch subgraphs to ops; plan: tags and tiles; lower: ops to providers
     run: Callable[[Graph, Context], Any]  #: changes the graph in place
-    requires: frozenset[str] = frozenset()  #: names that earlier passes have, or provide
+    requires: frozenset[str] = frozenset()  #: names that earlier passes have or provide
     provides: frozenset[str] = frozenset()  #: names beside its own
-    conflicts: frozenset[str] = frozenset()  #: names of passes that cannot stand beside it
-    rewrites: tuple[Rewrite, ...] = ()  #: what it tries, if that is all it does
+    conflicts: frozenset[str] = frozenset()  #: names of passes that cannot run beside it
+    rewrites: tuple[Rewrite, ...] = ()  #: the rewrites it tries, if it does nothing else
     anchors: Callable[[Graph], list[Node]] | None = None  #: of these rewrites
-    package: Package | None = None  #: whose it is, if it does not come with tunecompile
+    package: Package | None = None  #: the package that brings it; None: tunecompile
 
 
 def recognize(
@@ -140,11 +149,11 @@ def recognize(
     """A pass that tries rewrites.
 
     Args:
-        family: the pass's name, and what it provides.
-        rewrites: in the order in which they are tried, widest first: a narrow one would eat a wide one's anchor.
-        anchors: lists the nodes of a graph which only this family's subgraphs hold. Those that are left over are reported, each with what was
-            expected and found, and the user's own source line.
-        requires: names that earlier passes have, or provide.
+        family: the pass's name, which it provides.
+        rewrites: in the order in which they are tried, widest first: a narrow one would take a wide one's anchor.
+        anchors: lists the nodes of a graph that only this family's subgraphs have. Those left over are reported, each
+            with the expected and the actual node, and the user's own source line.
+        requires: names that earlier passes have or provide.
 
     Returns:
         A pass of the recognize stage.
@@ -178,7 +187,7 @@ def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
         The same.
 
     Raises:
-        InvalidPipeline: a name stands twice, stages are out of order, or `requires` or `conflicts` do not hold.
+        InvalidPipeline: a name is there twice, stages are out of order, or `requires` or `conflicts` do not hold.
     """
     names = [p.name for p in passes]
     if len(set(names)) != len(names):
@@ -199,7 +208,7 @@ def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:
 
 
 def live(passes: Sequence[Pass]) -> list[Pass]:
-    """Without those of packages that are switched off, and without what requires them."""
+    """The passes that are not switched off, without those that require one that is."""
     made: list[Pass] = []
     provided: set[str] = set()
     lost: set[str] = set()
@@ -213,16 +222,18 @@ def live(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Context) -> None:
-    """Run the passes of one stage on one graph. One of a package that raises, or leaves a graph that is not valid, is switched off, and the graph
-    put back; it reports into a context of its own, which counts if it succeeds.
+    """Run the passes of one stage on one graph.
+
+    A pass of a package that raises, or leaves an invalid graph, is switched off, and the graph is restored. It reports
+    into a context of its own, which counts only if the pass succeeds.
 
     Args:
-        passes: a pipeline; those of other stages do not run.
-        stage: which do.
+        passes: a pipeline; passes of other stages do not run.
+        stage: whose passes run.
         graph: changed in place.
-        context: what they report into.
+        context: for their reports.
     """
-    before = context.look(stage, graph)
+    before = context.record(stage, graph)
     for p in passes:
         if p.stage != stage or p not in live(passes):
             continue
@@ -230,10 +241,9 @@ def run_stage(passes: Sequence[Pass], stage: Stage, graph: Graph, context: Conte
             p.run(graph, context)
         else:
             own = replace(context, tallies=[], notes=[])
-            if not guarded(
-                p.package, p.name, lambda: p.run(graph, own), graph, "example_value" if stage == "recognize" else "val"
-            ):
+            key = "example_value" if stage == "recognize" else "val"
+            if not guarded(p.package, p.name, partial(p.run, graph, own), graph, key):
                 continue
             context.tallies += own.tallies
             context.notes += own.notes
-        before = context.look(stage, graph, p.name, before)
+        before = context.record(stage, graph, p.name, before)

@@ -1,6 +1,7 @@
-"""Passes of other packages run under guard: one that raises, or leaves a graph that is not valid, costs itself and nothing else.
+"""A sandbox for passes of other packages: one that raises, or leaves an invalid graph, costs only itself.
 
-The pass works on the graph itself, whose nodes stay those that others know. Where it fails, the graph is made anew from a snapshot.
+The pass works on the graph itself, since torch and other passes hold its nodes: a copy that is swapped in would change
+all of them after every success. Where the pass fails, the graph is rebuilt from a backup.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger("tunecompile")
 
 @dataclass(eq=False)
 class Package:
-    """An installed package that brings passes, and which of them are switched off, for the model they were put together for."""
+    """An installed package that brings passes, and which of its passes are switched off for one model."""
 
     label: str  #: name and version
     digest: str  #: of its source
@@ -29,23 +30,36 @@ class Package:
 
     @property
     def key(self) -> str:
-        """Code that was compiled with other source never stands in for this."""
+        """The package and its source, part of the cache keys of compiled code."""
         return f"{self.label} {self.digest}"
 
     def switch_off(self, name: str, why: str) -> None:
+        """Switch a pass off for this model, with a warning."""
         self.failed[name] = why
-        log.warning("tunecompile: %s", self.said(name))
+        log.warning("tunecompile: %s", self.describe_failure(name))
 
-    def said(self, name: str) -> str:
+    def describe_failure(self, name: str) -> str:
+        """Why a pass is switched off, for the report."""
         return f"{name} of {self.label} is switched off for this model: {self.failed[name]}"
 
 
 class InvalidGraph(Exception):
-    """What a pass left cannot be compiled; the message says why."""
+    """A pass left a graph that cannot be compiled; the message says why."""
 
 
 def guarded(package: Package, name: str, run: Callable[[], Any], graph: Graph, key: str) -> bool:
-    """Whether a pass of the package succeeded; if not, it is switched off, and the graph is as it was. key: of fake values among metadata."""
+    """Run a pass of a package. If it fails, it is switched off, and the graph is as it was.
+
+    Args:
+        package: of the pass.
+        name: of the pass.
+        run: the pass, which changes the graph in place.
+        graph: the graph.
+        key: of fake values in nodes' metadata: "example_value" before autograd, "val" after it.
+
+    Returns:
+        Whether the pass succeeded.
+    """
     snapshot = GraphBackup(graph)
     try:
         run()
@@ -58,23 +72,24 @@ def guarded(package: Package, name: str, run: Callable[[], Any], graph: Graph, k
 
 
 class GraphBackup:
-    """A graph as it is now."""
+    """A copy of a graph as it is now, to check and undo what a pass does to it."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.nodes, self.interface = (
-            graph,
-            set(graph.nodes),
-            {key: _interface(graph, key) for key in ("example_value", "val")},
-        )
+        self.graph, self.nodes = graph, set(graph.nodes)
+        self.interface = {key: _interface(graph, key) for key in ("example_value", "val")}
         self.names = [node.name for node in graph.nodes]
         self.copy = Graph()
         _copy_nodes(graph, self.copy)
 
     def compare(self, key: str) -> None:
-        """Whether the graph is still one that takes and returns the same, and whose new values are known.
+        """Check that the graph still takes and returns the same, and that its new nodes have fake values.
+
+        Args:
+            key: of fake values in nodes' metadata.
 
         Raises:
-            InvalidGraph: it is not.
+            InvalidGraph: one of these does not hold.
+            RuntimeError: the graph does not pass fx's own lint.
         """
         self.graph.lint()
         for what, before, now in zip(("inputs", "outputs"), self.interface[key], _interface(self.graph, key)):
@@ -88,7 +103,7 @@ class GraphBackup:
                 raise InvalidGraph(f"the new node {node.name} has no fake value: meta[{key!r}] is missing")
 
     def restore(self) -> None:
-        """The graph as it was, of new nodes by the old names."""
+        """Rebuild the graph as it was, of new nodes with the old names."""
         graph = self.graph
         for node in list(graph.nodes):
             node.args, node.kwargs = (), {}
@@ -101,13 +116,14 @@ class GraphBackup:
 
 
 def _copy_nodes(source: Graph, target: Graph) -> None:
+    """Append copies of all nodes to another graph."""
     copies: dict[Node, Node] = {}
     for node in source.nodes:
         copies[node] = target.node_copy(node, copies.__getitem__)
 
 
 def _interface(graph: Graph, key: str) -> tuple[list[str], list[str]]:
-    """Inputs and outputs in words."""
+    """Inputs and outputs as text, one entry each."""
     inputs = [f"{node.target}, {_kind(node, key)}" for node in graph.find_nodes(op="placeholder")]
     return inputs, [
         _kind(leaf, key) for output in graph.find_nodes(op="output") for leaf in pytree.tree_leaves(output.args)
@@ -115,7 +131,7 @@ def _interface(graph: Graph, key: str) -> tuple[list[str], list[str]]:
 
 
 def _kind(leaf: Any, key: str) -> str:
-    """Dtype, shape and device of a tensor, symbols by their expressions; before autograd, also whether it has a gradient."""
+    """Dtype, shape and device of a tensor as text; before autograd, also whether it requires a gradient."""
     value = leaf.meta.get(key) if isinstance(leaf, Node) else leaf
     if not isinstance(value, torch.Tensor):
         return str(value)

@@ -3,8 +3,9 @@
     [project.entry-points."tunecompile.passes"]
     squared_relu = "squared_relu:PASSES"
 
-An entry point is a `Pass` or a sequence of them; loading it registers its ops and providers, too. All is checked when a model is
-optimized, and what is wrong is told by the package's name. A package that fails later costs its own passes (`guard`).
+An entry point is a `Pass` or a sequence of them; loading it registers its ops and providers, too. Everything is checked
+when a model is optimized, and errors name the package. A package that fails later costs its own passes
+(`plugin_sandbox`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from tunecompile.errors import InvalidPackage, UnknownEntryPoint, summary
 __all__ = ["CHOICE", "GROUP", "compose", "pipeline"]
 
 GROUP = "tunecompile.passes"  #: of entry points
-CHOICE = "TUNECOMPILE_PASSES"  #: environment variable: names of entry points, separated by commas, or "none"; all where it is not set
+#: environment variable: names of entry points, separated by commas, or "none"; all where it is not set
+CHOICE = "TUNECOMPILE_PASSES"
 
 
 def pipeline(own: Sequence[Pass]) -> tuple[Pass, ...]:
     """All passes for one model: those that come with tunecompile, and those of installed packages.
 
     Args:
-        own: the former, in order (`tunecompile.passes.PIPELINE`).
+        own: the passes of tunecompile, in order (`tunecompile.passes.PIPELINE`).
 
     Returns:
         Passes in order, each of a package with that package.
 
     Raises:
         InvalidPackage: passes of a package cannot be used.
-        UnknownEntryPoint: the environment asks for one that is not installed.
+        UnknownEntryPoint: the environment names one that is not installed.
     """
     entries = chosen(os.environ.get(CHOICE))
     brought = []
@@ -56,8 +58,8 @@ def pipeline(own: Sequence[Pass]) -> tuple[Pass, ...]:
     return tuple(made)
 
 
-def said(passes: Sequence[Pass]) -> list[str]:
-    """For the report: which package brings which passes, and which of them are switched off."""
+def report_lines(passes: Sequence[Pass]) -> list[str]:
+    """Lines for the report: which package brings which passes, and which of these are switched off."""
     names: dict[Package, list[str]] = {}
     for p in passes:
         if p.package is not None:
@@ -65,12 +67,22 @@ def said(passes: Sequence[Pass]) -> list[str]:
     return [
         line
         for package, brought in names.items()
-        for line in (f"passes of {package.label}: {', '.join(brought)}", *map(package.said, package.failed))
+        for line in (f"passes of {package.label}: {', '.join(brought)}", *map(package.describe_failure, package.failed))
     ]
 
 
 def chosen(names: str | None) -> list[EntryPoint]:
-    """Those of the installed entry points that are asked for: None for all. In alphabetical order, so that all ranks compile the same."""
+    """The installed entry points that are requested, in alphabetical order, so that all ranks compile the same.
+
+    Args:
+        names: separated by commas; None for all.
+
+    Returns:
+        Entry points.
+
+    Raises:
+        UnknownEntryPoint: a name is not installed.
+    """
     found = sorted(entry_points(group=GROUP), key=lambda entry: (label(entry), entry.name))
     if names is None:
         return found
@@ -83,11 +95,23 @@ def chosen(names: str | None) -> list[EntryPoint]:
 
 
 def label(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}"
+    """Name and version of the package that an entry point belongs to."""
+    return "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
 def load(entry: EntryPoint) -> list[Pass]:
-    """The passes, each with its package. A package of providers alone brings none, but compiled code depends on it as well."""
+    """Load the passes of an entry point.
+
+    Args:
+        entry: its value is a pass or a sequence of passes.
+
+    Returns:
+        The passes, each with its package. A package of providers alone gets an empty pass, since compiled code depends
+        on it as well.
+
+    Raises:
+        TypeError: the value is something else. Importing the module may raise anything.
+    """
     loaded = entry.load()
     passes = [loaded] if isinstance(loaded, Pass) else loaded
     if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
@@ -100,11 +124,11 @@ def load(entry: EntryPoint) -> list[Pass]:
 
 
 def digest(module: str) -> str:
-    """Of the source of the whole package a module belongs to."""
+    """A hash of the source of the whole package that a module belongs to."""
     parts = module.split(".")
     owners = (sys.modules[".".join(parts[:i])] for i in range(1, len(parts) + 1))
     owner = next((found for found in owners if getattr(found, "__file__", None)), None)  # a namespace has no file
-    if owner is None:
+    if owner is None or owner.__file__ is None:
         return ""
     file = Path(owner.__file__)
     files = sorted(file.parent.rglob("*.py")) if hasattr(owner, "__path__") else [file]
@@ -114,16 +138,17 @@ def digest(module: str) -> str:
 
 
 def compose(own: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
-    """The pipeline of our own passes and those of other packages: each of theirs stands as early in its stage as what it requires allows.
+    """The pipeline of our own passes and others, each of the others as early in its stage as its requirements allow.
 
-    A pass that requires nothing thus comes first in its stage. Recognition goes from wide to narrow, and a pattern that tunecompile does not
-    know is mostly wider than those it knows, which would eat its anchor; one that is narrower names the family it leaves the first choice
-    to. Tags of a `plan` pass are those of the partitioner unless `remat` knows better; one that knows better than `remat` requires it. A
-    `lower` pass sees ops, or what became of them if it requires `choose_provider`. What a pass requires in vain keeps it out.
+    So a pass that requires nothing comes first in its stage. Recognition goes from wide to narrow. A pattern that
+    tunecompile does not know is mostly wider than its own patterns, which would take the anchor away. A narrower
+    pattern requires the family that should match first. Tags of a `plan` pass hold unless `remat` overrides them; a
+    pass that overrides `remat` requires it. A `lower` pass sees ops, or their providers' graphs if it requires
+    `choose_provider`. A pass whose requirements are not met is left out.
 
     Args:
         own: passes, in their order.
-        others: passes of packages, in any order; those that could stand at one place keep this.
+        others: passes of packages. Those that could be at one place keep the order given.
 
     Returns:
         Passes in order.
@@ -151,7 +176,7 @@ def compose(own: Sequence[Pass], others: Sequence[Pass]) -> list[Pass]:
 
 
 def fault(p: Pass, everything: Sequence[Pass], made: Sequence[Pass]) -> str | None:
-    """Why a package's pass cannot be used, if it cannot. made: those that found their place."""
+    """Why a package's pass cannot be used; None if it can. made: the passes that have a place in the pipeline."""
     if p.stage not in STAGES:
         return f"the stage of {p.name} is {p.stage!r}, which is none of {', '.join(STAGES)}"
     for other in everything:
@@ -171,6 +196,7 @@ def fault(p: Pass, everything: Sequence[Pass], made: Sequence[Pass]) -> str | No
 
 
 def _whose(p: Pass) -> str:
+    """Where a pass comes from, as a predicate."""
     return "comes with tunecompile" if p.package is None else f"is brought by {p.package.label}"
 
 

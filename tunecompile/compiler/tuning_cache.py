@@ -1,10 +1,10 @@
-"""Choices made by measurement, kept on disk: one small JSON file a choice, beside Inductor's caches.
+"""Measured choices on disk: one small JSON file for each, beside Inductor's caches.
 
-A file is named by the hash of its key and holds the key in clear. The first that is written stays: it appears whole under its name or
-not at all, and whoever comes second takes what stands there. So all processes that share the folder, the ranks of one machine too,
-end at one choice without a message between them. (A broadcast from rank 0 would wait for ever where only some ranks compile: those
-whose batch has a new shape, the stages of a pipeline.) Ranks on machines without a common folder may choose differently, which
-changes speed and the order of additions, nothing else.
+A file is named by the hash of its key and holds the key in clear. The first file stays: it appears whole under its name
+or not at all, and later writers take its value. So all processes that share the folder, such as the ranks of one
+machine, agree on one choice without a message between them. (A broadcast from rank 0 would wait for ever where only
+some ranks compile: those with a batch of a new shape, or the stages of a pipeline.) Ranks on machines without a common
+folder may choose differently, which changes speed and the order of additions, nothing else.
 
 A folder that cannot be written, or a damaged file, costs a measurement, never the training.
 """
@@ -27,7 +27,7 @@ from tunecompile._torch.inductor import cache_folder
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What measurements on a GPU depend on beside the work itself. Part of every key."""
+    """The GPU and versions that a measurement depends on. Part of every key."""
     triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
     return {
         "gpu": torch.cuda.get_device_name(device),
@@ -40,6 +40,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _path(kind: str, key: dict[str, Any]) -> Path:
+    """The file of a choice."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "tunecompile" / f"{kind}-{digest[:24]}.json"
 
@@ -48,7 +49,16 @@ Sound = Callable[[Any], bool]  #: whether a stored value is what the reader expe
 
 
 def read(kind: str, key: dict[str, Any], sound: Sound) -> Any | None:
-    """What was measured under this key, or None. `key` holds JSON values only."""
+    """The value stored under a key.
+
+    Args:
+        kind: of the choice, such as "attention".
+        key: JSON values only.
+        sound: whether a stored value is as the reader expects.
+
+    Returns:
+        The value; None where there is none, or a damaged one.
+    """
     try:
         stored = json.loads(_path(kind, key).read_text())
         return stored["value"] if stored["key"] == key and sound(stored["value"]) else None
@@ -57,7 +67,7 @@ def read(kind: str, key: dict[str, Any], sound: Sound) -> Any | None:
 
 
 def keep(kind: str, key: dict[str, Any], value: Any, sound: Sound) -> Any:
-    """Store a measurement, and give the one that counts: the first that was stored under this key."""
+    """Store a measurement and return the one that holds: the first that was stored under this key."""
     with contextlib.suppress(OSError):
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +84,7 @@ def keep(kind: str, key: dict[str, Any], value: Any, sound: Sound) -> Any:
 
 
 def _place(name: str, path: Path, damaged: bool) -> None:
-    """Under its own name at once; of several writers the first wins."""
+    """Move a file to its name in one step; of several writers the first wins."""
     if not damaged:
         try:
             os.link(name, path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from tunecompile._torch.modules import slot_of
-from tunecompile.compiler.plugins import said
+from tunecompile.compiler.plugins import report_lines
 from tunecompile.runtime.find_layers import LayerStack, find_layers
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
@@ -83,7 +83,7 @@ def model_notes(state: State) -> list[str]:
     """All notes beside those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
     return [
-        *said(state.passes),
+        *report_lines(state.passes),
         *state.notes,
         *(note_outside(model, stacks, state.part(LossHead).embeddings) if stacks else []),
         *note_eval_mode(model, state.step.in_eval, state.regions),

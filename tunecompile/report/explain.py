@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tunecompile.compiler.graph_dump import in_words
+from tunecompile.compiler.graph_dump import describe_change
 from tunecompile.compiler.graph_snapshot import GraphSnapshot
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import MissingExtra
@@ -117,7 +117,7 @@ def about(context: Context, layers: int) -> dict[str, Any]:
         "providers": providers(context),
         "attention": attention(context),
         "changes": [
-            {"change": change, "net": sum(change.operations.values()), "what": in_words(change.operations)}
+            {"change": change, "net": sum(change.operations.values()), "what": describe_change(change.operations)}
             for change in context.changes
         ],
     }

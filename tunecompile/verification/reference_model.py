@@ -1,7 +1,7 @@
-"""The same model once more, for a step beside its own: eager, or in high precision, in little more memory than one layer takes.
+"""A second copy of a model, eager or in high precision, in little more memory than one layer takes.
 
-A twin has new modules around the same frozen weights, and trained weights of its own. Its layers are checkpointed, and hold their weights
-in another precision only while they run.
+A twin has new modules around the same frozen weights, and trained weights of its own. Its layers are checkpointed, and
+hold their weights in another precision only while they run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from tunecompile.runtime.unpad.packed_masks import keeps_apart, seeing_all, toke
 
 
 class Float64(TorchFunctionMode):
-    """Model code casts to fp32 where it wants precision (norms, softmax, loss), or makes tensors without saying of which dtype: under this mode it gets fp64."""
+    """A mode under which model code gets fp64 where it requests fp32.
+
+    Model code casts to fp32 for precision (norms, softmax, loss), or makes tensors of the default dtype.
+    """
 
     def __enter__(self):
         self.default = torch.get_default_dtype()
@@ -38,6 +41,8 @@ class Float64(TorchFunctionMode):
         torch.set_default_dtype(self.default)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Run a function with fp64 in place of fp32."""
+
         def wider(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
@@ -56,8 +61,18 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Of rows with the matrix of their group, in any dtype: torch's has no fp64. a: [T, K]; b: [G, K, N]; offs: [G], int32, where each group ends;
-    without it, products one by one."""
+    """The product of rows with the matrix of their group, in any dtype: torch's has no fp64.
+
+    Args:
+        a: [T, K], rows.
+        b: [G, K, N], a matrix for each group.
+        offs: [G], int32, the row where each group ends; None multiplies `a` and `b` one by one.
+        bias: [G, N].
+        out_dtype: ignored.
+
+    Returns:
+        [T, N]; rows beyond the last group are zero.
+    """
     if offs is None:
         return a @ b
     begins, made = 0, []
@@ -69,39 +84,27 @@ def _grouped_mm(
 
 
 def mode(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """A context in which model code computes in `dtype`."""
     return Float64() if dtype is torch.float64 else contextlib.nullcontext()
 
 
 def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = True) -> nn.Module:
-    """The same model, not optimized, around the same frozen weights. Its layers are checkpointed, unless they may not be, and hold their weights in
-    `dtype` as long as they run; what is outside of them does for good. dtype None: as they are."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    bound = (type(None), types.MethodType, functools.partial)  # which a copy binds to itself
-    if (
-        replaced := next(
-            (
-                name or "the model"
-                for name, module in model.named_modules()
-                if not isinstance(vars(module).get("forward"), bound)
-            ),
-            None,
-        )
-    ) is not None:
-        raise CannotVerify(
-            reason=f"the forward of {replaced} was replaced by a function that knows this object. Verify before that"
-        )
-    try:
-        twin = copy.deepcopy(model, memo).train(model.training)
-    except Exception as error:
-        raise CannotVerify(reason=f"the model cannot be copied: {summary(error)}") from error
-    if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
-        twin.forward = twin._original_forward
-    if getattr(getattr(twin, "config", None), "use_cache", None):
-        twin.config.use_cache = False  # a layer that is computed again would fill it twice
-        for stack in find_layers(twin):
-            stack.owner.register_forward_pre_hook(
-                functools.partial(_as_with_cache, list(stack.members)), with_kwargs=True
-            )
+    """The same model, not optimized, around the same frozen weights.
+
+    Args:
+        model: to copy.
+        dtype: that layers hold their weights in while they run, and other modules for good; None leaves all as they
+            are.
+        checkpointed: whether layers are checkpointed.
+
+    Returns:
+        The twin.
+
+    Raises:
+        CannotVerify: the model cannot be copied.
+    """
+    twin = _copy(model)
+    _without_cache(twin)
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = False  # layers are checkpointed here
@@ -114,8 +117,41 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
     return twin
 
 
+def _copy(model: nn.Module) -> nn.Module:
+    """New modules around the same frozen weights.
+
+    Raises:
+        CannotVerify: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    bound = (type(None), types.MethodType, functools.partial)  # a copy binds these to itself
+    for name, module in model.named_modules():
+        if not isinstance(vars(module).get("forward"), bound):
+            raise CannotVerify(
+                reason=f"the forward of {name or 'the model'} was replaced by a function that knows this object. "
+                "Verify before that"
+            )
+    try:
+        twin = copy.deepcopy(model, memo).train(model.training)
+    except Exception as error:
+        raise CannotVerify(reason=f"the model cannot be copied: {summary(error)}") from error
+    if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
+        twin.forward = twin._original_forward
+    return twin
+
+
+def _without_cache(twin: nn.Module) -> None:
+    """Let the twin run without a cache of keys and values, which a recomputed layer would fill twice."""
+    if not getattr(getattr(twin, "config", None), "use_cache", None):
+        return
+    twin.config.use_cache = False
+    for stack in find_layers(twin):
+        hook = functools.partial(_as_with_cache, list(stack.members))
+        stack.owner.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Packed sequences see each other where transformers makes a cache. Without one, a mask has to say so."""
+    """Add the mask by which packed sequences see each other, as they do where transformers makes a cache."""
     tokens = args[0] if args and args[0] is not None else tokens_of(kwargs)
     if (
         tokens is None
@@ -132,30 +168,34 @@ def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwarg
 def _layer(
     layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any
 ) -> Any:
+    """Run a layer with its frozen weights in `dtype`, checkpointed or not."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        # parameters: what PEFT's wrapper of experts puts back is a buffer otherwise, which would stay as it is when the layer is computed again
+        # As parameters: PEFT's wrapper of experts would restore a buffer otherwise, which stays when the layer is
+        # recomputed.
         wide = {
             name: nn.Parameter(p.to(dtype), requires_grad=False)
             for name, p in layer.named_parameters()
             if dtype is not None and _is_plain(p)
         }
-        with (
-            mode(dtype),
-            reparametrized(layer, wide),
-        ):  # the mode here, since a layer is computed again by another thread
+        # The mode is entered here, since another thread recomputes the layer.
+        with mode(dtype), reparametrized(layer, wide):
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Frozen, and made of the numbers it stands for."""
+    """Whether a parameter is frozen, and not quantized."""
     return not parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
 @torch.no_grad()
 def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
-    """What is trained, and all that is frozen outside of the layers. (A parameter that two modules share stays shared.)"""
+    """Convert trained parameters, buffers, and frozen parameters outside of the layers to `dtype`.
+
+    A parameter that two modules share stays shared.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in twin.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -170,7 +210,7 @@ def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
 
 
 def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
-    """4-bit linears compute with the values they stand for."""
+    """Let 4-bit linears compute with their dequantised values."""
     with contextlib.suppress(ImportError):
         import bitsandbytes as bnb
 
@@ -181,7 +221,7 @@ def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Dequantized(nn.Module):
-    """A frozen 4-bit linear whose product is one of the values in `dtype`."""
+    """A frozen 4-bit linear that computes with its dequantised values in `dtype`."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -189,8 +229,9 @@ class _Dequantized(nn.Module):
         self.in_features, self.out_features = module.in_features, module.out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        """The product with the dequantised weight."""
         import bitsandbytes as bnb
 
-        with plain_functions():  # `Float64` would ask for fp64: known_bugs.DEQUANTIZED_IN_FP64
+        with plain_functions():  # `Float64` would request fp64: known_bugs.DEQUANTIZED_IN_FP64
             weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
         return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))

@@ -1,7 +1,8 @@
-"""How near a step's loss and gradients are to a reference in high precision, with eager's own distance as the yardstick."""
+"""Distances of loss and gradients to a reference in high precision, judged by eager's own distance."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 
@@ -11,14 +12,14 @@ from torch import Tensor
 __all__ = ["LIMIT", "Verdict"]
 
 LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
-TIE = 1.05  #: losses this near each other are alike: both distances are mostly the rounding of the same weights
-ERRORS = 2  #: standard errors of a mean that luck may make
-ORDER = 16 * torch.finfo(torch.float32).eps  #: relative error that fp32 sums have by the order they are taken in
+TIE = 1.05  #: distances within this factor are equal: both are mostly the rounding of the same weights
+ERRORS = 2  #: standard errors by which a mean may be off by chance
+ORDER = 16 * torch.finfo(torch.float32).eps  #: relative error of fp32 sums that depends on their order
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One question, and the answer."""
+    """One property that should hold, and whether it does."""
 
     name: str  #: what should hold
     passed: bool  #: whether it does
@@ -26,11 +27,11 @@ class Verdict:
 
 
 def relative_error(gradient: Tensor | None, reference: Tensor, floor: float) -> float:
-    """‖g - r‖ / max(‖r‖, floor). No gradient at all counts as zero, and something that is no number as infinite."""
+    """‖g - r‖ / max(‖r‖, floor). A missing gradient counts as zero; a result that is no number is infinitely far."""
     reference = reference.double()
     gradient = torch.zeros_like(reference) if gradient is None else gradient.double()
     error = float((gradient - reference).norm() / max(float(reference.norm()), floor))
-    return error if error == error else float("inf")
+    return float("inf") if math.isnan(error) else error
 
 
 def compare_gradients(
@@ -39,12 +40,21 @@ def compare_gradients(
     system: dict[str, Tensor | None],
     dtype: torch.dtype,
 ) -> list[dict]:
-    """A row for every trainable parameter that has a gradient in the reference. dtype: what is computed in."""
+    """Compare gradients, parameter by parameter.
+
+    Args:
+        reference: gradients in high precision, by parameter.
+        eager: those of the eager model.
+        system: those under test.
+        dtype: that the model computes in.
+
+    Returns:
+        A row for every trainable parameter that has a gradient in the reference; `Verification` has its keys.
+    """
     wanted = {name: g for name, g in reference.items() if g is not None}
     eps = torch.finfo(dtype).eps
-    floor = (
-        eps * max((float(g.double().norm()) for g in wanted.values()), default=0.0) or torch.finfo(torch.float64).tiny
-    )  # a batch may mean nothing to what is trained
+    largest = max((float(g.double().norm()) for g in wanted.values()), default=0.0)
+    floor = eps * largest or torch.finfo(torch.float64).tiny  # a batch may leave all gradients at zero
     rows = []
     for name, exact in wanted.items():
         gradient = system.get(name)
@@ -57,19 +67,20 @@ def compare_gradients(
                 "eager_error": eager_error,
                 "yardstick": max(eager_error, eps, ORDER),
                 "norm_ratio": norm / max(float(exact.double().norm()), floor),
-                "has_gradient": (gradient is not None and norm > 0)
-                or not _is_any(eager.get(name)),  # of experts that no token reached, say
+                # or eager has none either, such as experts that no token reached
+                "has_gradient": (gradient is not None and norm > 0) or not _is_any(eager.get(name)),
             }
         )
     return rows
 
 
 def _is_any(gradient: Tensor | None) -> bool:
+    """Whether there is a gradient that is not zero."""
     return gradient is not None and bool(gradient.any())
 
 
 def judge_gradients(rows: list[dict]) -> list[Verdict]:
-    """The three promises about gradients."""
+    """The three verdicts on gradients: the median, the worst, and that there is one for each parameter."""
     middle, eager_middle = (median(r[key] for r in rows) for key in ("error", "eager_error"))
     worst = max(rows, key=lambda r: r["error"] / r["yardstick"])
     ratio = worst["error"] / worst["yardstick"]
@@ -96,22 +107,29 @@ def judge_gradients(rows: list[dict]) -> list[Verdict]:
 def judge_loss(
     reference: list[float], eager: list[float], system: list[float], eps: float = torch.finfo(torch.float32).eps
 ) -> Verdict:
-    """Over the steps that the reference took: is the system as near to it as eager is, or farther by no more than its steps scatter? eps: a relative distance
-    that is none.
+    """Judge losses over the reference's steps: as near to it as eager's, or farther by no more than the steps scatter.
 
-    Where updates of bf16 weights are rounded, both curves wander about the reference's, and a few steps' mean distance is partly luck. How much, eager's own
-    distances say, and those by which the system is farther at each batch: a loss that is wrong at one step exceeds the first, one that is wrong at every step
-    the second.
+    Where updates of bf16 weights are rounded, both curves wander about the reference's, and the mean distance over a
+    few steps is partly chance. The scatter is the smaller of two: that of eager's own distances, which a loss that is
+    wrong at one step exceeds, and that of the differences at each batch, which a loss that is wrong at every step
+    exceeds.
+
+    Args:
+        reference: losses in high precision, one a step.
+        eager: those of the eager model.
+        system: those under test.
+        eps: a relative distance that counts as none.
+
+    Returns:
+        The verdict.
     """
     steps = min(len(reference), len(eager), len(system))
-    floor = max(eps, torch.finfo(torch.float32).eps) * max(
-        map(abs, reference[:steps])
-    )  # losses are fp32 in every precision
+    least = max(eps, torch.finfo(torch.float32).eps)  # losses are fp32 in every precision
+    floor = least * max(map(abs, reference[:steps]))
     own, eagers = ([abs(a - b) for a, b in zip(losses[:steps], reference)] for losses in (system, eager))
     beyond = [a - b for a, b in zip(own, eagers)]
-    scatter = (
-        min(2**0.5 * stdev(eagers), stdev(beyond)) / steps**0.5 if steps > 1 else 0.0
-    )  # of the difference of two means
+    # standard error of the difference of two means
+    scatter = min(2**0.5 * stdev(eagers), stdev(beyond)) / steps**0.5 if steps > 1 else 0.0
     yardstick = max(mean(eagers), floor)
     return Verdict(
         "loss is as near to the reference as eager's",
