@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import sysconfig
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,7 +136,7 @@ def test_bitsandbytes_without_its_library(monkeypatch):
 
 
 def test_no_headers(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert (
         doctor.headers().status == ("fail" if torch.cuda.is_available() else "warning")
         and "python3-dev" in doctor.headers().mend
@@ -177,7 +179,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     def refused(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", refused)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refused)
     assert "Permission denied" in doctor.cache("a cache", lambda: tmp_path, "ITS_FOLDER").found
 
 

@@ -354,7 +354,7 @@ def test_it_looks_and_asks_until_interrupted(monkeypatch, terminal):
     from tunecompile.cli.monitor import watch
 
     asked, slept = [], []
-    monkeypatch.setattr(watch.status, "ask", lambda: asked.append(True))
+    monkeypatch.setattr(telemetry_files, "ask", lambda: asked.append(True))
     monkeypatch.setattr(MachineReader, "look", lambda self, now: shot())
 
     def sleep(seconds):

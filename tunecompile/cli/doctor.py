@@ -1,21 +1,15 @@
-"""`tunecompile doctor`: what of this machine would keep a training from compiling, and how each of it is mended.
+"""`tunecompile doctor`: what on this machine would prevent a training from compiling, and the remedies.
 
-A check is a function that returns a `Line`. Nothing is changed: files are written to temporary folders, and to caches for a moment.
+A check is a function that returns a `Line`. Nothing is changed: files are written to temporary folders, and briefly to
+caches.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import shutil
-import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.torch_version import TorchVersion
@@ -24,45 +18,30 @@ from tunecompile import passes as own_passes
 from tunecompile._torch import known_bugs
 from tunecompile._torch.inductor import cache_folder
 from tunecompile.cli.monitor.gpu import Nvml
+from tunecompile.cli.toolchain import GIB, Line, cache, compiler, headers, kernel, triton_cache
 from tunecompile.compiler import plugins
 from tunecompile.errors import TunecompileError, summary
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.memory.pinned_pool import available
 
-GIB = 1 << 30
-SUPPORTED = {
-    "torch": "2.11",
-    "transformers": "5.0",
-    "peft": "0.18",
-    "bitsandbytes": "0.50",
-    "trl": "1.0",
-}  #: the oldest of each; there is no newest
-OPTIONAL = {"transformers": "hf", "peft": "hf", "bitsandbytes": "qlora", "trl": "trl"}  #: the extra that brings it
-VARIABLES = {  #: those that change what a training does, and how; None: an ordinary choice
+#: the oldest supported version of each; there is no newest
+SUPPORTED = {"torch": "2.11", "transformers": "5.0", "peft": "0.18", "bitsandbytes": "0.50", "trl": "1.0"}
+OPTIONAL = {"transformers": "hf", "peft": "hf", "bitsandbytes": "qlora", "trl": "trl"}  #: the extra that installs it
+VARIABLES = {  #: variables that change a training, and how; None: an ordinary setting
     "TUNECOMPILE": "0 switches tunecompile off",
-    "TUNECOMPILE_DUMP": "every graph is written, and nothing comes from caches",
+    "TUNECOMPILE_DUMP": "every graph is written, and caches are not used",
     "TUNECOMPILE_PASSES": None,
     "TUNECOMPILE_CACHE": None,
     "TUNECOMPILE_TURNS": "a comparison sets it for its own processes",
     "TORCH_COMPILE_DISABLE": "1 leaves all code uncompiled",
     "TORCHDYNAMO_DISABLE": "1 leaves all code uncompiled",
     "TRITON_INTERPRET": "1 runs kernels in Python, which is for tests",
-    "CUDA_LAUNCH_BLOCKING": "1 has every kernel waited for",
+    "CUDA_LAUNCH_BLOCKING": "1 waits for every kernel",
 }
-LIBRARY = "#include <math.h>\n%s double doctor(double x) { return sqrt(x); }\n"
-
-
-@dataclass(frozen=True)
-class Line:
-    """What a check found."""
-
-    name: str
-    status: Literal["ok", "warning", "fail"]
-    found: str
-    mend: str = ""  #: a sentence; empty where nothing is to be done
 
 
 def gpu() -> Line:
+    """Check that torch can use the GPUs, and their compute capability."""
     nvml = Nvml()
     names = ", ".join(f"{each.name}{f' {shown(each.total)}' if each.total else ''}" for each in nvml.gpus())
     if torch.cuda.is_available():
@@ -99,30 +78,31 @@ def _why_no_cuda() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return summary(error)
-    return "CUDA_VISIBLE_DEVICES hides it" if "CUDA_VISIBLE_DEVICES" in os.environ else "it does not say why"
+    return "CUDA_VISIBLE_DEVICES hides it" if "CUDA_VISIBLE_DEVICES" in os.environ else "it gives no reason"
 
 
 def driver() -> Line:
+    """Check that the driver supports torch's version of CUDA."""
     nvml = Nvml()
     if not nvml.handles:
         return Line("driver", "ok", f"no GPU: {nvml.missing}")
-    version, highest = (
-        nvml.library.nvmlSystemGetDriverVersion(),
-        divmod(nvml.library.nvmlSystemGetCudaDriverVersion(), 1000),
-    )
-    highest = (highest[0], highest[1] // 10)
-    found = f"{version if isinstance(version, str) else version.decode()}, for CUDA up to {highest[0]}.{highest[1]}; torch has CUDA {torch.version.cuda}"
+    version = nvml.library.nvmlSystemGetDriverVersion()
+    version = version if isinstance(version, str) else version.decode()
+    major, minor = divmod(nvml.library.nvmlSystemGetCudaDriverVersion(), 1000)
+    highest = (major, minor // 10)
+    found = f"{version}, for CUDA up to {highest[0]}.{highest[1]}; torch has CUDA {torch.version.cuda}"
     wanted = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     if wanted <= highest:
         return Line("driver", "ok", found)
     if wanted[0] == highest[0]:  # NVIDIA's minor version compatibility
         return Line(
-            "driver", "warning", found, "Update the driver: what is compiled at run time may need the newer one."
+            "driver", "warning", found, "Update the driver: code that is compiled at run time may need a newer one."
         )
     return Line("driver", "fail", found, f"Update the driver, or install a torch for CUDA {highest[0]}.")
 
 
 def package(name: str) -> Line:
+    """Check that a package is not too old."""
     version, least = known_bugs.installed(name), SUPPORTED[name]
     if version is None:
         return Line(name, "ok", f"not installed; models that need it: pip install 'tunecompile[{OPTIONAL[name]}]'")
@@ -134,6 +114,7 @@ def package(name: str) -> Line:
 
 
 def triton() -> Line:
+    """Check that triton has the version that torch requires."""
     version = known_bugs.installed("triton")
     wanted = next(
         (
@@ -152,30 +133,32 @@ def triton() -> Line:
             f"Install it: pip install triton{f'=={wanted}' if wanted else ''}" if needed else "",
         )
     if wanted is None:
-        return Line("triton", "ok", f"{version}; this build of torch asks for none")
+        return Line("triton", "ok", f"{version}; this build of torch requires none")
     if version == TorchVersion(wanted):
-        return Line("triton", "ok", f"{version}, which torch {torch.__version__} asks for")
+        return Line("triton", "ok", f"{version}, which torch {torch.__version__} requires")
     return Line(
         "triton",
         "fail",
-        f"{version}, but torch {torch.__version__} asks for {wanted}",
+        f"{version}, but torch {torch.__version__} requires {wanted}",
         f"Install that: pip install triton=={wanted}",
     )
 
 
 def bitsandbytes() -> Line:
+    """Check that bitsandbytes has a native library for torch's CUDA, or for the CPU."""
     name = "bitsandbytes library"
     if known_bugs.installed("bitsandbytes") is None:
         return Line(name, "ok", "not installed")
     from bitsandbytes import cextension
 
     cuda = torch.version.cuda if torch.cuda.is_available() else None
-    if "error_msg" in vars(cextension.lib):  # what stands in for a library that could not be loaded
+    if "error_msg" in vars(cextension.lib):  # the substitute of a library that could not be loaded
         return Line(
             name,
             "fail",
             f"no native library: {summary(RuntimeError(cextension.lib.error_msg))}",
-            f"Install a bitsandbytes that has one for {f'CUDA {cuda}' if cuda else 'this processor'}, or set BNB_CUDA_VERSION to one that it has.",
+            f"Install a bitsandbytes that has one for {f'CUDA {cuda}' if cuda else 'this processor'}, "
+            "or set BNB_CUDA_VERSION to one that it has.",
         )
     if cuda and not cextension.lib.compiled_with_cuda:
         return Line(
@@ -188,6 +171,7 @@ def bitsandbytes() -> Line:
 
 
 def known_faults() -> Line:
+    """List upstream bugs of the installed versions that tunecompile works around."""
     found = [str(fault) for fault in known_bugs.FAULTS.values() if fault.present]
     return Line(
         "known faults",
@@ -196,96 +180,8 @@ def known_faults() -> Line:
     )
 
 
-def headers() -> Line:
-    path = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if path.exists():
-        return Line("Python headers", "ok", str(path))
-    return Line(
-        "Python headers",
-        "fail" if torch.cuda.is_available() else "warning",
-        f"no {path}, without which Triton cannot launch kernels",
-        "Install Python's headers: apt install python3-dev, or use a Python that has them (conda, uv).",
-    )
-
-
-def compiler(variable: str, names: tuple[str, str], suffix: str, needed: bool) -> Line:
-    """One that makes a shared library, found as Triton (C) and Inductor (C++) find it."""
-    name, bad = f"{'C++' if suffix == '.cpp' else 'C'} compiler", "fail" if needed else "warning"
-    found = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
-    mend = f"Install one (apt install build-essential), or set {variable} to one that works."
-    if found is None:
-        return Line(name, bad, f"neither {' nor '.join(names)}", mend)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, f"doctor{suffix}")
-        source.write_text(LIBRARY % ('extern "C"' if suffix == ".cpp" else ""))
-        try:
-            done = subprocess.run(
-                [*found.split(), str(source), "-O2", "-shared", "-fPIC", "-o", f"{folder}/doctor.so"],
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Line(name, bad, f"{found} does not run: {summary(error)}", mend)
-    if done.returncode:
-        return Line(
-            name,
-            bad,
-            f"{found} cannot make a library: {(done.stderr.strip().splitlines() or ['it says nothing'])[0][:200]}",
-            mend,
-        )
-    return Line(name, "ok", found)
-
-
-def kernel() -> Line:
-    """One of our own, compiled, launched and compared."""
-    if not torch.cuda.is_available():
-        return Line("Triton kernel", "ok", "no GPU: not run")
-    from tunecompile.templates.rms_norm import forward
-
-    x, weight = torch.randn(8, 256, device="cuda"), torch.ones(256, device="cuda")
-    try:
-        torch.testing.assert_close(
-            forward(x, weight), torch.nn.functional.rms_norm(x, (256,), weight, 1e-6), rtol=1e-5, atol=1e-5
-        )
-    except Exception as error:  # whatever Triton, its compiler or the driver say
-        return Line(
-            "Triton kernel",
-            "fail",
-            summary(error),
-            "Mend the lines above that fail; if none does, reinstall the triton that torch asks for.",
-        )
-    return Line("Triton kernel", "ok", f"compiled and right on {torch.cuda.get_device_name()}")
-
-
-def cache(name: str, find: Callable[[], Path], variable: str) -> Line:
-    """Written to, and with room. A folder that is yet to be made is asked of the one it will be made in."""
-    mend = f"Set {variable} to a folder on a disk with room that you may write to."
-    try:
-        folder = find()
-        exists = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.NamedTemporaryFile(dir=exists, prefix=".tunecompile") as file:
-            file.write(bytes(1 << 16))
-            file.flush()
-        free = shutil.disk_usage(exists).free
-    except OSError as error:
-        return Line(name, "fail", f"cannot be written to: {summary(error)}", mend)
-    status = "fail" if free < GIB // 4 else "warning" if free < 2 * GIB else "ok"
-    return Line(
-        name,
-        status,
-        f"{folder}, {shown(free)} free",
-        "" if status == "ok" else f"Free some space there (2 GiB are plenty). {mend}",
-    )
-
-
-def triton_cache() -> Path:
-    return Path(
-        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
-    )
-
-
 def host_memory() -> Line:
+    """Check available host memory."""
     free = available()
     if 0 < free < 4 * GIB:
         return Line(
@@ -294,10 +190,11 @@ def host_memory() -> Line:
             f"{shown(free)} available",
             "End other programs: loading a model and offloading need host memory.",
         )
-    return Line("host memory", "ok", f"{shown(free)} available" if free else "this system does not say")
+    return Line("host memory", "ok", f"{shown(free)} available" if free else "unknown on this system")
 
 
 def pinned_memory() -> Line:
+    """Check that host memory can be pinned."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -324,6 +221,7 @@ def pinned_memory() -> Line:
 
 
 def nccl() -> Line:
+    """Check that NCCL sums over all GPUs."""
     count = torch.cuda.device_count()
     if count < 2:
         return Line("NCCL", "ok", f"not needed: {'one GPU' if count else 'no GPU: NCCL joins several'}")
@@ -334,10 +232,8 @@ def nccl() -> Line:
             "torch is built without it",
             "Install a torch from https://pytorch.org, or train on one GPU.",
         )
-    version, parts = (
-        ".".join(map(str, torch.cuda.nccl.version())),
-        [torch.ones(1024, device=f"cuda:{index}") for index in range(count)],
-    )
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    parts = [torch.ones(1024, device=f"cuda:{index}") for index in range(count)]
     try:
         torch.cuda.nccl.all_reduce(parts)
         torch.testing.assert_close(parts[-1].cpu(), torch.full((1024,), float(count)))
@@ -352,21 +248,23 @@ def nccl() -> Line:
 
 
 def environment() -> Line:
+    """Check for environment variables that change a training."""
     ours = {name for name in os.environ if name.startswith("TUNECOMPILE")}
-    said = [
+    given = [
         f"{name}={os.environ[name]}" for name in sorted(ours | {name for name in VARIABLES if os.environ.get(name)})
     ]
     odd = [
         f"{name}: {VARIABLES.get(name, 'nothing reads it')}"
-        for name in (line.split("=")[0] for line in said)
+        for name in (line.split("=")[0] for line in given)
         if VARIABLES.get(name, "unknown")
     ]
     if not odd:
-        return Line("environment", "ok", ", ".join(said) or "no variable that changes a training")
-    return Line("environment", "warning", ", ".join(said), f"Unset what is not meant ({'; '.join(odd)}).")
+        return Line("environment", "ok", ", ".join(given) or "no variable that changes a training")
+    return Line("environment", "warning", ", ".join(given), f"Unset those that are not intended ({'; '.join(odd)}).")
 
 
 def packages() -> Line:
+    """Check that passes of installed packages can be used."""
     name = "packages of passes"
     try:
         plugins.pipeline(own_passes.PIPELINE)
@@ -377,7 +275,7 @@ def packages() -> Line:
 
 
 def checks() -> tuple[tuple[str, Callable[[], Line]], ...]:
-    """(name, check), in the order in which they are shown: what others rest on comes first."""
+    """All checks as (name, check), in the order in which they are shown: a check follows those that it depends on."""
     on_gpu = torch.cuda.is_available()
     return (
         ("GPU", gpu),
@@ -401,13 +299,11 @@ def checks() -> tuple[tuple[str, Callable[[], Line]], ...]:
 
 
 def examine() -> list[Line]:
-    """What all checks found. One that raises is a line, too."""
+    """The findings of all checks. A check that raises has failed."""
     lines = []
     for name, check in checks():
         try:
             lines.append(check())
         except Exception as error:
-            lines.append(
-                Line(name, "fail", f"the check failed: {summary(error)}", "Please report this, with the line.")
-            )
+            lines.append(Line(name, "fail", f"the check failed: {summary(error)}", "Please report this line."))
     return lines

@@ -1,0 +1,125 @@
+"""What the doctor reports, and its checks of what compiles kernels: headers, compilers, a Triton kernel, caches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tunecompile.errors import summary
+from tunecompile.planner.device_memory import shown
+
+GIB = 1 << 30
+LIBRARY = "#include <math.h>\n%s double doctor(double x) { return sqrt(x); }\n"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The finding of a check."""
+
+    name: str
+    status: Literal["ok", "warning", "fail"]
+    found: str
+    mend: str = ""  #: the remedy, a sentence; empty if there is nothing to do
+
+
+def headers() -> Line:
+    """Check Python's headers, which Triton needs to compile its launchers."""
+    path = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if path.exists():
+        return Line("Python headers", "ok", str(path))
+    return Line(
+        "Python headers",
+        "fail" if torch.cuda.is_available() else "warning",
+        f"no {path}, without which Triton cannot launch kernels",
+        "Install Python's headers: apt install python3-dev, or use a Python that has them (conda, uv).",
+    )
+
+
+def compiler(variable: str, names: tuple[str, str], suffix: str, needed: bool) -> Line:
+    """Check that the compiler, found as Triton (C) and Inductor (C++) find it, makes a shared library."""
+    name = f"{'C++' if suffix == '.cpp' else 'C'} compiler"
+    bad: Literal["warning", "fail"] = "fail" if needed else "warning"
+    found = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
+    mend = f"Install one (apt install build-essential), or set {variable} to one that works."
+    if found is None:
+        return Line(name, bad, f"neither {' nor '.join(names)}", mend)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, f"doctor{suffix}")
+        source.write_text(LIBRARY % ('extern "C"' if suffix == ".cpp" else ""))
+        try:
+            done = subprocess.run(
+                [*found.split(), str(source), "-O2", "-shared", "-fPIC", "-o", f"{folder}/doctor.so"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Line(name, bad, f"{found} does not run: {summary(error)}", mend)
+    if done.returncode:
+        return Line(
+            name,
+            bad,
+            f"{found} cannot make a library: {(done.stderr.strip().splitlines() or ['it gives no reason'])[0][:200]}",
+            mend,
+        )
+    return Line(name, "ok", found)
+
+
+def kernel() -> Line:
+    """Compile and launch a Triton kernel of tunecompile, and compare its result."""
+    if not torch.cuda.is_available():
+        return Line("Triton kernel", "ok", "no GPU: not run")
+    from tunecompile.templates.rms_norm import forward
+
+    x, weight = torch.randn(8, 256, device="cuda"), torch.ones(256, device="cuda")
+    try:
+        torch.testing.assert_close(
+            forward(x, weight), torch.nn.functional.rms_norm(x, (256,), weight, 1e-6), rtol=1e-5, atol=1e-5
+        )
+    except Exception as error:  # whatever Triton, its compiler or the driver raise
+        return Line(
+            "Triton kernel",
+            "fail",
+            summary(error),
+            "Fix the failures above; if there are none, reinstall the triton that torch requires.",
+        )
+    return Line("Triton kernel", "ok", f"compiled and right on {torch.cuda.get_device_name()}")
+
+
+def cache(name: str, find: Callable[[], Path], variable: str) -> Line:
+    """Check that a cache's folder, or the one it will be made in, can be written to and has free space."""
+    mend = f"Set {variable} to a folder with free space that you may write to."
+    try:
+        folder = find()
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.NamedTemporaryFile(dir=exists, prefix=".tunecompile") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+        free = shutil.disk_usage(exists).free
+    except OSError as error:
+        return Line(name, "fail", f"cannot be written to: {summary(error)}", mend)
+    status: Literal["ok", "warning", "fail"] = "ok" if free >= 2 * GIB else "warning"
+    status = status if free >= GIB // 4 else "fail"
+    return Line(
+        name,
+        status,
+        f"{folder}, {shown(free)} free",
+        "" if status == "ok" else f"Free some space there (2 GiB are enough). {mend}",
+    )
+
+
+def triton_cache() -> Path:
+    """The folder of Triton's cache."""
+    return Path(
+        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+    )
