@@ -17,6 +17,7 @@ from tunecompile._torch.fake_tensors import fake_mode_of, trace
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op, returns_view
 from tunecompile.ir.shape_rule_cache import signature
+from tunecompile.notes import note
 
 __all__ = ["PASS"]
 
@@ -33,9 +34,8 @@ def run(graph: Graph, context: Context) -> None:
         except Exception as error:  # the reference says the same, only slower
             if provider.run is op.reference:
                 raise
-            context.notes.append(
-                f"{op.name} by {provider.name} failed, the reference is used: {type(error).__name__}: {str(error)[:200]}"
-            )
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+            context.notes.append(note("provider-failed", op.name, why, provider=provider.name))
             expand(graph, node, op.reference, context.traced)
 
 

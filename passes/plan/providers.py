@@ -5,6 +5,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op, Provider
+from tunecompile.notes import note
 from tunecompile.planner.candidates import backward_nodes
 
 __all__ = ["PASS"]
@@ -25,12 +26,12 @@ def run(graph: Graph, context: Context) -> None:
         context.reduced += provider.precision is not None
         if provider.precision != context.precision:
             context.notes += [
-                f"{op.name} of {context.region} is not in {context.precision}: {reason}"
+                note("not-in-precision", context.region, reason, op=op.name, precision=context.precision)
                 for reason in op.refusals(values, context.precision).values()
             ]
     if context.precision is not None and (plain := _plain_products(graph)):
         context.notes.append(
-            f"{plain} matrix products of {context.region} are not in {context.precision}: they are part of no op that can be"
+            note("products-not-in-precision", context.region, count=plain, precision=context.precision)
         )
 
 

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op
+from tunecompile.notes import note
 
 __all__ = ["PASS"]
 
@@ -36,7 +37,7 @@ def run(graph: Graph, context: Context) -> None:
             graph.erase_node(node)
             if context.precision in _precisions(op) - _precisions(op.tiled):
                 context.notes.append(
-                    f"{op.name} of {context.region} is not in {context.precision}: it is computed in pieces"
+                    note("not-in-precision", context.region, note("tiled"), op=op.name, precision=context.precision)
                 )
 
 

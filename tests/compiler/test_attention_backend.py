@@ -62,7 +62,11 @@ def capture(fn, *args):
 def test_the_fastest_is_first_and_the_reason_is_told():
     choice = decide(Clock(**TIMES))
     assert choice.order == ("cudnn", "flash", "efficient", "math")
-    assert choice.why == "cudnn 1.15 ms, flash 2.14 ms, efficient 4.00 ms (4x32/8x2048x128 bfloat16, causal, measured)"
+    assert (choice.why.code, choice.why.subject) == ("attention-measured", "4x32/8x2048x128 bfloat16, causal")
+    assert (
+        choice.why.detail == "cudnn 1.15 ms, flash 2.14 ms, efficient 4.00 ms"
+        and choice.why.fields["origin"] == "measured"
+    )
     assert (
         decide(Clock(cudnn=3.0, flash=2.0, efficient=1.0), enabled=("flash", "efficient", "cudnn", "math")).order[0]
         == "efficient"
@@ -87,10 +91,12 @@ def test_measured_once_and_then_read():
     decide(first)
     assert first.asked == ["cudnn", "flash", "efficient"]
     later = Clock(flash=0.1)  # another process
-    assert decide(later).why.endswith("measured before)") and not later.asked
+    assert decide(later).why.fields["origin"] == "measured before" and not later.asked
     masked = AttentionCall(**{**CALL.__dict__, "causal": False, "mask": ((4, 1, 2048, 2048), "bool")})
-    assert "dense mask, measured)" in decide(Clock(efficient=3.0), call=masked).why
-    assert "dense mask, measured before)" in decide(Clock(), call=masked).why
+    why = decide(Clock(efficient=3.0), call=masked).why
+    assert "dense mask" in why.subject and why.fields["origin"] == "measured"
+    why = decide(Clock(), call=masked).why
+    assert "dense mask" in why.subject and why.fields["origin"] == "measured before"
     assert decide(Clock(flash=1.0), flash="FA3").order[0] == "flash"  # another implementation under the same name
     assert decide(Clock(flash=1.0), call=AttentionCall(**{**CALL.__dict__, "length": 512})).order[0] == "flash"
 
@@ -103,7 +109,7 @@ def test_a_damaged_file_is_measured_anew(machine, content):
         json.dumps({**json.loads(file.read_text()), "value": {"cudnn": "fast"}}) if content is None else content
     )
     again = Clock(**TIMES)
-    assert decide(again).why.endswith("measured)") and again.asked
+    assert decide(again).why.fields["origin"] == "measured" and again.asked
     assert json.loads(file.read_text())["value"] == TIMES
 
 
@@ -118,7 +124,8 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
 @pytest.mark.parametrize("clock", [Clock(cudnn=torch.OutOfMemoryError("planted")), Clock(cudnn=OSError("planted"))])
 def test_a_measurement_that_fails_leaves_the_default_order(clock):
     choice = decide(clock)
-    assert choice.order == attention_backend.DEFAULT and "not measured" in choice.why and "planted" in choice.why
+    assert choice.order == attention_backend.DEFAULT and choice.why.code == "attention-not-measured"
+    assert "planted" in choice.why.detail
 
 
 def test_long_calls_are_measured_on_few_heads():
@@ -131,7 +138,8 @@ def test_long_calls_are_measured_on_few_heads():
     choice = attention_backend.decide(
         long, CUDA, attention_backend.DEFAULT, None, lambda call, backend, device: asked.append(call) or TIMES[backend]
     )
-    assert set(asked) == {long.sample()} and "1x32/8x163840x128" in choice.why and "on 4 of them" in choice.why
+    assert set(asked) == {long.sample()} and "1x32/8x163840x128" in choice.why.subject
+    assert choice.why.fields["origin"].endswith("on 4 of them")
 
 
 def test_a_full_gpu_is_left_alone(monkeypatch):
@@ -209,7 +217,8 @@ def test_the_users_settings_are_honoured():
         choice = attention_backend.choose(gm, "cuda", clock)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert choice.order == attention_backend.DEFAULT and "deterministic" in choice.why and len(clock.asked) == 2
+    assert choice.order == attention_backend.DEFAULT and choice.why.code == "attention-in-fixed-order"
+    assert len(clock.asked) == 2
 
 
 def test_the_timer_leaves_no_trace(monkeypatch):
@@ -265,9 +274,15 @@ def test_the_order_reaches_the_trace_and_the_report(monkeypatch):
         assert torch._C._get_sdp_priority_order() == before and not backend.failures
         (context,) = backend.contexts
         if device == "cuda":
-            assert context.notes == [
-                "attention of layer: flash 1.00 ms, cudnn 2.00 ms (1x2x8x4 float32, causal, measured)"
-            ]
+            (made,) = context.notes
+            assert (made.code, made.subject) == (
+                "attention-kernel",
+                "layer",
+            ) and made.detail.code == "attention-measured"
+            assert (made.detail.subject, made.detail.detail) == (
+                "1x2x8x4 float32, causal",
+                "flash 1.00 ms, cudnn 2.00 ms",
+            )
     (order, _, on_gpu), (_, _, on_cpu) = seen
     from torch.nn.attention import SDPBackend
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import EAGER, find
 from tunecompile._torch.autograd import CheckpointPolicy
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ops import lora_mlp
@@ -180,7 +181,7 @@ def trains_as_eager(layer, optimized):
         for ours, theirs in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
     report = tunecompile.report(model)
-    assert not [note for note in report.notes if "eager" in note], report
+    assert not find(report, *EAGER), report
     return report
 
 

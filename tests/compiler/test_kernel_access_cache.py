@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tunecompile
 from tests.support import zoo
 from tests.support.models.gpu import build
+from tests.support.notes import EAGER, find
 from tunecompile._torch import known_bugs
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler.kernel_access_cache import AccessCache, access_key
@@ -154,8 +155,7 @@ def test_answers_are_torchs_own(monkeypatch):
     monkeypatch.setattr(AccessCache, "answer", answer_both)
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
-    notes = tunecompile.report(model).notes
-    assert not [note for note in notes if "without rewrites" in note or "eagerly" in note], notes
+    assert not find(model, "compiled-without-rewrites", *EAGER)
     assert 0 < counted["analysed"] <= 0.7 * counted["asked"], counted
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import find, has, logged
 from tunecompile import passes
 from tunecompile.compiler.partitioner import Lowering
 from tunecompile.compiler.pass_manager import Context, Pass
@@ -60,7 +61,8 @@ for spelling in range(len(SPELLINGS)):
     assert region.providers == {"squared_relu: reference": 1, "squared_relu_backward: reference": 1}, region
     assert region.reasons["squared_relu: reference"] == ["triton: not on a GPU"]
     assert "passes of squared-relu 0.1.0: squared_relu, squared_relu_bytes" in str(report), report
-    assert any("1 squared ReLUs" in note for note in report.notes) and not any("switched off" in note for note in report.notes), report
+    assert any("1 squared ReLUs" in note for note in report.notes), report
+    assert not [note for note in report.notes if note.code == "pass-switched-off"], report
 print("fine")
 """
 
@@ -248,8 +250,9 @@ def test_two_packages_that_clash(install, monkeypatch):
         "a pass by the name of theirs is brought by second 1.2", "TUNECOMPILE_PASSES=other,second"
     )
     monkeypatch.setenv("TUNECOMPILE_PASSES", "other,second")
-    notes = trained().notes
-    assert "passes of other 1.2: other" in notes and "passes of second 1.2: theirs" in notes
+    report = trained()
+    assert has(report, "package-passes", subject="other 1.2", detail="other")
+    assert has(report, "package-passes", subject="second 1.2", detail="theirs")
 
 
 def test_one_conflicts_with_another(install):
@@ -275,7 +278,7 @@ def test_the_environment_says_which(install, monkeypatch, choice, ran):
         monkeypatch.setenv("TUNECOMPILE_PASSES", choice)
     notes = trained().notes
     assert {name for name in ("here", "there") if f"{name} ran" in notes} == ran
-    assert {name for name in ("here", "there") if f"passes of {name} 1.2: {name}" in notes} == ran
+    assert {note.detail for note in find(notes, "package-passes") if note.subject == f"{note.detail} 1.2"} == ran
 
 
 def test_the_environment_names_one_that_is_not_there(install, monkeypatch):
@@ -367,12 +370,12 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     install("good", f"PASSES = Pass('good', {stage!r}, nothing)")
     with caplog.at_level(logging.WARNING, "tunecompile"):
         report = trained()
-    (note,) = [note for note in report.notes if "switched off" in note]
-    assert note.startswith("bad of bad 1.2 is switched off for this model: ") and said in note
+    (note,) = find(report, "pass-switched-off", subject="bad", package="bad 1.2")
+    assert said in note.detail and logged(caplog.records) == ["pass-switched-off"]
     assert [record.getMessage() for record in caplog.records] == [f"tunecompile: {note}"]
     assert "good ran" in report.notes and "bad ran" not in report.notes and "half done" not in report.notes
-    assert {m.family: m.rewritten for m in report.matches if m.found} == {"swiglu": 1} and not any(
-        "without rewrites" in note for note in report.notes
+    assert {m.family: m.rewritten for m in report.matches if m.found} == {"swiglu": 1} and not find(
+        report, "compiled-without-rewrites"
     )
     assert len(sys.modules["bad"].CALLS) == 1
 
@@ -381,7 +384,7 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
 @pytest.mark.parametrize("stage", ["plan", "lower"])
 def test_generated_code_is_that_without_it(install, stage):
     install("bad", f"def bad(graph, context):\n{FAILURES['raises'][0]}\nPASSES = Pass('bad', {stage!r}, bad)")
-    assert [note for note in trained(executor="inductor").notes if "switched off" in note]
+    assert has(trained(executor="inductor"), "pass-switched-off")
 
 
 def test_a_graph_is_restored_to_the_letter():
@@ -430,7 +433,7 @@ def test_passes_that_change_nothing_stay_on(install, how):
     for batch, gradients in zip(batches, expected):
         assert max(zoo.errors(zoo.step(model, batch)[1], gradients).values()) < 1e-4
     report = tunecompile.report(model)
-    assert "idle ran" in report.notes and not any("switched off" in note for note in report.notes), str(report)
+    assert "idle ran" in report.notes and not find(report, "pass-switched-off"), str(report)
 
 
 def test_a_lost_gradient_is_no_valid_graph(install):
@@ -440,8 +443,8 @@ def test_a_lost_gradient_is_no_valid_graph(install):
         "        new = graph.call_function(torch.detach, (old,))\n    new.meta['example_value'] = old.meta['example_value'].detach()\n"
         "    out.args = torch.fx.map_arg(out.args, lambda n: new)\nPASSES = Pass('cut', 'recognize', cut)",
     )
-    (note,) = [note for note in trained().notes if "switched off" in note]
-    assert "instead of float32" in note and note.endswith("with a gradient")
+    (note,) = find(trained(), "pass-switched-off")
+    assert "instead of float32" in note.detail and note.detail.endswith("with a gradient")
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
@@ -472,12 +475,8 @@ PASSES = Pass('later', 'recognize', put)
         % ((executor,) * 4),
     )
     report = trained(executor=executor)
-    (note,) = [note for note in report.notes if "switched off" in note]
-    assert (
-        note.startswith("later of later 1.2 is switched off for this model: ")
-        and "does not compile with it" in note
-        and "planted" in note
-    )
+    (note,) = find(report, "pass-switched-off", subject="later", package="later 1.2", reason="does-not-compile-with-it")
+    assert "planted" in note.detail.detail
     assert "innocent ran" in report.notes and {m.family: m.rewritten for m in report.matches if m.found} == {
         "swiglu": 1
     }
@@ -489,10 +488,8 @@ def test_our_own_failure_is_not_laid_at_their_door(install, monkeypatch):
 
     install("innocent", "PASSES = Pass('innocent', 'plan', nothing)")
     monkeypatch.setattr(passes, "PIPELINE", [*passes.PIPELINE, Pass("broken", "lower", fail)])
-    notes = trained().notes
-    assert any("is compiled without rewrites: " in note and "ours" in note for note in notes) and not any(
-        "switched off" in note for note in notes
-    )
+    report = trained()
+    assert has(report, "compiled-without-rewrites", detail="ours") and not find(report, "pass-switched-off")
 
 
 def test_verification_switches_off_what_makes_gradients_wrong(install):

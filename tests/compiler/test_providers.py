@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 import tunecompile
 from tests.support import zoo
 from tunecompile.ir.op import OPS
+from tunecompile.notes import note
 from tunecompile.ops import gated_activation, lora_linear, rms_norm, varlen_attention
 
 
@@ -53,18 +54,25 @@ def test_refusals_on_a_gpu():
         norm, gated = rms_norm.backward_op, gated_activation.backward_op
         assert norm.choose((wide, wide, weight, 1e-5, 0.0, True)).name == "triton"
         assert norm.refusals((narrow, narrow, weight, 1e-5, 0.0, True), None) == {
-            "triton": "rows of 576: it is for 1024 and more"
+            "triton": note("rows-too-short", length=576, limit=1024)
         }
         assert norm.refusals((single, single, weight, 1e-5, 0.0, True), None) == {
-            "triton": "in float32, not in half precision"
+            "triton": note("not-half-precision", detail="float32")
         }
-        assert "side by side" in norm.refusals((wide, fake(2048, 4).t(), weight, 1e-5, 0.0, True), None)["triton"]
+        assert (
+            norm.refusals((wide, fake(2048, 4).t(), weight, 1e-5, 0.0, True), None)["triton"].code
+            == "row-not-contiguous"
+        )
         assert gated.refusals((wide, wide, wide, "silu"), None) == {}
-        assert gated.refusals((wide, wide, wide, "gelu"), None) == {"triton": "it has no exact GELU"}
+        assert gated.refusals((wide, wide, wide, "gelu"), None) == {
+            "triton": note("activation-not-supported", detail="gelu")
+        }
         assert (
             lora_linear.choose((wide, [], [weight], [], [weight], [weight], [1.0], torch.float32)).name == "k_extension"
         )
         q, odd = fake(6, 4, 64), fake(6, 4, 20)
         offsets = fake(3, dtype=torch.int32)
-        assert "multiple of 8" in varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0), None)["flash"]
-        assert "differ in dtype" in varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0), None)["flash"]
+        assert varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0), None) == {
+            "flash": note("head-widths", queries=20, values=20)
+        }
+        assert varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0), None)["flash"].code == "dtypes-differ"

@@ -6,6 +6,7 @@ import pytest
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import has
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,7 +26,7 @@ def test_layers_are_compiled_once_and_for_all_steps():
         assert max(zoo.errors(got, expected).values()) < 1e-5
         compiles.append(tunecompile.report(model).compiles)
     assert compiles[0] == compiles[1] == compiles[2] <= 5, tunecompile.report(model)
-    assert any("put a parametrisation" in note for note in tunecompile.report(model).notes)
+    assert has(model, "parametrizing-modules")
 
 
 def test_they_are_given_back_and_a_copy_has_its_own():

@@ -16,6 +16,7 @@ from tests.support.models.custom import (
     trained_beside_eager,
     weighted,
 )
+from tests.support.notes import EAGER, find, has
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -41,7 +42,7 @@ def test_modern_style():
 def test_gpt_style():
     report = trained_beside_eager(NanoGPT(), ids(), ids(), loss=lambda out: out[1])
     assert report.compiles == 1 and report.regions[0].layers == 3
-    assert any("no output embedding" in note for note in report.notes)
+    assert has(report, "no-output-embedding")
 
 
 def test_gpt_style_with_dropout():
@@ -63,7 +64,7 @@ def test_no_repeated_layers():
     report = trained_beside_eager(
         Plain(), x, scale=2.0, loss=lambda out: weighted(out["out"]) + out["aux"][0] + out["aux"][2][0].mean()
     )
-    assert report.compiles == 1 and any("no repeated layers" in note for note in report.notes)
+    assert report.compiles == 1 and has(report, "no-layers-found")
     assert matches(report)["rms_norm"] == (1, 1)
 
 
@@ -120,9 +121,7 @@ class Wide(nn.Module):
 def test_most_weights_in_no_layer_are_told(width, said):
     report = trained_beside_eager(Beside(width), ids())
     assert [r.layers for r in report.regions] == [2], report
-    assert said == any(
-        "most weights are in none of the repeated layers that were found (tower)" in note for note in report.notes
-    ), report
+    assert said == has(report, "weights-outside-layers", subject="tower"), report
 
 
 def test_no_parameters_and_no_layers():
@@ -204,4 +203,4 @@ def test_encoder_decoder_of_transformers():
     report = trained_beside_eager(
         transformers.T5ForConditionalGeneration(config), ids(), labels=ids(2, 7), loss=lambda out: out.loss
     )
-    assert report.compiles >= 4 and not [note for note in report.notes if "eagerly" in note], report
+    assert report.compiles >= 4 and not find(report, *EAGER), report

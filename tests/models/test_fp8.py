@@ -7,6 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import find, has
 from tunecompile.compiler.partitioner import Lowering
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import UnknownPrecision
@@ -14,6 +15,7 @@ from tunecompile.passes import PIPELINE
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+PRECISION = ("not-in-precision", "products-not-in-precision", "region-not-in-precision")
 
 
 def tiny(quantized: bool = False, **options):
@@ -47,7 +49,7 @@ def test_losses_fall_along_those_of_bf16(quantized):
     providers = tunecompile.report(ours).regions[0].providers
     assert providers["lora_linear: fp8"] == providers["lora_linear_backward: fp8"] == 4  # q|k|v, o, gate|up, down
     assert not any("fp8" in name for name in tunecompile.report(theirs).regions[0].providers)
-    assert not [note for note in tunecompile.report(ours).notes if "fp8" in note], tunecompile.report(ours)
+    assert not find(ours, *PRECISION), tunecompile.report(ours)
 
 
 def test_gradients_point_where_those_of_bf16_point():
@@ -77,10 +79,8 @@ def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
     tunecompile.optimize(model, precision="fp8", executor="eager")
     (loss, _), (expected, _) = zoo.step(model, zoo.batch()), zoo.step(reference, zoo.batch())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    notes = tunecompile.report(model).notes
-    assert any("not in fp8: it computes in float32" in note for note in notes) and any(
-        "nothing in" in note for note in notes
-    )
+    assert has(model, "not-in-precision", reason="fp8-gives-bfloat16", precision="fp8")
+    assert has(model, "fp8-gives-bfloat16", detail="float32") and has(model, "region-not-in-precision")
 
 
 def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():
@@ -88,13 +88,13 @@ def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():
     zoo.step(model, zoo.batch(), torch.bfloat16)
     report = tunecompile.report(model)
     assert report.regions[0].providers["lora_linear: fp8"] == 1  # q and v are siblings
-    assert [note for note in report.notes if note.startswith("5 matrix products of")], report
+    assert has(report, "products-not-in-precision", count=5), report
 
 
 def test_a_trained_base_stays_as_it_is():
     model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2).bfloat16(), precision="fp8", executor="eager")
     zoo.step(model, zoo.batch())
-    assert any("nothing in" in note and "fp8" in note for note in tunecompile.report(model).notes)
+    assert has(model, "region-not-in-precision", precision="fp8")
 
 
 @pytest.mark.parametrize("given", ["fp16", "FP8", 8, True])

@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.models import golden
 from tests.support import zoo  # noqa: E402
+from tests.support.notes import EAGER, find
 
 QUICK = (
     "phi3",
@@ -29,9 +30,9 @@ def test_a_familys_row(family):
     (row, eager), (found, error, report) = golden.expected(family), golden.table(family)
     assert row == found, f"{differences(row, found)}\n{report}"
     assert error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
-    assert eager == any("eagerly" in note for note in report.notes) and not any(
-        "without rewrites" in note for note in report.notes
-    ), f"{report.notes}\n{report}"
+    assert eager == bool(find(report, *EAGER)) and not find(report, "compiled-without-rewrites"), (
+        f"{report.notes}\n{report}"
+    )
 
 
 def differences(row: golden.Row, found: golden.Row) -> str:

@@ -11,6 +11,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.gpu import SHAPE, build, median
+from tests.support.notes import EAGER, find
 
 pytestmark = pytest.mark.gpu
 
@@ -53,8 +54,7 @@ def test_no_further_from_fp32_than_eager(family, mode, autocast):
     tunecompile.optimize(model)
     compare(model, reference, zoo.batch(4099, 2, 256, "cuda"), autocast)
     compare(model, reference, zoo.batch(4099, 3, 200, "cuda", seed=2), autocast)  # symbolic sizes from here on
-    notes = tunecompile.report(model).notes
-    assert not [note for note in notes if "eagerly" in note], notes
+    assert not find(model, *EAGER), tunecompile.report(model)
 
 
 def test_checkpointing_changes_memory_and_nothing_else():

@@ -8,6 +8,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.gpu import SHAPE
+from tests.support.notes import find
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.attention_backend import AttentionCall
 
@@ -27,16 +28,16 @@ def never(*_):
 
 
 def notes(model) -> list[str]:
-    return [note for note in tunecompile.report(model).notes if note.startswith("attention of")]
+    return find(model, "attention-kernel")
 
 
 def test_measured_stored_and_read_by_the_next_process(folder, monkeypatch):
     inputs = zoo.batch(4099, 2, 256, "cuda")
-    for origin in ("measured)", "measured before)"):
+    for origin in ("measured", "measured before"):
         model = tunecompile.optimize(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16))
         zoo.step(model, inputs)
         (note,) = notes(model)
-        assert "2x9/3x256x64 bfloat16, causal" in note and note.endswith(origin), note
+        assert note.detail.subject == "2x9/3x256x64 bfloat16, causal" and note.detail.fields["origin"] == origin, note
         (file,) = folder.iterdir()
         stored = json.loads(file.read_text())
         assert (

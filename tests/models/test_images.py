@@ -6,6 +6,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.images import MODELS, adapted, padded, qwen2_5_vl, qwen3_vl
+from tests.support.notes import EAGER, find, has
 
 pytest.importorskip("peft")
 tf = pytest.importorskip("transformers")
@@ -34,7 +35,7 @@ def test_gradients_are_those_of_eager(make):
     assert [region.layers for region in report.regions] == layers and all(
         region.compiles for region in report.regions
     ), report
-    assert not any("eagerly" in note or "most weights" in note for note in report.notes), report.notes
+    assert not find(report, *EAGER, "weights-outside-layers"), report.notes
 
 
 def test_what_layers_of_all_models_share_has_as_many_graphs_as_it_may(monkeypatch):
@@ -45,5 +46,6 @@ def test_what_layers_of_all_models_share_has_as_many_graphs_as_it_may(monkeypatc
         (loss, gradients), _ = zoo.step(model, inputs), tunecompile.optimize(model, executor="eager")
         again, got = zoo.step(model, inputs)
         assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(got, gradients).values()) < 1e-4
-    notes = [note for note in tunecompile.report(model).notes if "eagerly" in note]
-    assert len(notes) == 1 and "limit of 1 graphs is reached by forward_with_checkpointing" in notes[0], notes
+    assert len(find(model, *EAGER)) == 1 and has(
+        model, "shared-graph-limit", limit=1, subject="forward_with_checkpointing"
+    ), tunecompile.report(model)

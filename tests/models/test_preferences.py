@@ -13,7 +13,8 @@ from tests.support.matrix.follow import follow_run
 from tests.support.matrix.losses import dpo, grpo
 from tests.support.matrix.trainers import adapted
 from tests.support.models.pairs import pair
-from tests.support.reports import fell_back, head_tally
+from tests.support.notes import fell_back
+from tests.support.reports import head_tally
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

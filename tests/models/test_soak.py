@@ -9,6 +9,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import EAGER, find
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -86,4 +87,4 @@ def test_three_hundred_steps_follow_eager():
     distance, yardstick = (ours - eager).abs().mean(), (again - eager).abs().mean()
     assert distance <= 1.5 * yardstick, f"{distance:.4f} against {yardstick:.4f}"
     report = tunecompile.report(optimized)
-    assert report.compiles <= 8 and not [note for note in report.notes if "eager" in note], report
+    assert report.compiles <= 8 and not find(report, *EAGER), report

@@ -8,7 +8,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.pairs import pair, small
-from tests.support.reports import fell_back
+from tests.support.notes import fell_back, has
 from tests.support.trainers import Rows, arguments, collate, curve, sft
 
 pytest.importorskip("transformers")
@@ -75,10 +75,9 @@ def test_trl_sft(options, tmp_path):
     assert curve(trainers[0]) == pytest.approx(curve(trainers[1]), rel=1e-4)
     report = tunecompile.report(model)
     fused = hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")  # in TRL 1.0 it is not
-    assert fused == any("the head is never called: trl" in note for note in report.notes), report
-    assert not fused or "packing" not in options or any("told apart without a mask" in note for note in report.notes), (
-        report
-    )
+    assert fused == has(report, "head-not-called", reason="package-computes-loss"), report
+    assert not fused or has(report, "package-computes-loss", subject="trl"), report
+    assert not fused or "packing" not in options or has(report, "packed-without-mask"), report
     assert {m.family: m.rewritten for m in report.matches}["lora"] == 2 and not fell_back(model)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.notes import has
 from tests.support.passes.functions import mlp, mlp_weights
 from tests.support.passes.run import assert_same, random, results
 from tunecompile.compiler.backend import Backend
@@ -55,4 +56,4 @@ def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):
     )
     backend = Backend("test", PIPELINE, "eager", plan=Plan(tiles=2), precision="fp8")
     torch.compile(mlp, backend=backend)(random(2, 9, 8), *mlp_weights()).sum().backward()
-    assert "lora_mlp of test is not in fp8: it is computed in pieces" in backend.contexts[-1].notes
+    assert has(backend.contexts[-1], "not-in-precision", reason="tiled", subject="test", op="lora_mlp", precision="fp8")

@@ -17,6 +17,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import compiled_slots, optimized, small
+from tests.support.notes import find, has
 from tunecompile.errors import NotAModule, NotOptimized
 
 pytest.importorskip("transformers")
@@ -166,15 +167,11 @@ def test_checkpointing_that_does_more_stays_around_the_layers():
     assert copied == expected and len(copied) >= 2
     assert_same_step(model, reference)
     report = tunecompile.report(model)
-    assert report.compiles == 1 and any(
-        note.startswith("2 layers are checkpointed by a function that does more") for note in report.notes
-    )
+    assert report.compiles == 1 and has(report, "custom-checkpointing", count=2)
     for m in (model, reference):
         checkpoint(m, use_reentrant=False)
     assert_same_step(model, reference)
-    assert tunecompile.report(model).compiles == 2 and not any(
-        "does more" in note for note in tunecompile.report(model).notes
-    )
+    assert tunecompile.report(model).compiles == 2 and not find(model, "custom-checkpointing")
 
 
 # -- copies and files ---------------------------------------------------------------------------------------------------
@@ -420,9 +417,7 @@ def test_reaching_dynamos_limit_is_reported():
         m(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    assert any("limit" in note and "eagerly" in note for note in tunecompile.report(model).notes), tunecompile.report(
-        model
-    )
+    assert has(model, "ran-eagerly", reason="graph-limit"), tunecompile.report(model)
 
 
 def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
@@ -430,13 +425,10 @@ def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
     model.model.layers.append(zoo.make("llama", num_hidden_layers=3).model.layers[2])
     model.config.num_hidden_layers = 3
     zoo.step(model, zoo.batch())
-    assert any("1 layers came after" in note for note in tunecompile.report(model).notes)
+    assert has(model, "new-layers", count=1)
     tunecompile.optimize(tunecompile.restore(model), executor="eager")
     zoo.step(model, zoo.batch())
-    assert (
-        not any("came after" in note for note in tunecompile.report(model).notes)
-        and tunecompile.report(model).regions[0].layers == 3
-    )
+    assert not find(model, "new-layers") and tunecompile.report(model).regions[0].layers == 3
 
 
 def test_layers_called_around_their_owner_are_reported():
@@ -446,7 +438,7 @@ def test_layers_called_around_their_owner_are_reported():
     for layer in model.layers:
         x = layer(x)
     x.sum().backward()
-    assert any("without the module that owns them" in note for note in tunecompile.report(model).notes)
+    assert has(model, "ran-eagerly", reason="called-without-owner")
 
 
 def test_a_model_compiled_by_its_user():
@@ -462,7 +454,7 @@ def test_a_model_compiled_by_its_user():
         reference(x).square().sum().backward()
         for ours, theirs in zip(model.parameters(), reference.parameters()):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-        assert any("compiled as a whole by somebody else" in note for note in tunecompile.report(model).notes)
+        assert has(model, "compiled-from-outside")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.models.custom import WIDTH, Modern, ids, trained_beside_eager
+from tests.support.notes import EAGER, find, has
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -121,7 +122,7 @@ class Printing(Habit):
 def test_a_graph_break_inside_a_layer(capsys):
     report = trained_beside_eager(Stack(Printing), X)
     assert capsys.readouterr().out.count("inside a layer") == 12
-    assert any("in pieces" in note and "test_habits.py" in note for note in report.notes), report
+    assert has(report, "graph-break", detail="test_habits.py"), report
 
 
 class Reading(Habit):
@@ -131,7 +132,7 @@ class Reading(Habit):
 
 def test_a_layer_that_reads_a_number(capsys):
     report = trained_beside_eager(Stack(Reading), X)
-    assert any("in pieces" in note or "eagerly" in note for note in report.notes), report
+    assert find(report, "graph-break", *EAGER), report
 
 
 class NotUnderCompile(Habit):
@@ -143,7 +144,7 @@ class NotUnderCompile(Habit):
 
 def test_a_layer_that_refuses_to_be_compiled():
     report = trained_beside_eager(Stack(NotUnderCompile), X)
-    assert any("eagerly" in note for note in report.notes), report
+    assert find(report, *EAGER), report
 
 
 class Disabled(Habit):
@@ -154,7 +155,7 @@ class Disabled(Habit):
 
 def test_a_layer_that_is_kept_from_dynamo():
     report = trained_beside_eager(Stack(Disabled), X)
-    assert report.compiles == 0 and any("eagerly" in note for note in report.notes), report
+    assert report.compiles == 0 and has(report, "ran-eagerly", reason="skipped-by-dynamo"), report
 
 
 @torch.library.custom_op("tunecompile_tests::picky", mutates_args=())
@@ -174,10 +175,8 @@ class Picky(Habit):
 
 def test_an_op_that_takes_real_tensors_only():
     report = trained_beside_eager(Stack(Picky), X)
-    assert any(
-        "ran eagerly 6 times: Dynamo could not trace it (RuntimeError('expected inputs of another type" in note
-        for note in report.notes
-    ), report
+    assert has(report, "ran-eagerly", reason="not-traceable", times=" 6 times"), report
+    assert has(report, "not-traceable", detail="RuntimeError('expected inputs of another type"), report
 
 
 def test_a_callers_mistake_is_told_as_without_us_and_forgotten():
@@ -187,7 +186,7 @@ def test_a_callers_mistake_is_told_as_without_us_and_forgotten():
     assert type(raised.value) is RuntimeError
     model(X).sum().backward()
     report = tunecompile.report(model)
-    assert report.compiles and not any("eagerly" in note for note in report.notes), report
+    assert report.compiles and not find(report, *EAGER), report
 
 
 class Failing(Habit):
@@ -234,7 +233,7 @@ def test_broken_backend_leaves_the_region_eager(monkeypatch):
 
     monkeypatch.setattr(backend, "run_stage", fail)
     report = trained_beside_eager(Stack(Habit), X)
-    assert report.compiles == 0 and any("out of ideas" in note for note in report.notes), report
+    assert report.compiles == 0 and has(report, "compiled-without-rewrites", detail="out of ideas"), report
 
 
 class Unlike(nn.Module):
@@ -298,7 +297,7 @@ def test_half_of_the_layers_compiled_by_the_user():
     model.layers[0].compile(backend="aot_eager")
     theirs = model.layers[0]._compiled_call_impl
     report = trained_beside_eager(model, X)
-    assert any("compiled already" in note for note in report.notes) and report.regions[0].layers == 2, report
+    assert has(report, "compiled-already", subject="layers.0") and report.regions[0].layers == 2, report
     tunecompile.restore(model)
     assert model.layers[0]._compiled_call_impl is theirs
 
@@ -328,7 +327,7 @@ def test_generated_code():
             results.append([p.grad for p in m.parameters()])
         for ours, theirs in zip(*results):
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
-    assert tunecompile.report(model).compiles == 2 and not [n for n in tunecompile.report(model).notes if "eager" in n]
+    assert tunecompile.report(model).compiles == 2 and not find(model, *EAGER)
 
 
 @pytest.mark.parametrize("where", ["layer", "inside"])
@@ -377,9 +376,7 @@ def test_replicas_of_data_parallel():
         replica_of(m)(**inputs).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None})
     assert len(gradients[1]) and max(zoo.errors(*gradients).values()) < 1e-6
-    assert not tunecompile.report(model).compiles and any(
-        "DataParallel" in note for note in tunecompile.report(model).notes
-    )
+    assert not tunecompile.report(model).compiles and has(model, "replicas")
     assert all(layer._compiled_call_impl is not None for layer in model.base_model.model.model.layers)
     zoo.step(model, inputs)
     assert tunecompile.report(model).compiles

@@ -10,6 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.models.pairs import pair, small
+from tests.support.notes import EAGER, find, has
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,7 +46,7 @@ def test_scores_are_compiled_and_right():
     assert compiled(model) == {"training": 1, "without_gradient": 2}
     told = tunecompile.report(model)
     assert {m.family: m.found for m in told.matches}["lora"] == 7  # of a layer as it trains
-    assert not [note for note in told.notes if "eager" in note]
+    assert not find(told, *EAGER)
 
 
 def test_scores_before_the_first_step_and_of_other_shapes():
@@ -153,7 +154,7 @@ def test_padding_is_left_out_of_scores_as_of_training():
         for region in model._tunecompile.regions
         for key, variant in region.variants.items()
     )
-    assert "padding is left out of the layers (2 batches)" in tunecompile.report(model).notes
+    assert has(model, "padding-removed", count=2)
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_logits_of_a_score_keep_their_padding():
     inputs = padded() | {"use_cache": False}
     with torch.no_grad():
         model(**inputs)
-        assert any("logits are read beside the loss" in note for note in tunecompile.report(model).notes)
+        assert has(model, "padding-kept", reason="logits-read")
         assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
 
 

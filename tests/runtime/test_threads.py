@@ -10,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.models.pairs import pair
-from tests.support.reports import fell_back
+from tests.support.notes import fell_back
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

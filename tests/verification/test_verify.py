@@ -13,6 +13,7 @@ import tunecompile
 import tunecompile.passes
 from tests.support import zoo
 from tests.support.matrix import cells as support
+from tests.support.notes import find, has
 from tests.support.planted import planted_passes
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import CannotVerify
@@ -136,7 +137,7 @@ def test_the_model_is_left_as_it_was(monkeypatch):
     )
     random = torch.get_rng_state()
     result = tunecompile.verify(model, zoo.batch())  # optimized for the step only
-    assert any("dropout was off" in note for note in result.notes)
+    assert has(result, "dropout-off")
     assert torch.equal(random, torch.get_rng_state()) and all(
         torch.equal(v, state[k]) for k, v in model.state_dict().items()
     )
@@ -152,11 +153,7 @@ def test_a_fresh_adapter_says_something_of_every_gradient():
         zoo.make("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     ).train()
     result = verified(model)
-    assert (
-        result.passed
-        and all(row["has_gradient"] for row in result.gradients)
-        and any("small and random" in note for note in result.notes)
-    )
+    assert result.passed and all(row["has_gradient"] for row in result.gradients) and has(result, "zeros-replaced")
     assert not any(p.any() for name, p in model.named_parameters() if "lora_B" in name)
 
 
@@ -231,12 +228,12 @@ def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
         not result.passed
         and result.faults[0]["rewrite"] == "planted: wrong"
         and len(result.faults) == 1
-        and "switched off" in str(result)
+        and has([fault["said"] for fault in result.faults], "rewrite-switched-off")
     )
     assert any("modeling_llama.py" in place or "activations.py" in place for place in result.faults[0]["places"]), (
         result.faults
     )
-    assert any("the rewrite at fault is planted: wrong" in note for note in tunecompile.report(model).notes)
+    assert has(model, "rewrite-switched-off", subject="planted: wrong")
     again = tunecompile.verify(model, zoo.batch())
     assert again.passed and not again.faults
     assert {m.family for m in tunecompile.report(model).matches} >= {"rms_norm", "swiglu"}
@@ -264,10 +261,10 @@ def test_the_first_training_step_is_verified(monkeypatch, caplog):
         < 1e-5
         < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
     )
-    (note,) = [note for note in tunecompile.report(model).notes if note.startswith("verified:")]
-    assert "the rewrite at fault is planted: wrong" in note and "FAILED" in caplog.text
+    (note,) = find(model, "verified")
+    assert "the rewrite at fault is planted: wrong" in note.detail and "FAILED" in caplog.text
     zoo.step(model, zoo.batch())
-    assert len([note for note in tunecompile.report(model).notes if note.startswith("verified:")]) == 1
+    assert len(find(model, "verified")) == 1
 
 
 @pytest.mark.slow
@@ -278,12 +275,12 @@ def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
     reference = zoo.step(tunecompile.optimize(build(), executor="eager"), zoo.batch())
     loss, gradients = zoo.step(model, zoo.batch())
     assert loss == reference[0] and all(torch.equal(gradients[name], g) for name, g in reference[1].items())
-    assert [note for note in tunecompile.report(model).notes if "gradients are as near to float64 as eager's" in note]
+    assert has(model, "verified", detail="gradients are as near to float64 as eager's")
     model = tunecompile.optimize(build(), executor="eager", verify=True)
     batch = zoo.batch()
     del batch["labels"]
     model(**batch).logits.sum().backward()
-    assert [note for note in tunecompile.report(model).notes if "not verified" in note and "no loss" in note]
+    assert has(model, "not-verified", detail="no loss")
 
 
 @pytest.mark.slow
@@ -295,7 +292,7 @@ def test_under_accelerates_mixed_precision():
     model(**batch).loss.backward()
     result = tunecompile.verify(model, batch)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
-    assert [note for note in tunecompile.report(model).notes if note.startswith("verified: ")]
+    assert has(model, "verified")
 
 
 def test_a_batch_without_any_gradient():
@@ -321,11 +318,7 @@ def test_bad_luck_switches_nothing_off(monkeypatch):
     monkeypatch.setattr("tunecompile.verification.tolerance.LIMIT", 1e-9)
     model = tunecompile.optimize(build(), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
-    assert (
-        not result.passed
-        and not result.faults
-        and not [note for note in tunecompile.report(model).notes if "switched off" in note]
-    )
+    assert not result.passed and not result.faults and not find(model, "rewrite-switched-off")
 
 
 @pytest.mark.parametrize(
@@ -354,17 +347,15 @@ def test_a_model_with_gradient_checkpointing():
     model.enable_input_require_grads()
     tunecompile.optimize(model, executor="eager", verify=True)
     zoo.step(model, zoo.batch(rows=4, length=64))
-    (note,) = [note for note in tunecompile.report(model).notes if "verified" in note]
-    assert note.startswith("verified:") and model.model.is_gradient_checkpointing
+    (note,) = find(model, "verified", "not-verified")
+    assert note.code == "verified" and model.model.is_gradient_checkpointing
 
 
 def test_a_batch_that_somebody_else_made():
     model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
     inputs = projector(torch.randn(2, 16, 8))
     model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
-    assert projector.weight.grad is not None and [
-        note for note in tunecompile.report(model).notes if note.startswith("verified:")
-    ]
+    assert projector.weight.grad is not None and has(model, "verified")
 
 
 class Whole(nn.Module):
@@ -382,7 +373,7 @@ def test_a_model_that_is_one_region():
     torch.manual_seed(0)
     model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
     model(torch.randn(4, 8)).loss.backward()
-    assert [note for note in tunecompile.report(model).notes if "verified" in note]
+    assert find(model, "verified", "not-verified")
 
 
 @pytest.mark.slow
@@ -392,9 +383,7 @@ def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
     before = model._tunecompile.passes
     monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
     zoo.step(model, zoo.batch())
-    assert model._tunecompile.passes == before and [
-        note for note in tunecompile.report(model).notes if note.startswith("not verified: ZeroDivisionError")
-    ]
+    assert model._tunecompile.passes == before and has(model, "not-verified", detail="ZeroDivisionError")
 
 
 def test_a_budget_learns_nothing_from_it():

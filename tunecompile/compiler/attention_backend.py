@@ -28,6 +28,7 @@ from tunecompile._torch.autograd import outside_compilation
 from tunecompile._torch.cuda import attention_order, occupy_gpu
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
+from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import CudaGauge
 
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
@@ -97,7 +98,7 @@ class KernelChoice:
     """The order in which torch tries its backends, and where it comes from."""
 
     order: tuple[str, ...]
-    why: str  #: for the report
+    why: Note | None  #: for the report; None where there is no call
     times: tuple[
         tuple[str, float], ...
     ] = ()  #: milliseconds of forward and backward of each timed kernel; fastest first
@@ -122,13 +123,13 @@ def choose(
         return None
     found: list[tuple[AttentionCall, torch.device]] = [call for call in map(_call, _nodes(gm)) if call is not None]
     if not found:
-        return KernelChoice(enabled, "")
+        return KernelChoice(enabled, None)
     call, where = max(found, key=lambda pair: pair[0].work)
     if torch.are_deterministic_algorithms_enabled():
-        return KernelChoice(enabled, f"in fixed order, since deterministic algorithms are required ({call})")
+        return KernelChoice(enabled, note("attention-in-fixed-order", str(call)))
     first, *others = enabled
     if len(others) < 2:
-        return KernelChoice(enabled, f"{first}, others are switched off ({call})")
+        return KernelChoice(enabled, note("attention-not-chosen", str(call), first))
     return decide(call, where, enabled, current_flash_attention_impl(), time or time_on_gpu)
 
 
@@ -158,15 +159,15 @@ def decide(
             reason = str(error).strip().partition("\n")[0][:200]
             error.__traceback__ = None  # its frames hold tensors
             gc.collect()
-            return KernelChoice(
-                enabled, f"{enabled[0]} first, not measured: {type(error).__name__}: {reason} ({whole})"
-            )
+            why = f"{type(error).__name__}: {reason}"
+            return KernelChoice(enabled, note("attention-not-measured", str(whole), why, kernel=enabled[0]))
     ranked = rank(times, enabled)
     timed: list[tuple[str, float]] = [(name, times[name]) for name in ranked if name in times]
     found = ", ".join(f"{name} {ms:.2f} ms" for name, ms in timed) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
     rate = call.flops / timed[0][1] if timed else None
-    return KernelChoice(ranked, f"{found} ({whole}, {origin})", tuple(timed), rate)
+    why = note("attention-measured", str(whole), found, origin=origin)
+    return KernelChoice(ranked, why, tuple(timed), rate)
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -263,7 +264,7 @@ def _tensors(call: AttentionCall, device: torch.device) -> tuple[list[torch.Tens
     return [x.requires_grad_() for x in inputs], random(call.length, call.heads, call.value_dim), mask
 
 
-def notes() -> list[str]:
+def notes() -> list[Note]:
     """Hints at a faster kernel that this package does not switch on, since that would change the whole process."""
     if (
         torch.version.cuda
@@ -272,10 +273,7 @@ def notes() -> list[str]:
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability() == (9, 0)
     ):
-        return [
-            "FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') "
-            "it is measured in place of flash"
-        ]
+        return [note("flash-attention-3")]
     return []
 
 

@@ -28,6 +28,7 @@ from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
 from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
+from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, Plan
 
 log = logging.getLogger("tunecompile")
@@ -99,7 +100,7 @@ class Backend:
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
         self.contexts: list[Context] = []
-        self.failures: list[str] = []
+        self.failures: list[Note] = []
         self.accesses = AccessCache()
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
@@ -111,11 +112,11 @@ class Backend:
         except Exception as error:  # the user's training goes on without these passes
             if (compiled := self._without_packages(gm, inputs, error)) is not None:
                 return compiled
-            self._note("is compiled without rewrites", error)
+            self._note("compiled-without-rewrites", error)
             try:
                 return self._compile_plain(gm, inputs)
             except Exception as second:
-                self._note("runs eagerly", second)
+                self._note("not-compiled", second)
                 return gm.forward
 
     def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
@@ -148,7 +149,7 @@ class Backend:
         guests = [(p.package, p.name) for p in live(self.passes) if p.package is not None]
         for suspects in [*([guest] for guest in guests), *([guests] if len(guests) > 1 else [])]:
             for package, name in suspects:
-                package.failed[name] = f"{self.region} does not compile with it: {summary(error)}"
+                package.failed[name] = note("does-not-compile-with-it", self.region, summary(error))
             try:
                 compiled = self._attempt(gm, inputs)
             except Exception:
@@ -160,10 +161,10 @@ class Backend:
             return compiled
         return None
 
-    def _note(self, what: str, error: Exception) -> None:
+    def _note(self, code: str, error: Exception) -> None:
         """Log a failure, and keep it for the report."""
         log.debug("compiling %s failed", self.region, exc_info=True)
-        self.failures.append(f"{self.region} {what}: {summary(error)}")
+        self.failures.append(note(code, self.region, summary(error)))
         log.warning("tunecompile: %s", self.failures[-1])
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
@@ -190,7 +191,8 @@ class Backend:
         partition = Partitioner(self.passes, context, self.decide if self.plan is None else None)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
-            context.notes.append(str(known_bugs.MIX_ORDER_REDUCTION))
+            fault = known_bugs.MIX_ORDER_REDUCTION
+            context.notes.append(note("known-bug", fault.package, str(fault)))
         with self._attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
             return compiler(
                 work,
@@ -210,7 +212,7 @@ class Backend:
             return contextlib.nullcontext()
         context.attention, context.attention_ms, context.attention_rate = choice.order, dict(choice.times), choice.rate
         if choice.why:
-            context.notes += [f"attention of {self.region}: {choice.why}", *attention_backend.notes()]
+            context.notes += [note("attention-kernel", self.region, choice.why), *attention_backend.notes()]
         return attention_order(choice.order)
 
     def _keep(self, context: Context) -> Keep | None:

@@ -20,13 +20,14 @@ except ImportError:  # on Windows no rank waits
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import cache_folder, default_cache_folder, keeps_code
+from tunecompile.notes import Note, note
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"  #: torch's environment variable for Inductor's cache folder
 LONGEST = 120.0  #: seconds that a process waits for another process's code before it compiles by itself
 LOOK = 0.05  #: seconds between two attempts at the lock
 
 
-def link_read_only() -> list[str]:
+def link_read_only() -> list[Note]:
     """Use a read-only cache folder by linking its files into torch's default folder.
 
     Where a folder cannot be written, torch cannot read it either: it locks what it reads by files beside it. So from
@@ -40,7 +41,7 @@ def link_read_only() -> list[str]:
         return []
     shared, own = Path(given), default_cache_folder()
     if not _writable(own):
-        return [f"neither {FOLDER}={shared} nor {own} can be written: nothing can be compiled"]
+        return [note("no-cache-folder", f"{FOLDER}={shared}", folder=own)]
     for folder, _, files in os.walk(shared):
         here = own / Path(folder).relative_to(shared)
         if here.name == "locks":
@@ -50,7 +51,7 @@ def link_read_only() -> list[str]:
             with contextlib.suppress(FileExistsError):  # of this process or another rank
                 os.symlink(Path(folder, file).absolute(), here / file)
     os.environ[FOLDER] = str(own)
-    return [f"{FOLDER}={shared} cannot be written: what it holds is linked into {own}, where new code is kept"]
+    return [note("cache-read-only", f"{FOLDER}={shared}", folder=own)]
 
 
 def _writable(folder: Path) -> bool:

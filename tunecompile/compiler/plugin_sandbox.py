@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from tunecompile.errors import summary
+from tunecompile.notes import Note, note
 
 log = logging.getLogger("tunecompile")
 
@@ -38,9 +39,9 @@ class Package:
         self.failed[name] = why
         log.warning("tunecompile: %s", self.describe_failure(name))
 
-    def describe_failure(self, name: str) -> str:
+    def describe_failure(self, name: str) -> Note:
         """Why a pass is switched off, for the report."""
-        return f"{name} of {self.label} is switched off for this model: {self.failed[name]}"
+        return note("pass-switched-off", name, self.failed[name], package=self.label)
 
 
 class InvalidGraph(Exception):

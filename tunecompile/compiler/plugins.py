@@ -21,6 +21,7 @@ from pathlib import Path
 from tunecompile.compiler.pass_manager import STAGES, Pass, Stage, validate
 from tunecompile.compiler.plugin_sandbox import Package
 from tunecompile.errors import InvalidPackage, UnknownEntryPoint, summary
+from tunecompile.notes import Note, note
 
 __all__ = ["CHOICE", "GROUP", "compose", "pipeline"]
 
@@ -58,7 +59,7 @@ def pipeline(own: Sequence[Pass]) -> tuple[Pass, ...]:
     return tuple(made)
 
 
-def report_lines(passes: Sequence[Pass]) -> list[str]:
+def report_lines(passes: Sequence[Pass]) -> list[Note]:
     """Lines for the report: which package brings which passes, and which of these are switched off."""
     names: dict[Package, list[str]] = {}
     for p in passes:
@@ -67,7 +68,10 @@ def report_lines(passes: Sequence[Pass]) -> list[str]:
     return [
         line
         for package, brought in names.items()
-        for line in (f"passes of {package.label}: {', '.join(brought)}", *map(package.describe_failure, package.failed))
+        for line in (
+            note("package-passes", package.label, ", ".join(brought)),
+            *map(package.describe_failure, package.failed),
+        )
     ]
 
 

@@ -27,6 +27,7 @@ from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import beside_layers, is_attention
 from tunecompile.planner.datasheets import HOST, GpuSpec
@@ -314,7 +315,7 @@ def rehearse(
     shape: Sequence[int],
     gpu: GpuSpec | None = None,
     thorough: bool = False,
-) -> tuple[DryRunPlanner, list[str]]:
+) -> tuple[DryRunPlanner, list[Note]]:
     """Call a skeleton on a blank batch, with all that `optimize` attaches. Returns what was found out, and what to know about it.
 
     Raises:
@@ -355,11 +356,13 @@ def rehearse(
         reasons = said or [summary(failure) if failure else "the model calls no layer that is trained"]
         raise CannotEstimate(model=name, reason=reasons[0]) from failure
     unfused = any(glimpse.attends for glimpse, _ in seen.values()) and not rehearsal.attends
-    absent = [] if cuda else [ABSENT] if gpu is None else [] if has_triton() else [NO_TRITON]
+    absent = []
+    if not cuda and (gpu is None or not has_triton()):
+        absent = [note("traced-on-cpu" if gpu is None else "estimated-without-triton")]
     return rehearsal, [
         *said,
-        *(f"{region} was not called on such a batch: its layers are taken for others" for region in left),
-        *([UNFUSED] if unfused else []),
+        *(note("region-not-called", region) for region in left),
+        *([note("attention-not-fused")] if unfused else []),
         *absent,
     ]
 
@@ -395,10 +398,3 @@ def _budget(
         keepable=keepable,
         thorough=thorough,
     )
-
-
-UNFUSED = "attention is traced without a fused kernel: its scores are counted, which grow with the square of the length"
-ABSENT = "traced as on a CPU: the GPU's context (about 0.5 GiB) is not counted, and nothing waits on the host"
-NO_TRITON = (
-    "Triton is not installed here, so tunecompile's own kernels are left out: a step on the GPU is faster and smaller"
-)

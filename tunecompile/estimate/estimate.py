@@ -13,6 +13,7 @@ from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
+from tunecompile.notes import Note
 from tunecompile.passes import PIPELINE
 from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu
 from tunecompile.planner.device_memory import (
@@ -60,7 +61,7 @@ class Estimate:
     #: floating point operations of products and attention in one step, without recomputation, with all of the mask
     flops: int
     milliseconds: float | None  #: of one step; None without a GPU
-    notes: list[str] = field(default_factory=list)  #: restrictions of these figures
+    notes: list[Note] = field(default_factory=list)  #: restrictions of these figures
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
@@ -195,7 +196,7 @@ def state_for(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
 
 
 def summarize(
-    name: str, shape: tuple[int, int], static: StaticMemory, dry_run: DryRunPlanner, notes: list[str]
+    name: str, shape: tuple[int, int], static: StaticMemory, dry_run: DryRunPlanner, notes: list[Note]
 ) -> Estimate:
     """The estimate, from a dry run that has admitted a plan.
 

@@ -26,6 +26,7 @@ from tunecompile.estimate.engines import (
 from tunecompile.estimate.estimate import Estimate, state_for, summarize
 from tunecompile.estimate.meta_model import meta_model
 from tunecompile.estimate.network import Network
+from tunecompile.notes import Note, note
 from tunecompile.planner.datasheets import HOST, DatasheetGauge, GpuSpec
 from tunecompile.planner.device_memory import MARGIN, Spec, shown
 
@@ -92,7 +93,7 @@ class PlanReport:
     best: str | None  #: the recommended engine; None if none fits
     reason: str  #: of the recommendation
     flops: int  #: floating point operations of one GPU's step
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
@@ -121,8 +122,8 @@ class MultiGpuPlanner:
         self.model: nn.Module = meta_model(question.model, question.mode, question.rank)
         self.parts: ModelBytes = parts_of(self.model)
         self.network = Network(question.gpu, question.gpus, question.per_node, question.network)
-        self.dry_runs: dict[tuple, tuple[DryRunPlanner, list[str]]] = {}
-        self.notes: dict[str, None] = {}
+        self.dry_runs: dict[tuple, tuple[DryRunPlanner, list[Note]]] = {}
+        self.notes: dict[Note, None] = {}
         self.flops = 0
 
     def report(self) -> PlanReport:
@@ -245,7 +246,7 @@ class MultiGpuPlanner:
         self.flops = estimate.flops
         return dry_run, estimate
 
-    def _dry_run(self, rows: int, static: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, list[str]]:
+    def _dry_run(self, rows: int, static: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, list[Note]]:
         # in the other modes, one dry run serves all engines
         key = (rows, memory, self.question.mode == "lora" and static.moves)
         if key not in self.dry_runs or not self.dry_runs[key][0].under(static):
@@ -303,19 +304,16 @@ class MultiGpuPlanner:
         share = made.gpus if made.engine == "device_map" else 1
         return held.allocated() // share + made.activations
 
-    def _restrictions(self) -> list[str]:
+    def _restrictions(self) -> list[Note]:
         gpu, asked = self.question.gpu, self.question
-        notes = {
-            f"no {gpu.title} was measured: its kernels are assumed to reach the same share of the datasheet's rates as "
-            "an H200's": not gpu.measured,
-            "full: weights in bf16, two moments of each in fp32": asked.mode == "full",
-            "FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16": (
-                asked.mode == "qlora" and asked.gpus > 1
-            ),
-            "communication is modelled, not measured: rings at the links' bandwidth, hidden behind computation where "
-            "engines overlap the two": asked.gpus > 1,
-        }
-        return [note for note, holds in notes.items() if holds]
+        told = [] if gpu.measured else [note("gpu-not-measured", gpu.title)]
+        if asked.mode == "full":
+            told.append(note("full-training-state"))
+        if asked.mode == "qlora" and asked.gpus > 1:
+            told.append(note("fsdp2-shards-floats"))
+        if asked.gpus > 1:
+            told.append(note("communication-modelled"))
+        return told
 
 
 def _plans(dry_run: DryRunPlanner, found: list[PipelineStage]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from tunecompile.notes import Note, note
+
 HOOK, FORWARD = "_hf_hook", "_old_forward"  #: where accelerate keeps a module's hook, and the forward that it wrapped
 
 
@@ -22,7 +24,7 @@ class DeviceMapLayer:
 
     layer: nn.Module
     wrapped: tuple[nn.Module, ...]
-    refused: str = ""
+    refused: Note | None = None
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """What `run` gives for what a call is given, on the layer's device. Meanwhile each forward is the module's own."""
@@ -57,14 +59,14 @@ def place(layer: nn.Module) -> DeviceMapLayer | None:
         return None
     kinds = [kind for hook in hooks.values() for kind in getattr(hook, "hooks", [hook])]  # several may stand in a row
     refused = (
-        "what accelerate's hooks do there is not known"
+        note("unknown-hooks")
         if not all(hasattr(hook, "execution_device") for hook in kinds)
-        else "accelerate brings its weights from the host or a disk for each call"
+        else note("weights-loaded-per-call")
         if any(hook.offload for hook in kinds)
-        else "its modules are on several devices"
+        else note("modules-on-several-devices")
         if len({hook.execution_device for hook in kinds}) > 1
-        else "a hook inside runs without gradients"
+        else note("hook-without-gradients")
         if any(hook.no_grad for hook in kinds)
-        else ""
+        else None
     )
     return DeviceMapLayer(layer, tuple(hooks), refused)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.known_bugs import PACKED_FOR_EVALUATION
+from tunecompile.notes import Note, note
 
 STATE = "quant_state"  #: where bitsandbytes keeps it, on the weight and on the module
 PACKS = "support_avx512bf16_for_cpu"  #: of its linears: whether one packs its weight in an evaluation on this CPU
@@ -54,13 +55,7 @@ def is_packed(state: Any) -> bool:
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
-def note_packed(model: nn.Module) -> list[str]:
+def note_packed(model: nn.Module) -> list[Note]:
     """Weights that were evaluated on such a CPU before `optimize`."""
     packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
-    return (
-        [
-            f"{packed} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: gradients stop at them. Load the model anew to train it"
-        ]
-        if packed
-        else []
-    )
+    return [note("packed-for-evaluation", count=packed)] if packed else []

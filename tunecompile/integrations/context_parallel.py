@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 
 INTERFACE = "tunecompile_outside"
-OUTSIDE = "attention runs outside of what is compiled: context_parallel sends keys and values around"
-REFUSED = "context_parallel sends keys and values around in attention, which is not called through the attention interface of transformers"
 
 
 def is_shared() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.modules import HOOKS, linear
 from tunecompile.integrations.module_hooks import aside, call_around
+from tunecompile.notes import Note
 
 LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
 OWN = "deepspeed."  #: where its hooks come from
@@ -30,7 +31,7 @@ class Zero3Layer:
     layer: nn.Module
     inside: tuple[nn.Module, ...]
     marked: bool  #: by us
-    refused: str = ""
+    refused: Note | None = None
     engine = "ZeRO-3"
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tunecompile._torch.distributed import fsdp_groups, fsdp_groups_behind
 from tunecompile._torch.modules import HOOKS
 from tunecompile.integrations.module_hooks import aside, call_around
+from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import part_bytes
 
 _OWN = "torch.distributed.fsdp"  #: where its hooks come from
@@ -32,7 +33,7 @@ class FsdpLayer:
 
     layer: nn.Module
     alone: bool  #: whether nothing inside sends anything either
-    refused: str = ""
+    refused: Note | None = None
 
     def around(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """What the layer's hooks make of a call, with `run` for its forward."""
@@ -77,7 +78,7 @@ class FsdpHead:
 
     layer: nn.Module
     group: Any
-    refused: str = ""
+    refused: Note | None = None
     engine = "FSDP2"
 
     def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
@@ -129,17 +130,17 @@ def held(head: nn.Module) -> FsdpHead | None:
         return FsdpHead(
             head,
             None,
-            "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard (FSDP2) keeps it",
+            note("head-in-fsdp1"),
         )
     if not groups:
         return None
     policy = groups[0].mp_policy
     why = (
-        "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it for the loss"
+        note("head-resharded")
         if groups[0]._reshard_after_forward
-        else "FSDP2 returns logits in another dtype"
+        else note("logits-in-other-dtype")
         if policy.output_dtype not in (None, policy.param_dtype)
-        else ""
+        else None
     )
     return FsdpHead(head, groups[0], why)
 

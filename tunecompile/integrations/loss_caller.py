@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tunecompile._torch.frames import under_way
+from tunecompile.notes import Note, note
 
-UNLABELLED = "no labels are given to the model, so a loss may read what stands at padding"
 _LOSSES = (
     "transformers.",
     "trl.trainer.utils",
@@ -32,18 +32,14 @@ _BETWEEN = {
 }  #: who hands on, unread, what layers return
 
 
-def causal_labels() -> tuple[Tensor | None, str, nn.Module | None]:
+def causal_labels() -> tuple[Tensor | None, Note | None, nn.Module | None]:
     """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or why that is not known."""
     for frame in under_way():
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)
         if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
-            return (
-                None,
-                f"{home}.{frame.f_code.co_name} calls the layers, and may read what stands at padding (it cannot where a transformers model computes the loss, from its labels)",
-                None,
-            )
-    return None, UNLABELLED, None
+            return None, note("unknown-caller", f"{home}.{frame.f_code.co_name}"), None
+    return None, note("no-labels"), None
 
 
 def labels_are_given() -> bool:
@@ -53,24 +49,16 @@ def labels_are_given() -> bool:
     )
 
 
-def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, str, nn.Module | None]:
+def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, Note | None, nn.Module | None]:
     if not (home := _home(frame)).startswith(_LOSSES):
-        return (
-            None,
-            f"the forward of {type(model).__name__} is {home}'s, not transformers' own, and may read what stands at padding",
-            None,
-        )
+        return None, note("unknown-forward", type(model).__name__, home=home), None
     loss = getattr(model, "loss_function", None)
     if loss is not None and not (home := home_of(loss)).startswith(_LOSSES):
-        return (
-            None,
-            f"its loss_function is {home or type(loss).__name__}'s, not transformers' own, and may count what stands at padding",
-            None,
-        )
+        return None, note("unknown-loss-function", home or type(loss).__name__), None
     if frame.f_locals.get("shift_labels") is not None:
-        return None, "shift_labels are given, which the loss may read in place of labels", None
+        return None, note("shift-labels"), None
     labels = frame.f_locals.get("labels")
-    return (labels, "", model) if isinstance(labels, Tensor) else (None, UNLABELLED, None)
+    return (labels, None, model) if isinstance(labels, Tensor) else (None, note("no-labels"), None)
 
 
 def _takes_labels(frame: FrameType) -> nn.Module | None:

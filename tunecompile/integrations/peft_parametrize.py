@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tunecompile.notes import Note, note
+
 
 @torch.compiler.disable(reason="a parametrisation is put on at every call")
 def as_it_is(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -36,14 +38,12 @@ def give_back(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def said(modules: Sequence[nn.Module]) -> list[str]:
+def said(modules: Sequence[nn.Module]) -> list[Note]:
     """For the report."""
     if not modules:
         return []
     kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-    return [
-        f"{len(modules)} modules ({kinds}) put a parametrisation on others at every call, as adapters over experts do: they run as they are, uncompiled, between compiled pieces of their layers"
-    ]
+    return [note("parametrizing-modules", kinds, count=len(modules))]
 
 
 def _parametrising(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.ir.op import HALF
+from tunecompile.notes import Note, note
 from tunecompile.ops import varlen_attention
 
 INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of transformers
@@ -15,15 +16,22 @@ INTERFACE = "tunecompile_varlen"  #: our name among the attention functions of t
 
 OFFSETS = "packed_offsets"  #: int32 [B + 2]: where each row's tokens begin; the last sequence is the rounding up of N
 LONGEST = "packed_longest"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
-#: a constant: Dynamo, which traces `attention`, cannot format a dtype everywhere
-NO_KERNEL = "no kernel computes attention in this precision, or with heads this wide, without padding"
 
 
 _varlen = varlen_attention.overload
 
 
 class CannotFlatten(Exception):
-    """The layers cannot run without padding; the message says why."""
+    """The layers cannot run without padding. Dynamo traces where it is raised, so it is given a note's code and parts, and makes the note later.
+
+    Args:
+        args: code, subject and detail of the reason, as for `note`.
+    """
+
+    @property
+    def reason(self) -> Note:
+        """Why."""
+        return note(*self.args)
 
 
 def attention(
@@ -46,12 +54,12 @@ def attention(
     """
     offsets, longest = kwargs.get(OFFSETS), kwargs.get(LONGEST)
     if reason := _why_not(module, query, value, attention_mask, dropout, is_causal, kwargs):
-        raise CannotFlatten(reason)
+        raise CannotFlatten(*reason)
     if torch.is_autocast_enabled(query.device.type):  # as it would cast for torch's own attention
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.is_cuda and (query.dtype not in HALF or query.shape[-1] % 8 or query.shape[-1] > 256):
-        raise CannotFlatten(NO_KERNEL)
+        raise CannotFlatten("no-unpadded-kernel")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out, _ = _varlen(
         *(x[0].transpose(0, 1) for x in (query, key, value)), offsets, longest.shape[0], scale, sliding_window or 0
@@ -67,24 +75,25 @@ def _why_not(
     dropout: float,
     is_causal: bool | None,
     kwargs: dict,
-) -> str:
+) -> tuple[str, ...]:
+    """Code, subject and detail of the reason; empty where there is none."""
     if kwargs.get(OFFSETS) is None or kwargs.get(LONGEST) is None:
-        return "its layers do not hand keyword arguments on to attention"
+        return ("attention-without-offsets",)
     if mask is not None:
-        return "its layers make a mask of their own"
+        return ("own-mask",)
     if dropout:
-        return "it has dropout in attention"
+        return ("attention-dropout",)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        return "its attention is not causal"
+        return ("not-causal",)
     if value.shape[-1] != query.shape[-1]:
-        return "the heads of values are not as wide as those of queries"
+        return ("value-width",)
     for name in kwargs:  # soft-caps, sinks, biases
         given = kwargs[name]
         if name == "softcap" and given is not None:
-            return "its attention is soft-capped"
+            return ("soft-capped",)
         if isinstance(given, Tensor) and given.dim() and name not in (OFFSETS, LONGEST, "position_ids"):
-            return f"its attention takes {name}"
-    return ""
+            return "attention-argument", "", name
+    return ()
 
 
 def attends(gm: torch.fx.GraphModule) -> bool:

@@ -62,6 +62,7 @@ from tunecompile._torch.autograd import no_autocast
 from tunecompile.errors import InvalidOp, NoSecondDerivative
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import remembered
+from tunecompile.notes import Note, note
 
 __all__ = ["HALF", "OPS", "Cost", "Op", "Provider", "aten_name", "has_triton", "op", "refuse_gpu", "returns_view"]
 
@@ -155,7 +156,7 @@ class Op:
             if test is None:
                 raise InvalidOp(name=self.name, reason=f"provider {name!r} has neither `supports` nor `refuses`")
             bound = _by_name(test, self.parameters)
-            reason = bound if refuses else lambda *args: None if bound(*args) else "its arguments are not supported"
+            reason = bound if refuses else lambda *args: None if bound(*args) else note("arguments-not-supported")
             self.providers.append(Provider(name, self._positional(run, name), reason, precision, because))
             return run
 
@@ -326,7 +327,7 @@ def has_triton() -> bool:
 HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates support
 
 
-def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
+def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> Note | None:
     """Return why a half-precision GPU kernel cannot take these tensors, or None. Most `refuses` begin with it.
 
     Args:
@@ -335,10 +336,10 @@ def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> str | None:
         triton: whether the kernel is a Triton template, so that Triton has to be installed.
     """
     if not all(map(on_gpu, tensors)):
-        return "not on a GPU"
+        return note("not-on-gpu")
     if wide := [t for t in tensors if t.dtype not in HALF]:
-        return f"in {str(wide[0].dtype).removeprefix('torch.')}, not in half precision"
-    return "Triton is not installed" if triton and not has_triton() else None
+        return note("not-half-precision", detail=str(wide[0].dtype).removeprefix("torch."))
+    return note("no-triton") if triton and not has_triton() else None
 
 
 def _by_name(fn: Callable, names: tuple[str, ...]) -> Callable:

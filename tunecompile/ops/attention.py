@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
 
@@ -115,14 +116,14 @@ class _Places:
 _FLASH = "reads sequences as they lie, and shared keys once"
 
 
-def _refuse_flash(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _refuse_flash(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
     if reason := refuse_gpu(q, k, v, triton=False):
         return reason
     if not q.dtype == k.dtype == v.dtype:
-        return "queries, keys and values differ in dtype"
+        return note("dtypes-differ", "queries, keys and values")
     if q.shape[-1] % 8 or not q.shape[-1] == v.shape[-1] <= 256:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]}: they must be equal, a multiple of 8 and at most 256"
-    return None if torch.cuda.get_device_capability(q.device) >= (8, 0) else "the GPU is older than Ampere"
+        return note("head-widths", queries=q.shape[-1], values=v.shape[-1])
+    return None if torch.cuda.get_device_capability(q.device) >= (8, 0) else note("gpu-before-ampere")
 
 
 def _window(window: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import has_triton
+from tunecompile.notes import Note, note
 
 __all__ = [
     "FAST_BACKWARD",
@@ -39,7 +40,7 @@ WIDEST = 65536  #: columns of a row that one program quantises
 Operand = Callable[[Tensor | None, bool], tuple[Tensor, Tensor]]
 
 
-def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
+def refuse(x: Tensor, rows: Sequence[int]) -> Note | None:
     """Why a product cannot be in FP8, if it cannot.
 
     Args:
@@ -52,15 +53,15 @@ def refuse(x: Tensor, rows: Sequence[int]) -> str | None:
     """
     n, k = sum(rows), x.shape[-1]
     if x.dtype != torch.bfloat16:
-        return f"it computes in {str(x.dtype).removeprefix('torch.')}, and FP8 products give bfloat16"
+        return note("fp8-gives-bfloat16", detail=str(x.dtype).removeprefix("torch."))
     if n % 16 or k % 16 or max(n, k) > WIDEST:
-        return f"the weight is {n}x{k}, and FP8 products need multiples of 16 up to {WIDEST}"
+        return note("fp8-weight-shape", rows=n, columns=k, limit=WIDEST)
     if x.is_cuda and not has_triton():
-        return "Triton is not installed"
+        return note("no-triton")
     if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) not in ((8, 9), (9, 0), (10, 0)):
-        return f"torch scales FP8 products by row on compute capability 8.9, 9.0 and 10.0; this GPU has {capability[0]}.{capability[1]}"
+        return note("fp8-gpu", detail=f"{capability[0]}.{capability[1]}")
     if x.is_cuda and capability == (8, 9) and ROW_SCALES_ON_ADA.present:
-        return str(ROW_SCALES_ON_ADA)
+        return note("known-bug", ROW_SCALES_ON_ADA.package, str(ROW_SCALES_ON_ADA))
     return None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.swiglu import gated_activation
 
@@ -149,17 +150,17 @@ def lora_mlp(
     return y, gate_up, xa, xa_down
 
 
-def _refuse(x, weights, packed, a, b, activation) -> str | None:
+def _refuse(x, weights, packed, a, b, activation) -> Note | None:
     """Why the template cannot join them, if it cannot."""
     if reason := refuse_gpu(x):
         return reason
     if activation not in ("silu", "gelu_tanh"):
-        return f"it has no {activation}"
+        return note("activation-not-supported", detail=activation)
     if (rank := max(m.shape[0] for m in a)) > MAX_RANK:
-        return f"rank {rank}: it holds up to {MAX_RANK}"
+        return note("rank-too-large", rank=rank, limit=MAX_RANK)
     if not all(p.is_contiguous() for p in packed) or not all(m.stride(-1) == 1 for m in (*weights, *a, *b)):
-        return "weights or adapters are not contiguous"
-    return None if all(w.dtype == x.dtype for w in weights) else "weights and activations differ in dtype"
+        return note("not-contiguous", "weights or adapters are")
+    return None if all(w.dtype == x.dtype for w in weights) else note("dtypes-differ", "weights and activations")
 
 
 @lora_mlp.provider(
@@ -189,9 +190,9 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
-def _refuse_fp8(x, weights, packed, a, b, rows, activation) -> str | None:
+def _refuse_fp8(x, weights, packed, a, b, rows, activation) -> Note | None:
     if _refuse(x, weights, packed, a, b, activation):
-        return "its backward cannot be joined"
+        return note("backward-not-joined")
     return lora_nf4.refuse_fp8(x, packed, rows[WIDE]) or lora_nf4.refuse_fp8(x, packed, rows[DOWN])
 
 

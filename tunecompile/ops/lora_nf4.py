@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops import fp8
 from tunecompile.ops.lora import (
     adapter_gradients,
@@ -63,8 +64,9 @@ def _dequantized(*args) -> list[Tensor]:
     return [dequantize_4bit.choose(each).run(*each) for each in _arguments(*args)]
 
 
-def _refuse(x: Tensor, packed: Sequence[Tensor]) -> str | None:
-    return refuse_gpu(x) or (None if all(p.is_contiguous() for p in packed) else "the packed weight is not contiguous")
+def _refuse(x: Tensor, packed: Sequence[Tensor]) -> Note | None:
+    contiguous = all(p.is_contiguous() for p in packed)
+    return refuse_gpu(x) or (None if contiguous else note("not-contiguous", "the packed weight is"))
 
 
 def forward_flops(x, inputs, packed, *_) -> int:
@@ -184,9 +186,9 @@ def _(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtyp
     )
 
 
-def refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> str | None:
+def refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> Note | None:
     if not all(p.is_contiguous() and p.storage_offset() % 4 == 0 for p in packed):
-        return "the packed weight is not contiguous, or begins at an odd byte"
+        return note("fp8-packed-weight")
     return fp8.refuse(x, rows)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.notes import Note, note
 
 __all__ = ["CODES", "block_scales", "dequantize_4bit"]
 
@@ -113,12 +114,12 @@ BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
 
 def _refuse_bitsandbytes(
     packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
-) -> str | None:
+) -> Note | None:
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
-        return "bitsandbytes is not loaded"
-    return (
-        str(BLOCKS_ACROSS_ROWS) if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize else None
-    )
+        return note("bitsandbytes-not-loaded")
+    if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize:
+        return note("known-bug", BLOCKS_ACROSS_ROWS.package, str(BLOCKS_ACROSS_ROWS))
+    return None
 
 
 @dequantize_4bit.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)

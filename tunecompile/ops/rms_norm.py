@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 
 __all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "rms_norm", "rms_norm_backward"]
 
@@ -108,12 +109,13 @@ def add_rms_norm_backward(
     return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
 
 
-def _refuse(*tensors: Tensor) -> str | None:
+def _refuse(*tensors: Tensor) -> Note | None:
     if reason := refuse_gpu(*tensors):
         return reason
     if any(t.stride(-1) != 1 for t in tensors):
-        return "elements of a row do not lie side by side"
-    return f"rows of {tensors[0].shape[-1]}: it is for 1024 and more" if tensors[0].shape[-1] < 1024 else None
+        return note("row-not-contiguous")
+    length = tensors[0].shape[-1]
+    return note("rows-too-short", length=length, limit=1024) if length < 1024 else None
 
 
 @rms_norm.backward_op.provider(

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = ["gated_activation", "gated_activation_backward"]
@@ -58,18 +59,15 @@ def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation
     return [(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]
 
 
-def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
+def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Note | None:
     if reason := refuse_gpu(grad, gate, up):
         return reason
     if not gate.dtype == up.dtype == grad.dtype:
-        return "gate, up and the gradient differ in dtype"
+        return note("dtypes-differ", "gate, up and the gradient")
     if activation == "gelu":
-        return "it has no exact GELU"
-    return (
-        None
-        if grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1
-        else "elements of a row do not lie side by side"
-    )
+        return note("activation-not-supported", detail=activation)
+    contiguous = grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1
+    return None if contiguous else note("row-not-contiguous")
 
 
 @gated_activation.backward_op.provider(

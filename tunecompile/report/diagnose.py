@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
 
+from tunecompile._torch.dynamo import graph_limit
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.plugins import report_lines
+from tunecompile.notes import Note, note
 from tunecompile.runtime.find_layers import LayerStack, find_layers
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
+from tunecompile.runtime.variant import Variant
 
 
-def note_new_layers(model: nn.Module) -> list[str]:
+def note_new_layers(model: nn.Module) -> list[Note]:
     """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
     new = [
         layer
@@ -23,14 +27,10 @@ def note_new_layers(model: nn.Module) -> list[str]:
         for layer in stack.members
         if all(slot_of(module) is None for module in layer.modules())
     ]
-    return (
-        [f"{len(new)} layers came after `optimize` and run as they are: call `restore`, then `optimize`, for them"]
-        if new
-        else []
-    )
+    return [note("new-layers", count=len(new))] if new else []
 
 
-def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -> list[str]:
+def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -> list[Note]:
     """Whether a model may have been trained in eval mode, as far as what ran tells: with gradients, and never in training mode."""
     if (
         not in_eval
@@ -38,12 +38,10 @@ def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -
         or not any(p.requires_grad for p in model.parameters())
     ):
         return []
-    return [
-        "forwards with gradients ran in eval mode, which is taken for evaluation and runs as it is: model.train() before training steps has them compiled"
-    ]
+    return [note("eval-mode")]
 
 
-def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module | None) -> list[str]:
+def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module | None) -> list[Note]:
     """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
     inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
     apart = {
@@ -55,34 +53,26 @@ def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside and id(p) not in apart)
     if outside <= sum(inside.values()):
         return []
-    return [
-        f"most weights are in none of the repeated layers that were found ({', '.join(stack.path for stack in stacks)}), and run as they are"
-    ]
+    return [note("weights-outside-layers", ", ".join(stack.path for stack in stacks))]
 
 
-def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[str]:
+def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[Note]:
     """Whether the weights of layers are parts, with which they compute (tensor parallelism). Those that FSDP2 shards are whole by then."""
     parts = any(hasattr(p, "device_mesh") for stack in stacks for layer in stack.members for p in layer.parameters())
     if not parts or any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         return []
-    return [
-        "linears of the layers are parts of linears (tensor parallelism): what they send stays as it is, and adapters beside them are not joined with them"
-    ]
+    return [note("sharded-linears")]
 
 
-def note_outer(step: Step) -> list[str]:
+def note_outer(step: Step) -> list[Note]:
     """Whether steps ran in a trace that is not ours."""
-    told = {
-        "the model was compiled as a whole by somebody else (torch.compile, model.compile)": step.outer,
-        "torch.func, or forward-mode differentiation, transformed the model": step.transformed,
-    }
-    return [f"{what}: such steps run without tunecompile" for what, happened in told.items() if happened]
+    return [note("compiled-from-outside")] * step.outer + [note("transformed")] * step.transformed
 
 
-def model_notes(state: State) -> list[str]:
+def model_notes(state: State) -> list[Note]:
     """All notes beside those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
-    return [
+    told = [
         *report_lines(state.passes),
         *state.notes,
         *(note_outside(model, stacks, state.part(LossHead).embeddings) if stacks else []),
@@ -90,6 +80,66 @@ def model_notes(state: State) -> list[str]:
         *note_new_layers(model),
         *note_sharded(model, stacks),
         *note_outer(state.step),
-        *(note for part in state.parts for note in part.notes(state)),
+        *(each for part in state.parts for each in part.notes(state)),
         *state.replays.notes(),
     ]
+    return [_coded(each) for each in told]
+
+
+#: words of notes that the memory planner and recordings write -> their codes
+_CODES = {
+    "no memory plan": "no-memory-plan",
+    "not all memory plans": "few-memory-plans",
+    "the smallest plan": "over-budget",
+    "ran out of memory: the plan was": "ran-out-of-memory",
+    "ran out of memory under its smallest plan": "smallest-plan-ran-out",
+    "layers are not repeated": "layers-not-repeated",
+    "in host memory": "embedding-on-host",
+    "stays on the device": "embedding-on-device",
+    "host_embedding: the model has no nn.Embedding": "no-embedding",
+    "no CUDA graph": "no-cuda-graph",
+    "recordings hold": "cuda-graphs-full",
+    "launch-bound layers": "cuda-graphs",
+}
+_RANKS = re.compile(r"rank \d+ of \d+: ")
+
+
+def _coded(told: str) -> Note:
+    """A line as a note. Where it is none yet, its code is known by its words, and all of it is the detail."""
+    if isinstance(told, Note):
+        return told
+    code = "rank-plans" if _RANKS.match(told) else next((_CODES[words] for words in _CODES if words in told), "")
+    return Note(told, code, detail=told)
+
+
+def region_notes(region: Region) -> list[Note]:
+    """Which layers of a region ran eagerly or have graph breaks, and why."""
+    variants, failures = list(region.variants.values()), [each.failures for each in region.backends.values()]
+    told = [failure for each in failures for failure in each]
+    told += [note("graph-break", region.name, reason) for variant in variants for reason in variant.breaks]
+    for variant in variants:
+        if not variant.graphs and not variant.eager:  # its function ran under Dynamo, which could trace nothing
+            told.append(_eager(region, _skipped(variant)))
+        if variant.eager:
+            told.append(_eager(region, _not_traced(variant), variant.eager))
+    told += [_eager(region, why, calls) for why, calls in region.refused.items()]
+    return told + [_eager(region, note("called-without-owner"))] * region.bypassed
+
+
+def _eager(region: Region, why: str, calls: int = 0) -> Note:
+    """calls: 0 where they were not counted."""
+    return note("ran-eagerly", region.name, why, times=f" {calls} times" if calls else "")
+
+
+def _skipped(variant: Variant) -> Note:
+    """Why Dynamo made no graph, and called none of ours eagerly either."""
+    if variant.full:
+        return note("shared-graph-limit", variant.full, limit=graph_limit())
+    return note("skipped-by-dynamo")
+
+
+def _not_traced(variant: Variant) -> Note:
+    """Why calls of a variant ran eagerly."""
+    if variant.graphs >= graph_limit():
+        return note("graph-limit", limit=graph_limit())
+    return note("not-traceable", detail=variant.refused or "no reason is given")

@@ -15,6 +15,7 @@ from tunecompile.compiler.graph_dump import describe_change
 from tunecompile.compiler.graph_snapshot import GraphSnapshot
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import MissingExtra
+from tunecompile.notes import Note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
 from tunecompile.report.graph_layout import Drawing, side_by_side
@@ -167,9 +168,8 @@ def attention(context: Context) -> dict[str, Any] | None:
     """What attention's clock said: the kernels by time, and why they come in that order. None where the graph has none, or the device one kernel."""
     if not context.attention:
         return None
-    why = next(
-        (note.partition(": ")[2] for note in context.notes if note.startswith(f"attention of {context.region}: ")), ""
-    )
+    told = (note for note in context.notes if isinstance(note, Note) and note.code == "attention-kernel")
+    why = next((note.detail for note in told if note.subject == context.region), "")
     best = min(context.attention_ms.values(), default=0.0)
     return {
         "taken": context.attention[0],

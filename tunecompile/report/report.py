@@ -12,9 +12,10 @@ from torch import nn
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.pass_manager import Change, MatchCount
+from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
-from tunecompile.report.diagnose import model_notes
+from tunecompile.report.diagnose import model_notes, region_notes
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import StepTelemetry
 from tunecompile.runtime.region import Region, contexts_of, pieces_of
@@ -48,7 +49,7 @@ class Report:
     matches: list[MatchCount] = field(
         default_factory=list
     )  #: a family each, counted a layer, in the last graph compiled of each region
-    notes: list[str] = field(default_factory=list)  #: what else there is to say
+    notes: list[Note] = field(default_factory=list)  #: what else there is to say
     memory: dict[str, Any] | None = (
         None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
     )
@@ -65,7 +66,7 @@ class Report:
             "model": self.model,
             "regions": [asdict(r) for r in self.regions],
             "matches": [asdict(m) for m in self.matches],
-            "notes": list(self.notes),
+            "notes": [str(each) for each in self.notes],
             "memory": self.memory,
             "elsewhere": self.elsewhere,
             "compiles": self.compiles,
@@ -90,7 +91,7 @@ class Report:
             lines += _memory_lines(plan, of_several=bool(self.elsewhere))
         if not self.compiles:
             lines.append("  nothing is compiled yet: run one training step")
-        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
 
 
 def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
@@ -116,15 +117,24 @@ def summarize(state: State) -> Report:
     model, regions = state.model, state.compiled()
     layers = _layer_counts(model)
     made = [_region_report(region, layers.get(id(region), 1)) for region in regions]
-    notes = [*model_notes(state), *(note for region in regions for note in _region_notes(region))]
-    return Report(type(model).__name__, made, state.matches(), list(dict.fromkeys(notes)), *_memory(state))
+    told = dict.fromkeys([*model_notes(state), *(each for region in regions for each in _region_notes(region))])
+    notes = [each if isinstance(each, Note) else Note(each) for each in told]  # passes of other packages write strings
+    return Report(type(model).__name__, made, state.matches(), notes, *_memory(state))
 
 
 def _region_notes(region: Region) -> list[str]:
     contexts = [c for backend in region.backends.values() for c in backend.contexts]
-    notes = region.notes() + [note for context in contexts for note in context.notes]
-    return notes + [
-        f"nothing in {region.name} runs in {c.precision}: it holds no frozen weight under an adapter that could"
+    return [
+        *region_notes(region),
+        *(each for context in contexts for each in context.notes),
+        *_not_reduced(region),
+    ]
+
+
+def _not_reduced(region: Region) -> list[Note]:
+    """Whether nothing of the region runs in the precision that was requested."""
+    return [
+        note("region-not-in-precision", region.name, precision=c.precision)
         for c in contexts_of(region)
         if c.precision is not None and c.providers and not c.reduced
     ]  # no providers: all code came from a cache
@@ -155,7 +165,10 @@ def _memory(state: State) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """What the first device's budget says, and what a step took; and the other devices'."""
     planned = [told for budget in state.step.budgets if (told := budget.summary()) is not None]
     each = [told["predicted_ms"] for told in planned]
-    step = {"predicted_ms": sum(each) if all(each) else None, "measured_ms": state.part(StepTelemetry).step_ms}  # devices take turns
+    step = {
+        "predicted_ms": sum(each) if all(each) else None,
+        "measured_ms": state.part(StepTelemetry).step_ms,
+    }  # devices take turns
     planned = [told | step for told in planned]
     return (planned[0] if planned else None), planned[1:]
 
@@ -168,5 +181,3 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
 def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
     """Symbolic sizes are taken at their hint."""
     return sum(size_hint(nbytes) for _, nbytes in saved)
-
-

@@ -20,6 +20,7 @@ from tunecompile.integrations.bitsandbytes import put_states_back
 from tunecompile.integrations.deepspeed import Zero3Layer, gathered
 from tunecompile.integrations.fsdp import FsdpLayer, unit
 from tunecompile.integrations.varlen_attention import OFFSETS, CannotFlatten
+from tunecompile.notes import note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
 from tunecompile.runtime.force_grad import drop_graph, require_grad
@@ -106,13 +107,13 @@ class LayerSlot:
         """Whether hooks of accelerate's, or context parallelism, cannot be compiled around."""
         if self.inside is None:
             self._look_around()
-        why = self.placement.refused if self.placement is not None else ""
+        why = self.placement.refused if self.placement is not None else None
         if (
             not why
             and context_parallel.is_shared()
             and (self.padding is None or not context_parallel.can_run_outside(self.padding.owner))
         ):
-            why = context_parallel.REFUSED
+            why = note("context-parallel-attention")
         self.region.refused.update([why] if why else [])
         return bool(why)
 
@@ -229,7 +230,7 @@ class LayerSlot:
             with self.padding.attention():
                 output = run(lambda tensors, sizes: mark_flat(tensors, sizes[1]))
             if not self.variant.attends:
-                raise CannotFlatten("its layers do not call attention by transformers' attention interface")
+                raise CannotFlatten("attention-not-called")
             return output
         except CannotFlatten:
             self.region.variants = {

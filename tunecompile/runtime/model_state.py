@@ -13,6 +13,7 @@ from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.pass_manager import MatchCount, Pass
 from tunecompile.errors import NotOptimized
 from tunecompile.integrations.rank_store import RankStore
+from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.find_layers import LayerStack
@@ -80,7 +81,7 @@ class Part:
     def before_step(self, state: State, call: ModelCall) -> None:
         """At the model's entry, in training steps alone."""
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         """For the report."""
         return []
 
@@ -136,7 +137,7 @@ class State(NotCopied):
         self.paddings: list[Unpadding] = []
         self.replays = GraphReplays()
         self.kept = WeightCache()
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
 
     def part(self, kind: type[P]) -> P:
         """The part of this kind."""
@@ -152,7 +153,7 @@ class State(NotCopied):
         for part in self.parts:
             part.detach(self)
 
-    def reattach(self, passes: Sequence[Pass], *notes: str) -> None:
+    def reattach(self, passes: Sequence[Pass], *notes: Note) -> None:
         """Everything anew, with other passes."""
         self.detach()
         self.reset(replace(self.settings, passes=tuple(passes), verify=None))

@@ -12,15 +12,12 @@ from torch import nn
 
 from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.dynamo import is_compiling
+from tunecompile.notes import note
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
-FULL = (
-    'tunecompile: out of memory, and no budget is set. With optimize(model, memory="auto") activations are recomputed or '
-    'offloaded to host memory, as few as needed. tunecompile.estimate(model, shape, memory="auto") says what such a step takes'
-)
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
@@ -71,7 +68,7 @@ class Step:
         except torch.OutOfMemoryError:
             if self.recovery is None and not self.full:
                 self.full = True
-                log.warning("%s", FULL)
+                log.warning("tunecompile: %s", note("no-budget"))
             raise
 
     def enter(self, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tunecompile.notes import Note
 from tunecompile.verification.tolerance import Verdict
 
 __all__ = ["Verification"]
@@ -35,7 +36,7 @@ class Verification:
     untrained: list[str] = field(default_factory=list)
     #: each `rewrite` that makes a step wrong, with its `places`, and a sentence, `said`; it is switched off
     faults: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  #: changes to the model while the step was verified
+    notes: list[Note] = field(default_factory=list)  #: changes to the model while the step was verified
 
     @property
     def passed(self) -> bool:
@@ -68,7 +69,7 @@ class Verification:
         if self.untrained:
             more = f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else ""
             lines.append(f"  without a gradient, in eager too: {', '.join(self.untrained[:3])}{more}")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"  note: {each}" for each in self.notes)])
 
 
 def _table(rows: list[dict]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import ATTRIBUTE, State
 
 __all__ = ["unchanged"]
@@ -17,7 +18,7 @@ SMALL = 0.01  #: standard deviation of the numbers in place of zeros
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
+def unchanged(model: nn.Module, seed: int) -> Iterator[list[Note]]:
     """Prepare a model for being verified, and restore it afterwards.
 
     Args:
@@ -27,7 +28,7 @@ def unchanged(model: nn.Module, seed: int) -> Iterator[list[str]]:
     Yields:
         Notes on what was changed meanwhile.
     """
-    notes: list[str] = []
+    notes: list[Note] = []
     gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
@@ -56,14 +57,14 @@ def _forget(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill_zeros(model: nn.Module, seed: int, notes: list[str]) -> Callable[[], None]:
+def _fill_zeros(model: nn.Module, seed: int, notes: list[Note]) -> Callable[[], None]:
     """Give trained matrices that are zero, such as a fresh LoRA's B, small random values. Returns the undo."""
     zero = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and not p.any()]
     for number, parameter in enumerate(zero):
         generator = torch.Generator().manual_seed(seed + number)
         parameter.copy_(torch.empty(parameter.shape).normal_(0, SMALL, generator=generator))
     if zero:
-        notes.append(f"{len(zero)} trained matrices are zero: they were small and random for this step")
+        notes.append(note("zeros-replaced", count=len(zero)))
 
     @torch.no_grad()
     def put_back() -> None:
@@ -73,7 +74,7 @@ def _fill_zeros(model: nn.Module, seed: int, notes: list[str]) -> Callable[[], N
     return put_back
 
 
-def _without_dropout(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+def _without_dropout(model: nn.Module, notes: list[Note]) -> Callable[[], None]:
     """Set dropout to zero, since masks differ by design: in modules, and where attention reads it. Returns the undo."""
     found = [
         (module, name, value)
@@ -86,7 +87,7 @@ def _without_dropout(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     for module, name, _ in found:
         setattr(module, name, 0.0)
     if found:
-        notes.append(f"dropout was off, in {len(found)} places")
+        notes.append(note("dropout-off", count=len(found)))
 
     def put_back() -> None:
         for module, name, value in found:

@@ -24,6 +24,7 @@ from tunecompile._torch.distributed import around_now, several
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import CannotVerify
 from tunecompile.ir.op import HALF
+from tunecompile.notes import Note, note
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.memory.oom_recovery import sharded
@@ -275,7 +276,7 @@ def _is_wrong(rows: list[dict]) -> bool:
     return any(not row["has_gradient"] or row["error"] > WRONG * row["yardstick"] for row in rows)
 
 
-def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[str]) -> list[dict[str, Any]]:
+def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[Note]) -> list[dict[str, Any]]:
     """Find the rewrites at fault, one after the other, and optimize the model without them.
 
     Args:
@@ -288,7 +289,7 @@ def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[str]) -
     """
     state: State = getattr(model, ATTRIBUTE)
     if state.precision is not None:
-        notes.append(f"in {state.precision} gradients are off by some per cent: nothing is switched off for it")
+        notes.append(note("precision-not-judged", state.precision))
         return []
     faults = [_switch_one_off(state, right)]
     while faults[-1]["rewrite"] is not None and len(faults) < 3 and not right():
@@ -298,7 +299,10 @@ def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[str]) -
 
 def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
     """Find one rewrite at fault, and switch it off."""
-    passes, before = state.passes, [note for note in state.notes if "switched off" in note]
+    passes, before = (
+        state.passes,
+        [each for each in state.notes if isinstance(each, Note) and each.code == "rewrite-switched-off"],
+    )
     places = {place for tally in state.matches() for place in tally.places}
 
     def wrong(pipeline: tuple) -> bool:
@@ -312,18 +316,11 @@ def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
         raise
     if unit is None:
         state.reattach(passes, *before)
-        said = (
-            "it is wrong without any rewrite, too: the fault is in generated code, or in head and loss. "
-            "tunecompile.restore(model) leaves both out"
-        )
+        said = note("fault-beyond-rewrites")
         return {"rewrite": None, "places": [], "said": said}
     lines = sorted(
         place for place in places if unit.rewrite is not None and place.partition(" at ")[0] == unit.rewrite.name
     )
-    said = (
-        f"the rewrite at fault is {unit.name}"
-        + (f" ({'; '.join(lines)})" if lines else "")
-        + ": it is switched off for this model"
-    )
+    said = note("rewrite-switched-off", unit.name, f" ({'; '.join(lines)})" if lines else "")
     state.reattach(without(passes, unit), *before, said)
     return {"rewrite": unit.name, "places": lines, "said": said}

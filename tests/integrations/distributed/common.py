@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import fell_back
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  #: of this rank
 
@@ -53,7 +54,7 @@ def of_docs(told: str, names: dict) -> nn.Module | None:
 def whole(of: nn.Module) -> None:
     """Layers were compiled once, and run so."""
     report = tunecompile.report(of)
-    assert report.compiles == 1 and not [note for note in report.notes if "eager" in note or "pieces" in note], report
+    assert report.compiles == 1 and not fell_back(report), report
 
 
 def unrecorded(of: nn.Module) -> None:

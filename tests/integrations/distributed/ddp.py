@@ -18,6 +18,7 @@ from tests.integrations.distributed.common import (
     whole,
 )
 from tests.integrations.distributed.ranks import slow
+from tests.support.notes import find, has
 from tests.support.planted import planted_passes
 from tunecompile import passes
 
@@ -143,8 +144,8 @@ def verified_on_each_rank(rank, ranks):
         made = optimized(model(), verify=True)
         steps(DistributedDataParallel(made, **options), model(), rank, ranks)
         notes = tunecompile.report(made).notes
-        assert notes[0].startswith("verified: ") and notes[0].endswith("as near to float64 as eager's"), notes
-        assert f"verified on {ranks - 1} of {ranks - 1} other ranks: it is right there, too" in notes
+        assert notes[0].code == "verified" and notes[0].detail.endswith("as near to float64 as eager's"), notes
+        assert has(notes, "verified-on-ranks", reason="right-on-ranks", count=ranks - 1, ranks=ranks - 1)
 
 
 @slow
@@ -152,7 +153,7 @@ def not_verified_in_a_static_graph(rank, ranks):
     """Its backward passes would be counted: gradients of the step after it would never be reduced."""
     made = optimized(model(), verify=True)
     steps(DistributedDataParallel(made, static_graph=True), model(), rank, ranks)
-    assert "Verify before the model is wrapped" in tunecompile.report(made).notes[0]
+    assert has(tunecompile.report(made).notes[:1], "not-verified", detail="Verify before the model is wrapped")
 
 
 @slow
@@ -175,10 +176,9 @@ def wrong_on_one_rank(rank, ranks):
     finally:
         passes.PIPELINE = pipeline
     said = "loss is as near to the reference as eager's does not hold"
-    notes = [note for note in tunecompile.report(made).notes if said in note]
-    assert len(notes) == 1 and notes[0].startswith(
-        "verified: " if rank == 1 else f"verified on {ranks - 1} of {ranks - 1} other ranks: rank 1: "
-    ), notes
+    notes = find(made, "verified", "verified-on-ranks", detail=said)
+    assert len(notes) == 1 and notes[0].code == ("verified" if rank == 1 else "verified-on-ranks"), notes
+    assert rank == 1 or has(notes, "verified-on-ranks", detail="rank 1: ", count=ranks - 1, ranks=ranks - 1), notes
     assert "the rewrite at fault is planted: wrong" in notes[0]
 
 

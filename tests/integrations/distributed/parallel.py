@@ -15,6 +15,7 @@ import tunecompile
 from tests.integrations.distributed.common import DEVICE, alike, batch, gradients, model, of_docs, optimized, whole
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
+from tests.support.notes import EAGER, find, has
 from tunecompile.planner import candidates
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 
@@ -67,7 +68,7 @@ def adapters_beside_tensors(rank, ranks):
     )
     plain.load_state_dict(made.state_dict())
     _same(optimized(made), plain)
-    assert any("tensor parallelism" in note for note in tunecompile.report(made).notes)
+    assert has(made, "sharded-linears")
 
 
 @slow
@@ -88,7 +89,7 @@ def tensors_by_torchs_own_plan(rank, ranks):
             },
         )
     _same(optimized(made), one)
-    assert not [note for note in tunecompile.report(made).notes if "eagerly" in note], tunecompile.report(made)
+    assert not find(made, *EAGER), tunecompile.report(made)
 
 
 @slow
@@ -303,12 +304,8 @@ def sequences(rank, ranks):
     made = optimized(model())
     _shared(made, model())
     report = tunecompile.report(made)
-    assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and any(
-        "attention runs outside" in note for note in report.notes
-    ), report
-    assert report.compiles <= 4 and not [note for note in report.notes if "eagerly" in note], (
-        report
-    )  # up to attention and behind it, in two functions
+    assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and has(report, "attention-outside"), report
+    assert report.compiles <= 4 and not find(report, *EAGER), report  # up to attention and behind it, in two functions
 
 
 @slow
@@ -386,4 +383,4 @@ def layers_that_attend_by_themselves(rank, ranks):
     for parameter in made.parameters():
         dist.all_reduce(parameter.grad)
     alike(made, one)
-    assert "is not called through the attention interface" in str(tunecompile.report(made))
+    assert has(made, "ran-eagerly", reason="context-parallel-attention")

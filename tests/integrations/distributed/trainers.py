@@ -17,6 +17,7 @@ from tests.integrations.distributed.fsdp import _refused
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
 from tests.support.matrix.trainers import by_trl, hugging_face, pairs, texts
+from tests.support.notes import fell_back
 
 PORT = {"MASTER_PORT": "29500"}  #: accelerate and Lightning want one, although the ranks have met
 
@@ -63,9 +64,7 @@ def trls(rank, ranks):
     """DPO's reference is another adapter, which is switched to for each batch."""
     for kind, rows in (("SFT", texts), ("DPO", pairs)):
         made = _alike(by_trl(kind, rows), model)
-        assert tunecompile.report(made).compiles <= 3 and not [
-            note for note in tunecompile.report(made).notes if "eager" in note or "pieces" in note
-        ]
+        assert tunecompile.report(made).compiles <= 3 and not fell_back(made)
 
 
 @slow

@@ -11,6 +11,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.notes import find, has
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 from tunecompile.runtime.model_state import state_of
 
@@ -62,7 +63,7 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
     for seed in range(8):
         same(model, reference, lambda m: once(m, seed=seed))
     assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
-    assert any("CUDA graphs" in note for note in tunecompile.report(model).notes)
+    assert has(model, "cuda-graphs", detail="6 recordings")
 
 
 @pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])
@@ -213,7 +214,7 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
     monkeypatch.setattr(CpuRecorder, "record", fail)
     for seed in range(5):
         same(model, reference, lambda m: once(m, seed=seed))
-    assert any("not permitted" in note for note in tunecompile.report(model).notes) and not recorded(model)
+    assert has(model, "no-cuda-graph", detail="not permitted") and not recorded(model)
 
 
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
@@ -246,7 +247,7 @@ def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
         (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
     assert 0 < recorded(model) < 6
-    (full,) = [note for note in tunecompile.report(model).notes if "further layers" in note]
+    assert len(find(model, "cuda-graphs-full")) == 1
 
 
 @pytest.mark.parametrize("room, recorded", [(10**9, 6), (0, 0)])

@@ -10,8 +10,10 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_equal
 from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
+from tests.support.notes import codes, find, has
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.compiler import partitioner
+from tunecompile.notes.memory import NOTES
 from tunecompile.ops import lora_linear
 from tunecompile.planner import candidates
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -75,7 +77,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
 def test_what_does_not_fit_is_run_and_told():
     model = build("1KiB")
     assert_equal(step(model), plain())
-    assert any("more than memory='1KiB' allows" in note for note in tunecompile.report(model).notes)
+    assert has(model, "over-budget", detail="memory='1KiB'")
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_auto_does_nothing_on_a_cpu():
     model = build("auto")
     step(model)
     report = tunecompile.report(model)
-    assert report.memory is None and not any("memory" in note for note in report.notes)
+    assert report.memory is None and not set(codes(report)) & NOTES.keys()
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
     monkeypatch.setattr(candidates, "survey", fail)
     model = build("1MiB")
     assert_equal(step(model), plain())
-    assert any("no survey today" in note for note in tunecompile.report(model).notes)
+    assert has(model, "no-memory-plan", detail="no survey today")
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -326,7 +328,7 @@ def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
     (after,) = budget.menus.values()
     assert not before.whole and after.whole and after.rows == before.rows and len(after.rows) > 1
     assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
-    assert sum("cannot be cut like that" in note for note in tunecompile.report(model).notes) == 1
+    assert len(find(model, "no-memory-plan", "few-memory-plans", detail="cannot be cut like that")) == 1
 
 
 def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
@@ -343,4 +345,4 @@ def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
     assert_equal(step(model), plain())
     report = tunecompile.report(model)
     assert any(plan["recompute"] for plan in report.memory["plans"])
-    assert any("not all memory plans" in note and "cannot be cut like that" in note for note in report.notes)
+    assert has(report, "few-memory-plans", detail="cannot be cut like that")

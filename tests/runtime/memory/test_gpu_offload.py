@@ -11,6 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import equal_bits
 from tests.support.memory.offload_stack import Stack, wrap
+from tests.support.notes import EAGER, find
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.pinned_pool import CudaCopyEngine
 
@@ -178,4 +179,4 @@ def test_compiled_layers(mode):
     layer_input = 2 * 2048 * 1024 * 2
     largest = max(report["bytes_out_by_layer"].values())
     assert layer_input <= largest < 5 * layer_input if mode == "checkpointed" else largest > 5 * layer_input
-    assert not [note for note in tunecompile.report(model).notes if "eagerly" in note]
+    assert not find(model, *EAGER)

@@ -5,6 +5,7 @@ import pytest
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.budgets import build, step
+from tests.support.notes import EAGER, FAILED, find
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
@@ -93,7 +94,7 @@ def test_sizes_that_change():
     assert all(plan["tiles"] > 1 for plan in plans(model)) and any(
         "lora_mlp_tiled" in name for region in report.regions for name in region.providers
     )
-    assert not any("eagerly" in note or "without" in note or "failed" in note for note in report.notes), report.notes
+    assert not find(report, *EAGER, *FAILED), report.notes
 
 
 def test_the_fewest_bytes_in_passing_where_held_bytes_are_equal():

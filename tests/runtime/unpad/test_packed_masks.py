@@ -10,7 +10,8 @@ from tests.support import zoo
 from tests.support.batches import packed
 from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
-from tests.support.reports import notes, told_apart
+from tests.support.notes import find, has
+from tests.support.reports import told_apart
 from tunecompile.runtime.unpad import packed_masks
 
 pytest.importorskip("transformers")
@@ -74,21 +75,23 @@ def test_what_is_not_packed_goes_on_as_it_came():
     assert_same_flattened(model, reference, packed((16,), (16,)))
     inputs = packed((7, 9))
     assert_same_flattened(model, reference, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
-    assert not told_apart(model) and "packed" not in notes(model)
+    assert not told_apart(model) and not find(model, "packed-without-mask", "packing-kept")
 
 
 @pytest.mark.parametrize(
     "family, more, said",
     [
-        ("gemma2", {}, "the attention implementation is eager"),
-        ("llama", {"output_hidden_states": True}, "output_hidden_states is asked for"),
+        ("gemma2", {}, ("other-attention", "eager")),
+        ("llama", {"output_hidden_states": True}, ("output-required", "output_hidden_states")),
     ],
 )
 def test_what_keeps_its_mask_says_why(family, more, said):
     model, reference = pair(lambda: zoo.make(family, use_cache=False))
     inputs = packed((7, 9)) | more
     assert_same_flattened(model, reference, inputs)
-    assert f"packed batches stay as they come: {said}" in notes(model), notes(model)
+    assert has(model, "packing-kept", reason=said[0]) and has(model, said[0], subject=said[1]), tunecompile.report(
+        model
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +100,7 @@ def test_sequences_that_see_each_other_go_on_doing_so():
     model, reference = pair(lambda: zoo.make("llama"))
     inputs = packed((7, 9))
     assert_same_flattened(model, reference, inputs)
-    assert not told_apart(model) and "use_cache = False" in notes(model)
+    assert not told_apart(model) and has(model, "packing-kept", reason="sequences-see-each-other")
     assert_same_flattened(model, reference, inputs | {"use_cache": False})
     assert told_apart(model) == 1
 

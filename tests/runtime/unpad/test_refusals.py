@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
+from tests.support.notes import find, has
 from tests.support.reports import flattened
 
 pytest.importorskip("transformers")
@@ -45,7 +45,7 @@ def test_another_loss_beside_the_labels():
             out = m.train()(**padded(seed=seed))
             losses.append((out.loss + out.logits.float().logsumexp(-1).square().mean()).item())
         assert not seed or losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
+    assert flattened(model) == 1 and has(model, "padding-kept", reason="logits-read")
 
 
 def every_token(logits: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_a_loss_of_the_users_own_counts_padding(loss):
     for _ in range(2):
         losses = [loss(m.train()(**padded()).logits).item() for m in (model, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert flattened(model) == 1 and any("logits are read" in note for note in tunecompile.report(model).notes)
+    assert flattened(model) == 1 and has(model, "padding-kept", reason="logits-read")
 
 
 @pytest.mark.slow
@@ -90,10 +90,10 @@ def test_a_loss_of_the_users_own_leaves_padding_out():
     outputs = [m.train()(**padded()).logits for m in (model, reference)]
     losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), labels).item() for logits in outputs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert flattened(model) == 1 and "logits are read" not in str(tunecompile.report(model).notes)
+    assert flattened(model) == 1 and not find(model, "logits-read")
     model(**zoo.batch())
     outputs[0].logsumexp(-1).mean().item()
-    assert "logits are read" in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason="logits-read")
 
 
 class Pooling(nn.Module):
@@ -120,7 +120,8 @@ def test_a_wrapper_that_reads_hidden_states_at_padding(read):
     """Its labels say nothing of that."""
     model, reference = pair(lambda: Pooling(read))
     assert_same_flattened(model, reference, padded())
-    assert "the forward of Pooling is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason="unknown-forward")
+    assert has(model, "unknown-forward", subject="Pooling", home=__name__)
 
 
 def test_a_wrapper_that_hands_labels_on():
@@ -144,7 +145,7 @@ def test_labels_that_a_later_hook_replaces():
     for m in (model, reference):
         m.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "labels": k["input_ids"]}), with_kwargs=True)
     assert_same_flattened(model, reference, padded())
-    assert "labels stand at padding" in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason="labels-at-padding")
 
 
 def test_a_loss_function_of_the_users_own():
@@ -154,7 +155,8 @@ def test_a_loss_function_of_the_users_own():
             logits.flatten(0, 1), labels.clamp(min=0).flatten()
         )
     assert_same_flattened(model, reference, padded())
-    assert "its loss_function is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason="unknown-loss-function")
+    assert has(model, "unknown-loss-function", subject=__name__)
 
 
 def test_a_forward_of_the_users_own():
@@ -176,7 +178,8 @@ def test_a_forward_of_the_users_own():
 
     model, reference = pair(build)
     assert_same_flattened(model, reference, padded())
-    assert "a Centred whose forward is tests.runtime.unpad.test_refusals's" in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason="unknown-module")
+    assert has(model, "unknown-module", subject="Centred", home=__name__)
 
 
 class Squeezed(nn.Module):
@@ -214,9 +217,9 @@ def with_hook(model):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (squeezed, "a Squeezed whose forward is"),
-        (keeping, "a Keeping whose forward is"),
-        (with_hook, "a hook stands on Linear"),
+        (squeezed, ("unknown-module", "Squeezed")),
+        (keeping, ("unknown-module", "Keeping")),
+        (with_hook, ("hook-on-module", "Linear")),
     ],
 )
 def test_modules_of_the_users_own(change, said):
@@ -241,7 +244,7 @@ def test_modules_of_the_users_own(change, said):
             max(zoo.errors(*({name: p.grad for name, p in m.named_parameters()} for m in (model, reference))).values())
             < 1e-4
         )
-    assert said in str(tunecompile.report(model).notes)
+    assert has(model, "padding-kept", reason=said[0]) and has(model, said[0], subject=said[1])
 
 
 def test_labels_of_which_the_loss_reads_others(monkeypatch):

@@ -13,7 +13,8 @@ from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
-from tests.support.reports import FLATTENED, flattened, notes
+from tests.support.notes import EAGER, find, has
+from tests.support.reports import flattened
 from tunecompile.runtime.unpad import refusals
 
 pytest.importorskip("transformers")
@@ -102,7 +103,7 @@ def test_an_adapter_that_trains_tokens(options):
         lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options)
     )
     assert_same_flattened(model, reference, padded(), limit=1e-4)
-    assert flattened(model) == 1, notes(model)
+    assert flattened(model) == 1, tunecompile.report(model)
 
 
 def test_positions_and_embeddings_of_the_callers():
@@ -190,7 +191,7 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
             },
         )
     assert_same_flattened(model, reference, padded())
-    assert flattened(model) == 0 and any("checkpoint" in note for note in tunecompile.report(model).notes)
+    assert flattened(model) == 0 and has(model, "padding-kept", reason="checkpoint-around-layers")
 
 
 @pytest.mark.slow
@@ -287,13 +288,13 @@ def without(inputs: dict, *names: str, **more) -> dict:
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda b: without(b, labels=b["input_ids"]), "labels stand at padding"),
+        (lambda b: without(b, labels=b["input_ids"]), "labels-at-padding"),
         (
             lambda b: without(
                 padded(side="left"),
                 labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100),
             ),
-            "labels stand at padding",
+            "labels-at-padding",
         ),
         pytest.param(
             lambda b: without(
@@ -301,22 +302,21 @@ def without(inputs: dict, *names: str, **more) -> dict:
                 attention_mask=b["attention_mask"] * (torch.arange(20) != 3),
                 labels=b["labels"].where(torch.arange(20) > 5, -100),
             ),
-            "a row is not in one piece",
+            "row-interrupted",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            lambda b: without(b, output_hidden_states=True), "output_hidden_states is asked for", marks=pytest.mark.slow
-        ),
-        pytest.param(lambda b: without(b, use_cache=True), "a cache is used", marks=pytest.mark.slow),
+        pytest.param(lambda b: without(b, output_hidden_states=True), "output-required", marks=pytest.mark.slow),
+        pytest.param(lambda b: without(b, use_cache=True), "cache-used", marks=pytest.mark.slow),
     ],
     ids=["unmasked", "first token", "holes", "hidden states", "cache"],
 )
 def test_batches_that_keep_their_padding(change, said):
     model, reference = pair(lambda: zoo.make("llama"))
     assert_same_flattened(model, reference, change(padded()))
-    assert f"padded batches are not flattened: {said}" in notes(model) and FLATTENED not in notes(model)
+    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed")
+    assert all(note.subject == "output_hidden_states" for note in find(model, "output-required"))
     assert_same_flattened(model, reference, padded())
-    assert FLATTENED in notes(model)
+    assert has(model, "padding-removed")
 
 
 def test_a_loss_of_the_users_own_may_read_padding():
@@ -327,7 +327,7 @@ def test_a_loss_of_the_users_own_may_read_padding():
         labels = inputs.pop("labels")
         losses.append(F.cross_entropy(m.train()(**inputs).logits.flatten(0, 1), labels.flatten()).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert "no labels are given to the model" in notes(model)
+    assert has(model, "padding-kept", reason="no-labels")
 
 
 def beside_tokens(model: nn.Module) -> nn.Module:
@@ -339,14 +339,14 @@ def beside_tokens(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "build, said",
     [
-        pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "dropout in attention", marks=pytest.mark.slow),
+        pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
         (
             lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "follow the length",
+            "rope-follows-length",
         ),
-        (lambda: zoo.make("llama", attn_implementation="eager"), "the attention implementation is eager"),
-        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not causal"),
-        (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds more than tokens"),
+        (lambda: zoo.make("llama", attn_implementation="eager"), "other-attention"),
+        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not-causal"),
+        (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds-more"),
     ],
     ids=["dropout", "dynamic", "eager", "bidirectional", "positions"],
 )
@@ -359,8 +359,9 @@ def test_models_that_keep_their_padding(build, said):
         torch.manual_seed(0)
         if "dropout" not in said:
             assert loss.item() == pytest.approx(zoo.step(reference, inputs)[0].item(), rel=1e-5)
-    assert said in notes(model) and FLATTENED not in notes(model), notes(model)
-    assert "ran eagerly" not in notes(model)
+    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
+    assert all(note.subject == "eager" for note in find(model, "other-attention"))
+    assert not find(model, "ran-eagerly")
 
 
 class Deaf(nn.Module):
@@ -395,14 +396,14 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize(
     "wrap, said",
     [
-        (Deaf, "do not hand keyword arguments on"),
-        (lambda inner: Average(), "do not call attention by"),
-        (Shifted, "mix tokens by more than attention"),
+        (Deaf, "attention-without-offsets"),
+        (lambda inner: Average(), "attention-not-called"),
+        (Shifted, "mixes-tokens"),
     ],
     ids=["deaf", "average", "convolution"],
 )
 def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
-    monkeypatch.setattr(refusals, "_foreign", lambda module: "")  # as if they were another package's
+    monkeypatch.setattr(refusals, "_foreign", lambda module: None)  # as if they were another package's
 
     def build():
         torch.manual_seed(0)
@@ -414,8 +415,8 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     model, reference = pair(build)
     for seed in range(2):
         assert_same_flattened(model, reference, padded(seed=seed))
-    assert said in notes(model) and FLATTENED not in notes(model), notes(model)
-    assert "eager" not in notes(model)
+    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
+    assert not find(model, *EAGER)
 
 
 def test_models_without_the_interface():
@@ -441,4 +442,4 @@ def test_models_without_the_interface():
     model, reference = pair(lambda: Model().train())
     inputs = padded(vocabulary=16)
     assert model(**inputs).item() == pytest.approx(reference(**inputs).item(), rel=1e-5)
-    assert "not called through the attention interface" in notes(model)
+    assert has(model, "padding-kept", reason="no-attention-interface")

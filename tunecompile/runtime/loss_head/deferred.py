@@ -13,10 +13,19 @@ from torch.utils import _pytree as pytree
 
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.errors import NoGradient
+from tunecompile.notes import Note
 
 
 class Unfit(Exception):
-    """Something that a loss without logits cannot be made of; the message says why."""
+    """Something that a loss without logits cannot be made of.
+
+    Args:
+        reason: a note.
+    """
+
+    def __init__(self, reason: Note):
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -284,12 +293,12 @@ def _record_line(made: Any, given: Any) -> Any:
     return made
 
 
-def _ask(table: dict[Callable, Handler], func: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:
+def _ask(table: dict[Callable, Handler], func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Note | None]:
     """(what the handler of a call makes, or NotImplemented; why it is unfit, where that is known)."""
     try:
         return table[func](func, args, kwargs) if func in table else NotImplemented, None
-    except Unfit as reason:
-        return NotImplemented, str(reason)
+    except Unfit as unfit:
+        return NotImplemented, unfit.reason
 
 
 def _real(tree: Any) -> Any:

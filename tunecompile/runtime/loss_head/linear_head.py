@@ -19,11 +19,20 @@ from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.integrations.deepspeed import whole
 from tunecompile.ir.canonicalize import canonicalize, value
+from tunecompile.notes import Note, note
 from tunecompile.ops import lora_linear
 
 
 class NotLinear(Exception):
-    """The head does something else; the message says what."""
+    """The head does something else.
+
+    Args:
+        reason: a note that says what.
+    """
+
+    def __init__(self, reason: Note):
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class HeadTracer:
     def __init__(self, module: nn.Module, passes: Sequence[Pass]):
         self.module, self.passes = module, passes
         self.found: LinearHead | None = None
-        self.reason: str | None = None
+        self.reason: Note | None = None
 
         self.call = torch.compile(own_code(_head, "head"), backend=WeakBackend(self._backend), fullgraph=True)
 
@@ -86,13 +95,12 @@ class HeadTracer:
         try:
             call_compiled(self.call, self.module, like)
         except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
-            raise NotLinear(
-                self.reason or f"which cannot be traced: {str(error).strip().splitlines()[0][:100]}"
-            ) from None
+            line = str(error).strip().splitlines()[0][:100]
+            raise NotLinear(self.reason or note("cannot-be-traced", detail=line)) from None
         if self._keeps_something(before):
-            raise NotLinear("that keeps what it computes")
+            raise NotLinear(note("keeps-results"))
         if self.found is None:
-            raise NotLinear(self.reason or "which was not traced")
+            raise NotLinear(self.reason or note("not-traced"))
         return self.found
 
     def _keeps_something(self, before: list[dict[str, Any]]) -> bool:
@@ -112,8 +120,8 @@ class HeadTracer:
         run_stage(self.passes, "recognize", work.graph, Context("head"))
         try:
             read = _read(work.graph)
-        except NotLinear as reason:
-            self.reason = str(reason)
+        except NotLinear as other:
+            self.reason = other.reason
             read = None
 
         peel = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
@@ -132,7 +140,7 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
     outputs = returned.args[0]
     y = outputs[0] if len(outputs) == 1 else None
     if y is None or not isinstance(y, Node):
-        raise NotLinear("that returns more than a product")
+        raise NotLinear(note("returns-more"))
     path = {y}
     y = _source(y, path)
     exact = value(y).dtype
@@ -142,16 +150,16 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
     elif y.target is getitem and y.args[0].target is lora_linear.overload and y.args[1] == 0:
         x, own, weights, biases, down, up, scales, adapter_dtype = y.args[0].args
         if own:
-            raise NotLinear("whose adapter has dropout")
+            raise NotLinear(note("adapter-with-dropout"))
         if len(weights) != 1:
-            raise NotLinear("of several parts")
+            raise NotLinear(note("several-weights"))
         weight, bias, rest = weights[0], biases[0] if biases else None, (down[0], up[0])
     else:
-        raise NotLinear("that is no linear, with or without an adapter")
+        raise NotLinear(note("no-linear"))
     read = [_source(node, path, exact) if node is not None else None for node in (x, weight, bias)]
     read += [_source(node, path, adapter_dtype) for node in rest]
     if any(node is not None and node.op != "placeholder" for node in read):
-        raise NotLinear("whose weights are computed")
+        raise NotLinear(note("computed-weights"))
     path |= {y, *([y.args[0]] if rest else ())}
     if any(
         node.op not in ("placeholder", "output")
@@ -159,7 +167,7 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
         and not (node.target is getitem and not node.users)
         for node in graph.nodes
     ):
-        raise NotLinear("that does more than multiply")
+        raise NotLinear(note("more-than-product"))
     tensors = [None if node is None else inputs.index(node) for node in read[1:]]
 
     def product(arguments: Sequence[Any]) -> LinearHead:

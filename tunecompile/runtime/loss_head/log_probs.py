@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.notes import note
 from tunecompile.runtime.loss_head.deferred import (
     LOSSES,
     RECORD,
@@ -140,7 +141,7 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
     ):
         return NotImplemented
     if understand(recipe).normalized:
-        raise Unfit("log-probabilities are normalised again")
+        raise Unfit(note("log-probs-normalised-again"))
     # Autocast's own dtype is written down, since whoever reads the real ones may do so outside.
     dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
     return recipe.then(
@@ -189,7 +190,7 @@ def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Te
     ):
         return None
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
-        raise Unfit("log-probabilities are computed in torch.float64")
+        raise Unfit(note("log-probs-in-fp64"))
     return recipe, understand(recipe), index
 
 

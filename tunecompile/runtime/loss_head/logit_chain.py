@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tunecompile.notes import note
 from tunecompile.runtime.loss_head.deferred import Unfit
 from tunecompile.runtime.loss_head.logits import (
     PRODUCTS,
@@ -53,7 +54,7 @@ def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chai
             chain = _scaled(chain, step)
         elif step.function in TANH:
             if chain.tanh or chain.normalized:
-                raise Unfit("two tanh in a row" if chain.tanh else "log-probabilities are changed")
+                raise Unfit(note("two-tanh") if chain.tanh else note("log-probs-changed"))
             chain = replace(chain, tanh=True)
         elif step.function in SLICES:
             chain = replace(chain, hidden=chain.hidden[_rows(step.args[0], chain.hidden.dim() - 1)])
@@ -62,7 +63,7 @@ def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chai
         elif step.function is torch.log_softmax:
             chain = replace(chain, normalized=True)
     if chain.tanh and not chain.softcap:
-        raise Unfit("a tanh that is not scaled back")
+        raise Unfit(note("tanh-not-scaled-back"))
     if chain.softcap:  # softcap * tanh(scale' * x) with scale' = scale / softcap
         chain = replace(chain, scale=chain.scale * chain.softcap)
     return chain
@@ -71,12 +72,12 @@ def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chai
 def _scaled(chain: Chain, step: LogitStep) -> Chain:
     factor = step.args[0] if step.args else None
     if not isinstance(factor, (int, float)) or step.kwargs:
-        raise Unfit("logits are scaled by something that is no constant")
+        raise Unfit(note("scale-not-constant"))
     multiply = step.function in _MULTIPLY
     if chain.normalized:
-        raise Unfit("log-probabilities are changed")
+        raise Unfit(note("log-probs-changed"))
     if chain.tanh and (not multiply or chain.softcap):
-        raise Unfit("logits are changed after the soft-cap")
+        raise Unfit(note("changed-after-softcap"))
     if chain.tanh:
         return replace(chain, softcap=float(factor))
     return replace(chain, scale=chain.scale * factor if multiply else chain.scale / factor)
@@ -90,7 +91,7 @@ def _rows(index: object, dims: int) -> tuple:
         parts = (*parts[:at], *[slice(None)] * (dims + 2 - len(parts)), *parts[at + 1 :])
     whole = all(part == slice(None) for part in parts[dims:])
     if not whole or not all(isinstance(part, slice) or type(part) is int for part in parts):
-        raise Unfit("logits are sliced in a way that is not understood")
+        raise Unfit(note("slice-not-understood"))
     return parts[:dims]
 
 
@@ -98,5 +99,5 @@ def _reshaped(hidden: Tensor, step: LogitStep, vocabulary: int) -> Tensor:
     """Where the last dimension stays the vocabulary, rows stay whole and in their order."""
     shape = step(torch.empty((*hidden.shape[:-1], vocabulary), device="meta")).shape
     if not shape or shape[-1] != vocabulary:
-        raise Unfit("the vocabulary is reshaped")
+        raise Unfit(note("vocabulary-reshaped"))
     return hidden.reshape(*shape[:-1], hidden.shape[-1])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.notes import note
 from tunecompile.runtime.loss_head.deferred import (
     RECORD,
     GradientProbe,
@@ -159,11 +160,9 @@ class Logits:
         if self.head.tally.rewritten:
             return
         if self.deferred:
-            self.head.refuse(
-                f"logits are made: {getattr(func, '__name__', func)} reads them before any cross-entropy does"
-            )
+            self.head.refuse(note("logits-computed", getattr(func, "__name__", str(func))))
         elif func is F.cross_entropy or func in RECORD:
-            self.head.refuse("logits are read, or written into, before the loss, which then takes them as they are")
+            self.head.refuse(note("logits-used-before-loss"))
 
 
 CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}

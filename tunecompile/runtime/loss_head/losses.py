@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.notes import note
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.linear_cross_entropy import mean_of_labelled
 from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, Unfit, handles, recipe_of
@@ -61,19 +62,15 @@ def _cross_entropy(
 def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) -> Tensor:
     chain, dtype = understand(recipe), result_dtype(func, recipe.meta.dtype, recipe.hidden.device.type)
     if weight is not None or reduction not in ("mean", "sum", "none") or size_average is not None or reduce is not None:
-        raise Unfit("class weights, or a reduction by old names")
+        raise Unfit(note("class-weights"))
     if target.dtype != torch.int64 or target.dim() != 1 or recipe.meta.dim() != 2 or isinstance(target, LazyTensor):
-        raise Unfit("labels are not one class a row")
+        raise Unfit(note("not-one-class-a-row"))
     if chain.normalized != (func is F.nll_loss):
-        raise Unfit(
-            "log-probabilities are normalised again"
-            if chain.normalized
-            else "nll_loss of what are no log-probabilities"
-        )
+        raise Unfit(note("log-probs-normalised-again" if chain.normalized else "nll-without-log-probs"))
     if reduction != "none" and dtype not in (torch.float32, torch.float64):
-        raise Unfit(f"the loss is computed in {dtype}")
+        raise Unfit(note("loss-in-dtype", detail=str(dtype)))
     if chain.rows.shape[0] != target.shape[0]:
-        raise Unfit("rows and labels differ in number")
+        raise Unfit(note("rows-and-labels"))
     if reduction == "none":
         return each_row(recipe, chain, target, recipe.trained, ignore_index, label_smoothing).to(dtype)
     return _computed(
@@ -97,7 +94,7 @@ def each_row(
         Unfit: the user's own code computes with more digits.
     """
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
-        raise Unfit("each row's loss is computed in torch.float64")
+        raise Unfit(note("row-loss-in-fp64"))
     return _computed(
         recipe, trained, lambda: _rows(recipe, chain, target.to(recipe.hidden.device), ignore_index, label_smoothing)
     )

@@ -17,6 +17,7 @@ from tunecompile.integrations.accelerate import DeviceMapLayer, place
 from tunecompile.integrations.deepspeed import Zero3Layer, gathered
 from tunecompile.integrations.fsdp import FsdpHead, held
 from tunecompile.integrations.loss_caller import labels_are_given
+from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
@@ -88,7 +89,7 @@ class Head:
         """`attempt`, but where the head's hooks are called, too: what they send other processes expect once."""
         return self.attempt(call) if self.gathered is None else call()
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: Note) -> None:
         if reason not in self.tally.refused:
             self.tally.refused.append(reason)
 
@@ -137,7 +138,7 @@ class HeadSlot:
         if self.placement is None:
             return self._deferred(*args)
         if self.placement.refused:
-            self.head.refuse(f"the head runs as it is: {self.placement.refused}")
+            self.head.refuse(note("head-eager", detail=self.placement.refused))
             return call_original(module, *args)
         if isinstance(self.placement, (Zero3Layer, FsdpHead)):
             return self._gathered_later(*args)
@@ -151,18 +152,17 @@ class HeadSlot:
         """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
         logits pass through other hooks then."""
         why = (
-            "the model computes no loss"
+            note("model-without-loss")
             if not labels_are_given()
-            else "it is no linear"
+            else note("head-no-linear")
             if not _is_plain(self.head.module)
-            else "it has other hooks"
+            else note("head-with-other-hooks")
             if self.placement.others()
-            else ""
+            else None
         )
         if why:
-            self.head.refuse(
-                f"the head runs as it is: {self.placement.engine} gathers its weight for each call, and {why}"
-            )
+            gathers = note("head-gathered", self.placement.engine, why)
+            self.head.refuse(note("head-eager", detail=gathers))
             return call_original(self.head.module, hidden)
         self.head.gathered = self.placement
         return self._defer(hidden, self._plain(hidden))
@@ -170,8 +170,8 @@ class HeadSlot:
     def _deferred(self, hidden: Tensor) -> Tensor:
         try:
             product = self._product(hidden)
-        except NotLinear as reason:
-            self.head.refuse(f"the head is a {type(self.head.module).__name__} {reason}")
+        except NotLinear as other:
+            self.head.refuse(note("head-is", type(self.head.module).__name__, other.reason))
             return call_original(self.head.module, hidden)
         return self._defer(hidden, product)
 
@@ -183,7 +183,7 @@ class HeadSlot:
     def _product(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
         if hooked(module):
-            raise NotLinear("with hooks")
+            raise NotLinear(note("with-hooks"))
         return self._plain(hidden) if _is_plain(module) else self.peel.product(hidden)
 
     def _plain(self, hidden: Tensor) -> LinearHead:

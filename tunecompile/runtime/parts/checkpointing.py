@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunecompile.integrations.transformers import PassThrough, only_checkpoints
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State
 
 
@@ -26,15 +27,10 @@ class Checkpointing(Part):
             if not planned and not only_checkpoints(function.function):
                 slot.checkpoint, slot.checkpointed_by = False, function.function
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         """Whether a function of the user's is called around compiled layers."""
         count = sum(slot.checkpointed_by is not None for slot in state.slots)
-        if not count:
-            return []
-        return [
-            f"{count} layers are checkpointed by a function that does more than torch's, such as copying to the host "
-            "(offload=True): it is called around the compiled layers. memory= plans recomputation and copies itself"
-        ]
+        return [note("custom-checkpointing", count=count)] if count else []
 
     def detach(self, state: State) -> None:
         for slot in state.slots:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.autograd import others_trace
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State, Verify
 from tunecompile.runtime.step import NotCopied
 
@@ -40,15 +41,15 @@ class FirstStepCheck(Part):
             result = verify(state.model, {**_by_name(state.model, args), **kwargs})
         except Exception as error:  # training goes on as it would have
             log.debug("the first step could not be verified", exc_info=True)
-            state.notes.append(f"not verified: {summary(error)}")
+            state.notes.append(note("not-verified", detail=summary(error)))
             state.store.say(VERIFIED, [False, state.notes[-1]])
             return
-        state.notes.append(f"verified: {result.summary()}")
+        state.notes.append(note("verified", detail=result.summary()))
         state.store.say(VERIFIED, [result.passed, result.summary()])
         if not result.passed:
             log.warning("%s", result)
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         """How the first step was on other ranks."""
         if not state.has_store:
             return []
@@ -57,7 +58,8 @@ class FirstStepCheck(Part):
         broken = "; ".join(f"rank {rank}: {told}" for rank, passed, told in others if not passed)
         if not others:
             return []
-        return [f"verified on {len(others)} of {store.ranks - 1} other ranks: {broken or 'it is right there, too'}"]
+        told = broken or note("right-on-ranks")
+        return [note("verified-on-ranks", detail=told, count=len(others), ranks=store.ranks - 1)]
 
     def detach(self, state: State) -> None:
         if self.handle is not None:

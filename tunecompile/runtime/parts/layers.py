@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.modules import empty, fill, slot_of
+from tunecompile.notes import note
 from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
@@ -27,7 +28,7 @@ class Layers(Part):
     def attach(self, state: State) -> None:
         state.stacks = find_layers(state.model)
         if not state.stacks:
-            state.notes.append("no repeated layers were found: the model is compiled as one region")
+            state.notes.append(note("no-layers-found"))
             self._attach_whole(state)
         # a decoder's call stands for the step rather than its encoder's
         longest = max(reversed(state.stacks), key=lambda stack: len(stack.members), default=None)
@@ -40,7 +41,7 @@ class Layers(Part):
         kinds: dict[tuple, Region] = {}
         for index, layer in enumerate(stack.members):
             if slot_of(layer) is not None:
-                state.notes.append(f"{stack.path}.{index} is compiled already and left as it is")
+                state.notes.append(note("compiled-already", f"{stack.path}.{index}"))
                 continue
             kind = structure(layer)
             if kind not in kinds:
@@ -60,7 +61,7 @@ class Layers(Part):
 
     def _attach_whole(self, state: State) -> None:
         if slot_of(state.model) is not None:
-            state.notes.append("the model is compiled already and left as it is")
+            state.notes.append(note("compiled-already", "the model"))
             return
         region = _region(state, type(state.model).__name__)
         slot = WholeSlot(state, region)

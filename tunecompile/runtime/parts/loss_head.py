@@ -7,6 +7,7 @@ from torch import nn
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.pass_manager import MatchCount
 from tunecompile.integrations.loss_caller import causal_labels
+from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head import Head, HeadSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
 
@@ -23,10 +24,10 @@ class LossHead(Part):
         find = getattr(state.model, "get_output_embeddings", None)
         module = self.embeddings = find() if callable(find) else None
         if not isinstance(module, nn.Module):
-            state.notes.append("no output embedding was found: head and loss run as they are")
+            state.notes.append(note("no-output-embedding"))
             return
         if slot_of(module) is not None:
-            state.notes.append("the head is compiled already and left as it is")
+            state.notes.append(note("compiled-already", "the head"))
             return
 
         def logits_are_read() -> None:
@@ -47,11 +48,11 @@ class LossHead(Part):
     def before_step(self, state: State, call: ModelCall) -> None:
         """An adapter may have put another module in the head's place since the last step."""
         if self.embeddings is not None and (found := state.model.get_output_embeddings()) is not self.embeddings:
-            state.notes.append(f"the head became a {type(found).__name__} after `optimize`")
+            state.notes.append(note("head-replaced", type(found).__name__))
             self.detach(state)
             self.attach(state)
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         """Heads that no training step called, where there were steps."""
         if not any(region.variants for region in state.regions):
             return []
@@ -59,9 +60,8 @@ class LossHead(Part):
         where = getattr(forward, "__globals__", {}).get(
             "__name__", "another package"
         )  # `__module__` is the wrapped function's
-        who = f"{where} replaced the model's forward and" if forward else "the loop"
-        told = f"the head is never called: {who} computes the loss from its weight, which is left alone"
-        return [told for _ in unused_heads(state)]
+        who = note("package-computes-loss", where) if forward else note("loop-computes-loss")
+        return [note("head-not-called", detail=who)] * len(unused_heads(state))
 
     def detach(self, state: State) -> None:
         for head in state.heads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.oom_recovery import Recovery
 from tunecompile.runtime.memory.per_device import make_budgets
@@ -32,11 +33,15 @@ class MemoryBudget(Part):
             budget.begin()
         step.recovery.begin()
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         """Of each device's budget, and how often memory ran out."""
         budgets, recovery = state.step.budgets, state.step.recovery
         if not budgets or recovery is None:
             return []
         several = len(budgets) > 1
-        told = [f"{budget.device}: {note}" if several else note for budget in budgets for note in budget.said()]
+        told = [
+            note("on-device", str(budget.device), each) if several else each
+            for budget in budgets
+            for each in budget.said()
+        ]
         return told + recovery.said()

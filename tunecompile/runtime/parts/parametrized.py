@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tunecompile.integrations import peft_parametrize
+from tunecompile.notes import Note
 from tunecompile.runtime.model_state import Part, State
 
 
@@ -18,7 +19,7 @@ class ParametrizedModules(Part):
         if state.stacks:
             self.modules = [module for slot in state.slots for module in peft_parametrize.keep_from_dynamo(slot.layer)]
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         return peft_parametrize.said(self.modules)
 
     def detach(self, state: State) -> None:

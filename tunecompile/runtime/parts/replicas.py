@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.modules import fill_own
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.step import NotCopied
 
@@ -23,12 +24,8 @@ class Replicas(Part):
         if state.stacks:
             self.handle = state.model.register_forward_pre_hook(ReplicaHook(state))
 
-    def notes(self, state: State) -> list[str]:
-        if not self.seen:
-            return []
-        return [
-            "nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU"
-        ]
+    def notes(self, state: State) -> list[Note]:
+        return [note("replicas")] if self.seen else []
 
     def detach(self, state: State) -> None:
         if self.handle is not None:

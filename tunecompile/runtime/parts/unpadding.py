@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunecompile._torch.modules import empty, fill, slot_of
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.parts.loss_head import unused_heads
 from tunecompile.runtime.unpad.unpad import OwnerSlot, Unpadding
@@ -21,10 +22,10 @@ class PaddingRemoval(Part):
                 for layer in state.slots:
                     layer.padding = padding if layer.layer in stack.members else layer.padding
             elif isinstance(slot, OwnerSlot):
-                slot.padding.refused = "one module owns several lists of layers"
+                slot.padding.refused = note("one-owner-several-lists")
 
-    def notes(self, state: State) -> list[str]:
-        return [note for padding in state.paddings for note in padding.report()]
+    def notes(self, state: State) -> list[Note]:
+        return [each for padding in state.paddings for each in padding.report()]
 
     def detach(self, state: State) -> None:
         for padding in state.paddings:

@@ -17,17 +17,13 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.integrations import context_parallel, loss_caller
-from tunecompile.integrations.varlen_attention import NO_KERNEL
 from tunecompile.ir.op import HALF
+from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad import packed_masks, refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 IGNORED = -100
-TOGETHER = (
-    "transformers lets their sequences see each other, as it does where a cache is made "
-    "(model.config.use_cache = False makes none)"
-)
-PADDED, PACKED = "padded batches are not flattened", "packed batches stay as they come"
+PADDED, PACKED = "padding-kept", "packing-kept"  #: codes of notes
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,8 @@ class UnpadDecision:
     """What happens to one batch."""
 
     flat: FlatBatch | None = None  #: the batch without its padding
-    reason: str = ""  #: why it keeps its padding, or stays packed under a mask
-    batches: str = PADDED  #: the kind of batches that the reason is about
+    reason: Note | None = None  #: why it keeps its padding, or stays packed under a mask
+    batches: str = PADDED  #: the code of the note that has the reason
     plain: Tensor | None = (
         None  #: bool: where all of it holds there is no padding, or packing, and the reason does not matter
     )
@@ -58,12 +54,12 @@ class UnpadPolicy:
         #: whether packed sequences see nothing of each other, by the way in which the model is called
         self.apart: dict[tuple, bool | None] = {}
 
-    def decide(self, given: dict[str, Any], refused: str) -> UnpadDecision:
+    def decide(self, given: dict[str, Any], refused: Note | None) -> UnpadDecision:
         """For a batch.
 
         Args:
             given: the arguments of the owner's forward, by name.
-            refused: why no batch of this model may be flattened; empty where none is known.
+            refused: why no batch of this model may be flattened; None where none is known.
         """
         mask, positions, tokens = given.get("attention_mask"), given.get("position_ids"), packed_masks.tokens_of(given)
         if in_backward():  # a checkpoint's recomputation: its forward was padded, see `_now`
@@ -74,7 +70,7 @@ class UnpadPolicy:
             return self._padded(given, tokens, mask, refused)
         return AS_IT_COMES
 
-    def _padded(self, given: dict, tokens: Tensor, mask: Tensor, refused: str) -> UnpadDecision:
+    def _padded(self, given: dict, tokens: Tensor, mask: Tensor, refused: Note | None) -> UnpadDecision:
         labels, unknown, model = loss_caller.causal_labels()
         if reason := refused or self._now() or unknown or refusals.call(given, mask, tokens, labels):
             return UnpadDecision(reason=reason, plain=mask)
@@ -86,22 +82,22 @@ class UnpadPolicy:
         if count == real.numel() or not count:
             return AS_IT_COMES
         if read:
-            return UnpadDecision(reason="labels stand at padding, and count in the loss")
+            return UnpadDecision(reason=note("labels-at-padding"))
         if runs > 1:
-            return UnpadDecision(reason="a row is not in one piece")
+            return UnpadDecision(reason=note("row-interrupted"))
         if reason := refusals.watched(self.owner, model):
             return UnpadDecision(reason=reason)
         return UnpadDecision(FlatBatch.of(real, count))
 
-    def _packed(self, given: dict, tokens: Tensor, positions: Tensor, refused: str) -> UnpadDecision:
+    def _packed(self, given: dict, tokens: Tensor, positions: Tensor, refused: Note | None) -> UnpadDecision:
         """Sequences are told apart by offsets, where a mask would do so."""
         if positions.dim() != 2 or positions.shape[0] not in (1, len(tokens)) or positions.shape[1] != tokens.shape[1]:
             return AS_IT_COMES
         starts, apart = packed_masks.beginnings(positions, tokens.shape[:2]), self.keeps_apart(given, tokens)
         if apart is False:
-            reason = TOGETHER
+            reason = note("sequences-see-each-other")
         elif apart is None:
-            reason = "its masks are not understood"
+            reason = note("masks-not-understood")
         else:
             reason = refused or self._now() or refusals.arguments(given) or refusals.watched(self.owner)
         if reason:
@@ -124,20 +120,20 @@ class UnpadPolicy:
             self.apart[way] = packed_masks.keeps_apart(self.owner, self.layers, given, tokens)
         return self.apart[way]
 
-    def _now(self) -> str:
+    def _now(self) -> Note | None:
         """Why no batch can be flattened now: settings that the user may change at any time."""
         config = self.owner.config
         if (device := next(self.owner.parameters()).device).type == "cuda":
             if torch.cuda.get_device_capability(device) < (8, 0):
-                return "this GPU has no kernel for attention without padding"
+                return note("gpu-without-kernel")
             half = self.owner.dtype in HALF or torch.is_autocast_enabled("cuda")
             if not half:  # told here, before layers are compiled in vain
-                return NO_KERNEL
+                return note("no-unpadded-kernel")
         if (name := config._attn_implementation_internal) != "sdpa":
-            return f"the attention implementation is {name}, and stays so"
+            return note("other-attention", str(name))
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if getattr(config, name, False):
-                return f"{name} is asked for"
+                return note("output-required", name)
         if context_parallel.is_shared():
-            return "context_parallel gives each process a part of every sequence"
-        return "a checkpoint is around all layers, and would have to repeat the decision" if in_checkpoint() else ""
+            return note("context-parallel")
+        return note("checkpoint-around-layers") if in_checkpoint() else None

@@ -88,14 +88,14 @@ class FlatBatch:
         """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
         if isinstance(output, Tensor):
             if output.dim() < 3 or output.shape[:2] != (1, len(self.index)):
-                raise CannotFlatten("its output holds something beside hidden states")
+                raise CannotFlatten("output-holds-more")
             return self.unflatten(output)
         if output is None:
             return None
         if isinstance(output, tuple):
             return type(output)(self.outputs(item) for item in output)
         if not hasattr(output, "items"):
-            raise CannotFlatten(f"its output is a {type(output).__name__}")
+            raise CannotFlatten("output-not-known", "", type(output).__name__)
         return type(output)(**{name: self.outputs(item) for name, item in output.items()})
 
 

@@ -1,4 +1,4 @@
-"""Why a batch keeps its padding: what a model is made of, what watches it, and what it is called with. Each answer is empty where nothing was found."""
+"""Why a batch keeps its padding: what a model is made of, what watches it, and what it is called with. Each answer is None where nothing was found."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations.loss_caller import home_of
+from tunecompile.notes import Note, note
 
 BOUNDARIES = {
     "cu_seq_lens_q",
@@ -22,8 +23,8 @@ BOUNDARIES = {
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 
 
-def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) -> str:
-    """Why no batch of this model can be flattened, as far as its structure tells; empty where none is found."""
+def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple) -> Note | None:
+    """Why no batch of this model can be flattened, as far as its structure tells; None where none is found."""
     transformers, config = sys.modules.get("transformers"), getattr(owner, "config", None)
     interface = getattr(transformers, "AttentionInterface", None)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -32,24 +33,24 @@ def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple
         or not hasattr(config, "_attn_implementation_internal")
         or not getattr(owner, "_supports_attention_backend", False)
     ):
-        return "its attention is not called through the attention interface of transformers"
+        return note("no-attention-interface")
     if not getattr(owner, "_supports_flash_attn", False):  # what is said by a mask alone would be lost
-        return "its attention needs a mask"
+        return note("needs-mask")
     if not open_ended or not {"attention_mask", "position_ids"} <= {p.name for p in parameters}:
-        return "its forward does not hand keyword arguments on"
+        return note("drops-keywords")
     if getattr(owner, "_is_stateful", False) or any(
         isinstance(m, _MIXERS) for layer in layers for m in layer.modules()
     ):
-        return "its layers mix tokens by more than attention"
+        return note("mixes-tokens")
     if not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
-        return "its layers mix tokens by more than attention"
+        return note("mixes-tokens")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        return "its attention is not causal"
+        return note("not-causal")
     if _embeds_more(owner):
-        return "it embeds more than tokens, positions perhaps"
+        return note("embeds-more")
     if _follows_length(config.to_dict()):
-        return "its rotary frequencies follow the length of the batch"
-    return ""
+        return note("rope-follows-length")
+    return None
 
 
 def _embeds_more(owner: nn.Module) -> bool:
@@ -91,11 +92,11 @@ _KNOWN_HOMES = (
 )
 
 
-def watched(owner: nn.Module, model: nn.Module | None = None) -> str:
+def watched(owner: nn.Module, model: nn.Module | None = None) -> Note | None:
     """Hooks inside, and modules of the user's own, see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row, pooling.
     model: whose loss is computed from labels; a head of it sees zeros at padding."""
     if any(global_hooks()[:2]):
-        return "a hook stands on all modules"
+        return note("hook-on-all-modules")
     for module in owner.modules():
         if reason := _foreign(module):
             return reason
@@ -103,23 +104,24 @@ def watched(owner: nn.Module, model: nn.Module | None = None) -> str:
         if any(module is owner for module in head.modules()):  # it is what the head comes after; found soon
             continue
         for module in head.modules():
-            if reason := "its head mixes tokens" if isinstance(module, _MIXERS) else _foreign(module):
+            if reason := note("head-mixes-tokens") if isinstance(module, _MIXERS) else _foreign(module):
                 return reason
-    return ""
+    return None
 
 
-def _foreign(module: nn.Module) -> str:
+def _foreign(module: nn.Module) -> Note | None:
     """Whether it may see more than one token, or keep what it sees, as far as it is told from whose it is and whose hooks stand on it."""
     own = vars(module).get("forward")
     if not (_is_known(type(module).forward) and (own is None or home_of(own).startswith(_KNOWN_HOMES))):
-        return f"a {type(module).__name__} whose forward is {home_of(own or type(module).forward) or 'another package'}'s may see more than one token, or keep what it sees"
+        home = home_of(own or type(module).forward) or "another package"
+        return note("unknown-module", type(module).__name__, home=home)
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         known = (
             getattr(hook, "__name__", "") == "make_inputs_require_grads"
         )  # of transformers' enable_input_require_grads
         if not known and not is_of(hook, _HARMLESS):
-            return f"a hook stands on {type(module).__name__}"
-    return ""
+            return note("hook-on-module", type(module).__name__)
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,22 +133,22 @@ def _is_known(forward: Callable) -> bool:
 _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
 
 
-def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor) -> str:
+def call(given: dict, mask: Tensor, tokens: Tensor | None, labels: Tensor) -> Note | None:
     """Why this batch cannot be flattened, as far as its arguments tell."""
     if (
         tokens is None
         or tokens.shape[:2] != mask.shape
         or (given.get("position_ids") is not None and given["position_ids"].dim() != 2)
     ):
-        return "mask, tokens and positions are not all [B, T]"
-    return "labels are not [B, T]" if labels.shape != mask.shape else arguments(given)
+        return note("shapes-differ")
+    return note("labels-shape") if labels.shape != mask.shape else arguments(given)
 
 
-def arguments(given: dict) -> str:
+def arguments(given: dict) -> Note | None:
     """What the owner's forward is given beside tokens, mask and positions."""
     for name, value in given.items():
         if name in ("output_hidden_states", "output_attentions", "output_router_logits") and value:
-            return f"{name} is asked for"
+            return note("output-required", name)
         if (
             name in _KNOWN
             or name in BOUNDARIES
@@ -155,5 +157,5 @@ def arguments(given: dict) -> str:
             or (isinstance(value, Tensor) and not value.dim())
         ):
             continue
-        return f"{name} is given"
-    return "a cache is used" if given.get("use_cache") else ""
+        return note("argument-given", name)
+    return note("cache-used") if given.get("use_cache") else None

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.modules import call_original
-from tunecompile.integrations import context_parallel, loss_caller
+from tunecompile.integrations import loss_caller
 from tunecompile.integrations.varlen_attention import INTERFACE, CannotFlatten, attention
+from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad import packed_masks, refusals
 from tunecompile.runtime.unpad.decision import PACKED, PADDED, UnpadDecision, UnpadPolicy
 
@@ -45,7 +46,7 @@ class Unpadding:
         self.owner, self.step = owner, step
         self.head_is_called = head_is_called  #: by any training step
         self.policy = UnpadPolicy(owner, layers)
-        self.notes: dict[str, None] = {}
+        self.notes: dict[Note, None] = {}
         self.looks = UNPADDED
         self.flattened = self.packed = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
@@ -115,8 +116,8 @@ class Unpadding:
         try:
             with self.attention():
                 return decision.flat.outputs(call_original(self.owner, **decision.flat.inputs(given)))
-        except CannotFlatten as reason:
-            self.refuse(str(reason), PADDED if decision.drops else PACKED)
+        except CannotFlatten as cannot:
+            self.refuse(cannot.reason, PADDED if decision.drops else PACKED)
             return call_original(self.owner, *args, **kwargs)
 
     def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
@@ -129,7 +130,7 @@ class Unpadding:
                 return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
         return call_original(self.owner, *args, **kwargs)
 
-    def refuse(self, reason: str, batches: str = PADDED) -> None:
+    def refuse(self, reason: Note, batches: str = PADDED) -> None:
         """From now on every batch runs as it comes."""
         self.refused, self.flat = reason, False
         self._note(reason, batches)
@@ -139,13 +140,11 @@ class Unpadding:
         matter to it.
         """
         if self.flattened and not self.refused:
-            self.refuse(
-                "logits are read beside the loss, at padding perhaps (they were zero hidden states' in the first such step)"
-            )
+            self.refuse(note("logits-read"))
             log.warning("tunecompile: %s", next(reversed(self.notes)))
 
-    def _note(self, reason: str, batches: str = PADDED) -> None:
-        self.notes[f"{batches}: {reason}"] = None
+    def _note(self, reason: Note, batches: str = PADDED) -> None:
+        self.notes[note(batches, type(self.owner).__name__, reason)] = None
 
     @contextlib.contextmanager
     def attention(self, interface: str = INTERFACE) -> Iterator[None]:
@@ -159,11 +158,11 @@ class Unpadding:
             for config, name in before:  # another model may share the config, and be under way
                 config._attn_implementation_internal = "sdpa" if name == interface else name
 
-    def report(self) -> list[str]:
+    def report(self) -> list[Note]:
         """For the report: how many batches came without padding, and why others did not."""
-        said = [f"padding is left out of the layers ({self.flattened} batches)"] if self.flattened else []
-        said += [f"packed sequences are told apart without a mask ({self.packed} batches)"] if self.packed else []
-        return said + [context_parallel.OUTSIDE] * self.shared + list(self.notes)
+        told = [note("padding-removed", count=self.flattened)] if self.flattened else []
+        told += [note("packed-without-mask", count=self.packed)] if self.packed else []
+        return told + [note("attention-outside")] * self.shared + list(self.notes)
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:

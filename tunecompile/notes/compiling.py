@@ -1,0 +1,106 @@
+"""Notes about what was compiled, how, and what ran eagerly."""
+
+from tunecompile.notes.kind import NoteKind
+
+NOTES = {
+    "compiled-without-rewrites": NoteKind(
+        "{subject} is compiled without rewrites: {detail}",
+        "A rewrite failed on this layer, which runs as under torch.compile. The numbers are right. Report it "
+        "with the error.",
+    ),
+    "not-compiled": NoteKind(
+        "{subject} runs eagerly, since it does not compile: {detail}",
+        "The numbers are right. See whether torch.compile(layer) alone fails, too: then the error is torch's, "
+        "else report it.",
+    ),
+    "ran-eagerly": NoteKind(
+        "{subject} ran eagerly{times}: {detail}",
+        "Follow the reason. Layers that run eagerly give the same numbers, only slower.",
+    ),
+    "graph-break": NoteKind(
+        "{subject} has graph breaks: {detail}",
+        "Dynamo cannot trace an operation, such as a branch that depends on data. Change the line, if it is your code.",
+    ),
+    "package-passes": NoteKind(
+        "passes of {subject}: {detail}",
+        "Nothing. Leave a package out with TUNECOMPILE_PASSES.",
+    ),
+    "pass-switched-off": NoteKind(
+        "{subject} of {package} is switched off for this model: {detail}",
+        "The pass raised, or left an invalid graph. Update or remove the package, or leave it out with "
+        "TUNECOMPILE_PASSES.",
+    ),
+    "attention-kernel": NoteKind("attention of {subject}: {detail}"),
+    "flash-attention-3": NoteKind(
+        "FlashAttention 3 is installed: after torch.nn.attention.activate_flash_attention_impl('FA3') it is "
+        "measured in "
+        "place of flash",
+        "Call that function before training. It changes the whole process, so tunecompile does not.",
+    ),
+    "known-bug": NoteKind(
+        "{detail}",
+        "Nothing, or update the package. The bugs of other packages that tunecompile avoids are listed under "
+        "private APIs.",
+    ),
+    "not-in-precision": NoteKind(
+        "{op} of {subject} is not in {precision}: {detail}",
+        "This op runs in the model's own precision. Follow the reason to have it in the chosen one.",
+    ),
+    "products-not-in-precision": NoteKind(
+        "{count} matrix products of {subject} are not in {precision}: they are part of no op that can be",
+        "Only frozen linears with adapters can be. Give these linears an adapter, if they should be.",
+    ),
+    "region-not-in-precision": NoteKind(
+        "nothing in {subject} runs in {precision}: it has no frozen weight under an adapter that supports it",
+        "Leave precision= out, or train adapters over frozen weights.",
+    ),
+    "provider-failed": NoteKind(
+        "{subject} by {provider} failed, the reference is used: {detail}",
+        "The numbers are right. Report it with the error.",
+    ),
+    "cache-read-only": NoteKind(
+        "{subject} cannot be written: its content is linked into {folder}, where new code is kept",
+        "Nothing: the code in the read-only folder is used.",
+    ),
+    "no-cache-folder": NoteKind(
+        "neither {subject} nor {folder} can be written: nothing can be compiled",
+        "Set TORCHINDUCTOR_CACHE_DIR to a folder that can be written.",
+    ),
+}
+
+REASONS = {
+    "graph-limit": NoteKind(
+        "Dynamo's limit of {limit} graphs is reached (layers, adapters or arguments differ too much)",
+        "Use fewer kinds of layers, adapters or arguments, or raise torch._dynamo.config.recompile_limit.",
+    ),
+    "shared-graph-limit": NoteKind(
+        "Dynamo's limit of {limit} graphs is reached by {subject}, which other layers share",
+        "Raise torch._dynamo.config.recompile_limit.",
+    ),
+    "skipped-by-dynamo": NoteKind(
+        "it is skipped by Dynamo (torch.compiler.disable?), or has nothing to compile",
+        "Remove torch.compiler.disable from the layer, if it is your code.",
+    ),
+    "not-traceable": NoteKind("Dynamo could not trace it ({detail})", "Change the line, if it is your code."),
+    "called-without-owner": NoteKind(
+        "its layers were called without the module that owns them, which begins a training step",
+        "Call the model, or the module that owns the layers, instead of its layers.",
+    ),
+    "unknown-hooks": NoteKind("accelerate has hooks there that are not known to tunecompile"),
+    "weights-loaded-per-call": NoteKind(
+        "accelerate loads its weights from the host or a disk for each call",
+        "Load the model so that the layer's weights stay on a device.",
+    ),
+    "modules-on-several-devices": NoteKind("its modules are on several devices", "Keep each layer on one device."),
+    "hook-without-gradients": NoteKind("a hook inside runs without gradients"),
+    "context-parallel-attention": NoteKind(
+        "context_parallel sends keys and values around in attention, which is not called through the attention "
+        "interface "
+        "of transformers"
+    ),
+    "attention-in-fixed-order": NoteKind("in fixed order, since deterministic algorithms are required ({subject})"),
+    "attention-not-chosen": NoteKind("{detail}, the others are switched off ({subject})"),
+    "attention-not-measured": NoteKind("{kernel} first, not measured: {detail} ({subject})"),
+    "attention-measured": NoteKind("{detail} ({subject}, {origin})"),
+    "does-not-compile-with-it": NoteKind("{subject} does not compile with it: {detail}"),
+}

@@ -1,0 +1,42 @@
+"""Notes about memory: plans, running out of it, and tables in host memory."""
+
+from tunecompile.notes.kind import NoteKind
+
+NOTES = {
+    "no-memory-plan": NoteKind(
+        "no memory plan for {subject}: {detail}",
+        "These layers run as without memory=. Follow the reason.",
+    ),
+    "few-memory-plans": NoteKind(
+        "not all memory plans for {subject}: {detail}",
+        "The plan is chosen from fewer ones, and may be slower than necessary. Report it with the error.",
+    ),
+    "over-budget": NoteKind(
+        "the smallest plan for {tokens} tokens needs {detail} more than memory={subject} allows: it is run all "
+        "the same",
+        "Use a smaller batch, or give more memory or host_memory.",
+    ),
+    "ran-out-of-memory": NoteKind(
+        "{subject} ran out of memory: the plan was {before}, and is now {detail}",
+        "Nothing: the step was completed. If it happens often, other processes may use the GPU.",
+    ),
+    "smallest-plan-ran-out": NoteKind(
+        "{subject} ran out of memory under its smallest plan ({detail}), and layers had to recompute everything",
+        "Use a smaller batch, or give more host_memory.",
+    ),
+    "no-budget": NoteKind(
+        'out of memory, and no budget is set. With optimize(model, memory="auto") activations are recomputed or '
+        'offloaded to host memory, as few as needed. tunecompile.estimate(model, shape, memory="auto") says what such '
+        "a step takes",
+        'Call optimize(model, memory="auto").',
+    ),
+    "rank-plans": NoteKind("rank {subject} of {ranks}: {detail}"),
+    "layers-not-repeated": NoteKind(
+        "layers are not repeated where memory runs out in the backward pass: they {detail}",
+        "Under a tight budget, memory that runs out ends the step. Follow the reason, or give a smaller memory=.",
+    ),
+    "embedding-on-host": NoteKind("{subject} ({detail}) is in host memory"),
+    "embedding-on-device": NoteKind("{subject} stays on the device: {detail}"),
+    "no-embedding": NoteKind("host_embedding: the model has no nn.Embedding", "Leave host_embedding= out."),
+    "on-device": NoteKind("{subject}: {detail}"),
+}

@@ -1,0 +1,103 @@
+"""Notes about padded and packed batches, and why they stay as they are."""
+
+from tunecompile.notes.kind import NoteKind
+
+NOTES = {
+    "padding-removed": NoteKind("padding is removed before the layers ({count} batches)"),
+    "packed-without-mask": NoteKind("packed sequences are kept apart without a mask ({count} batches)"),
+    "padding-kept": NoteKind(
+        "padded batches keep their padding: {detail}",
+        "Follow the reason, if it is yours to change. The numbers are right; padding only costs time and memory.",
+    ),
+    "packing-kept": NoteKind(
+        "packed batches keep their mask: {detail}",
+        "Follow the reason, if it is yours to change. The numbers are right.",
+    ),
+    "attention-outside": NoteKind(
+        "attention runs outside of the compiled graphs: context_parallel sends keys and values around"
+    ),
+}
+
+REASONS = {
+    # the model's structure
+    "no-attention-interface": NoteKind(
+        "its attention is not called through the attention interface of transformers",
+    ),
+    "needs-mask": NoteKind("its attention needs a mask"),
+    "drops-keywords": NoteKind("its forward does not pass keyword arguments on"),
+    "mixes-tokens": NoteKind("its layers mix tokens by more than attention"),
+    "not-causal": NoteKind("its attention is not causal"),
+    "embeds-more": NoteKind("it embeds more than tokens, positions perhaps"),
+    "rope-follows-length": NoteKind("its rotary frequencies depend on the length of the batch"),
+    "one-owner-several-lists": NoteKind("one module owns several lists of layers"),
+    # code that may read other tokens
+    "hook-on-all-modules": NoteKind("a hook is registered for all modules", "Remove the hook for training steps."),
+    "head-mixes-tokens": NoteKind("its head mixes tokens"),
+    "unknown-module": NoteKind(
+        "the forward of {subject} is in {home}, and may read more than one token, or keep what it reads",
+    ),
+    "hook-on-module": NoteKind("a hook is registered on {subject}", "Remove the hook for training steps."),
+    # the batch and how the model is called
+    "shapes-differ": NoteKind("mask, tokens and positions are not all [B, T]"),
+    "labels-shape": NoteKind("labels are not [B, T]"),
+    "output-required": NoteKind("{subject} is required", "Leave it out, if it is not used."),
+    "argument-given": NoteKind("{subject} is given"),
+    "cache-used": NoteKind("a cache is used", "Set model.config.use_cache = False."),
+    "labels-at-padding": NoteKind(
+        "tokens at padding have labels, and count in the loss",
+        "Set the labels at padding to -100, as transformers' collators do.",
+    ),
+    "row-interrupted": NoteKind("the tokens of a row are not contiguous", "Pad at one end of each row."),
+    "sequences-see-each-other": NoteKind(
+        "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = "
+        "False makes none)",
+        "Set model.config.use_cache = False, if the sequences should be independent.",
+    ),
+    "masks-not-understood": NoteKind("its masks are not understood"),
+    "logits-read": NoteKind(
+        "logits are read beside the loss, at padding perhaps (they were computed from zero hidden states there in the "
+        "first such step)",
+        "Compute metrics in an evaluation, or from labelled rows only.",
+    ),
+    # the loss
+    "no-labels": NoteKind(
+        "no labels are given to the model, so a loss may read values at padding",
+        "Give the model labels, and use the loss that it returns.",
+    ),
+    "unknown-caller": NoteKind(
+        "{subject} calls the layers, and may read values at padding (it cannot where a transformers model computes the "
+        "loss, from its labels)",
+    ),
+    "unknown-forward": NoteKind(
+        "the forward of {subject} is in {home}, not transformers' own, and may read values at padding",
+    ),
+    "unknown-loss-function": NoteKind(
+        "its loss_function is in {subject}, not transformers' own, and may count values at padding",
+    ),
+    "shift-labels": NoteKind(
+        "shift_labels are given, which the loss may read in place of labels", "Give labels instead."
+    ),
+    # attention
+    "gpu-without-kernel": NoteKind("this GPU has no kernel for attention without padding"),
+    "no-unpadded-kernel": NoteKind(
+        "no kernel computes attention in this precision, or with heads this wide, without padding",
+        "Train in bfloat16 or float16.",
+    ),
+    "other-attention": NoteKind(
+        "the attention implementation is {subject}, and stays so", "Load the model with attn_implementation='sdpa'."
+    ),
+    "context-parallel": NoteKind("context_parallel gives each process a part of every sequence"),
+    "checkpoint-around-layers": NoteKind(
+        "a checkpoint is around all layers, and would have to repeat the decision",
+        "Use model.gradient_checkpointing_enable(), which checkpoints each layer.",
+    ),
+    "attention-not-called": NoteKind("its layers do not call attention by transformers' attention interface"),
+    "attention-without-offsets": NoteKind("its layers do not pass keyword arguments on to attention"),
+    "own-mask": NoteKind("its layers make a mask of their own"),
+    "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),
+    "value-width": NoteKind("the heads of values are not as wide as those of queries"),
+    "soft-capped": NoteKind("its attention is soft-capped"),
+    "attention-argument": NoteKind("its attention takes {detail}"),
+    "output-holds-more": NoteKind("its output holds more than hidden states"),
+    "output-not-known": NoteKind("its output is a {detail}"),
+}

@@ -1,0 +1,34 @@
+"""Why providers refuse a call: the report shows it beside the op, and in notes about a precision."""
+
+from tunecompile.notes.kind import NoteKind
+
+REASONS = {
+    "arguments-not-supported": NoteKind("its arguments are not supported"),
+    "not-on-gpu": NoteKind("not on a GPU"),
+    "not-half-precision": NoteKind("in {detail}, not in half precision"),
+    "no-triton": NoteKind("Triton is not installed", "Install Triton."),
+    "dtypes-differ": NoteKind("{subject} differ in dtype"),
+    "not-contiguous": NoteKind("{subject} not contiguous"),
+    "row-not-contiguous": NoteKind("the elements of a row are not contiguous"),
+    "activation-not-supported": NoteKind("the activation {detail} is not supported"),
+    "rank-too-large": NoteKind("rank {rank} is more than {limit}", "Use adapters of a smaller rank."),
+    "rows-too-short": NoteKind("rows of {length} values: it is for {limit} and more"),
+    "head-widths": NoteKind(
+        "heads of {queries} and {values}: they must be equal, a multiple of 8 and at most 256",
+    ),
+    "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
+    "bitsandbytes-not-loaded": NoteKind("bitsandbytes is not loaded"),
+    "fp8-gives-bfloat16": NoteKind(
+        "it computes in {detail}, and FP8 products give bfloat16",
+        "Train in bfloat16: load the model in it, or use autocast.",
+    ),
+    "fp8-weight-shape": NoteKind(
+        "the weight is {rows}x{columns}, and FP8 products need multiples of 16 up to {limit}",
+    ),
+    "fp8-gpu": NoteKind(
+        "torch scales FP8 products by row on compute capability 8.9, 9.0 and 10.0; this GPU has {detail}",
+    ),
+    "fp8-packed-weight": NoteKind("the packed weight is not contiguous, or begins at an odd byte"),
+    "backward-not-joined": NoteKind("its backward cannot be joined"),
+    "tiled": NoteKind("it is tiled", "Give more memory: the plan tiles an MLP only where nothing else fits."),
+}

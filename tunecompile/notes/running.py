@@ -1,0 +1,125 @@
+"""Notes about the model and its training steps: layers, head and loss, loops, CUDA graphs."""
+
+from tunecompile.notes.kind import NoteKind
+
+NOTES = {
+    # layers
+    "no-layers-found": NoteKind("no repeated layers were found: the model is compiled as one region"),
+    "compiled-already": NoteKind(
+        "{subject} is compiled already and left as it is", "Leave out torch.compile(model) or model.compile()."
+    ),
+    "new-layers": NoteKind(
+        "{count} layers came after `optimize` and are not compiled: call `restore`, then `optimize`",
+        "Call restore(model), then optimize(model).",
+    ),
+    "weights-outside-layers": NoteKind(
+        "most weights are in none of the repeated layers that were found ({subject}), and are not compiled",
+        "Report the model's structure.",
+    ),
+    "sharded-linears": NoteKind(
+        "linears of the layers are sharded (tensor parallelism): their communication is unchanged, and adapters "
+        "are not "
+        "fused with them"
+    ),
+    "parametrizing-modules": NoteKind(
+        "{count} modules ({subject}) parametrise other modules at every call (adapters over experts): they run "
+        "eagerly, and their layers have graph breaks there"
+    ),
+    "packed-for-evaluation": NoteKind(
+        "{count} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: "
+        "gradients stop at them. Load the model anew to train it",
+        "Load the model anew, and optimize it before any evaluation.",
+    ),
+    # loops
+    "eval-mode": NoteKind(
+        "forwards with gradients ran in eval mode, which counts as evaluation and is not compiled: call model.train() "
+        "before training steps",
+        "Call model.train() before training steps.",
+    ),
+    "replicas": NoteKind(
+        "nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU",
+        "Start the training with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
+    ),
+    "compiled-from-outside": NoteKind(
+        "the whole model was compiled by torch.compile or model.compile: such steps run without tunecompile",
+        "Leave out torch.compile(model) or model.compile().",
+    ),
+    "transformed": NoteKind(
+        "torch.func, or forward-mode differentiation, transformed the model: such steps run without tunecompile"
+    ),
+    "custom-checkpointing": NoteKind(
+        "{count} layers are checkpointed by a function that does more than torch's, such as copying to the host "
+        "(offload=True): it is called around the compiled layers. memory= plans recomputation and copies itself",
+        "Leave out offload=True, and set memory= instead.",
+    ),
+    # head and loss
+    "no-output-embedding": NoteKind("no output embedding was found: head and loss run eagerly"),
+    "head-replaced": NoteKind("the head became a {subject} after `optimize`"),
+    "head-not-called": NoteKind("the head is never called: {detail} from its weight"),
+    # CUDA graphs
+    "cuda-graphs": NoteKind("launch-bound layers are replayed as CUDA graphs ({count} recordings, {detail})"),
+    "cuda-graphs-full": NoteKind(
+        "recordings hold {detail}: further layers or shapes get no CUDA graph",
+        "Use fewer lengths of batches: each shape is recorded for itself.",
+    ),
+    "no-cuda-graph": NoteKind("no CUDA graph: {detail}"),
+}
+
+REASONS = {
+    "loop-computes-loss": NoteKind("the loop computes the loss"),
+    "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
+    # why logits are computed
+    "logits-computed": NoteKind(
+        "logits are computed: {subject} uses them before the cross-entropy",
+        "Compute the loss from the logits before they are used otherwise.",
+    ),
+    "logits-used-before-loss": NoteKind(
+        "logits are read, or written to, before the loss, which then takes them as they are",
+        "Compute the loss from the logits before they are used otherwise.",
+    ),
+    "head-eager": NoteKind("the head runs eagerly: {detail}"),
+    "head-gathered": NoteKind("{subject} gathers its weight for each call, and {detail}"),
+    "model-without-loss": NoteKind("the model computes no loss", "Give the model labels."),
+    "head-no-linear": NoteKind("it is no linear"),
+    "head-with-other-hooks": NoteKind("it has other hooks"),
+    "head-in-fsdp1": NoteKind(
+        "FullyShardedDataParallel (FSDP1) has its weight while the model's forward runs, and no longer: fully_shard "
+        "(FSDP2) keeps it",
+        "Use fully_shard (FSDP2).",
+    ),
+    "head-resharded": NoteKind(
+        "FSDP2 gathers its weight for each call: fully_shard([norm, head], reshard_after_forward=False) keeps it "
+        "for the "
+        "loss",
+        "Call fully_shard([norm, head], reshard_after_forward=False).",
+    ),
+    "logits-in-other-dtype": NoteKind("FSDP2 returns logits in another dtype", "Leave out output_dtype."),
+    # what a head is that is no linear
+    "head-is": NoteKind("the head is a {subject} {detail}"),
+    "cannot-be-traced": NoteKind("which cannot be traced: {detail}"),
+    "not-traced": NoteKind("which was not traced"),
+    "keeps-results": NoteKind("that keeps what it computes"),
+    "returns-more": NoteKind("that returns more than a product"),
+    "adapter-with-dropout": NoteKind("whose adapter has dropout", "Leave dropout out of the head's adapter."),
+    "several-weights": NoteKind("of several weights"),
+    "no-linear": NoteKind("that is no linear, with or without an adapter"),
+    "computed-weights": NoteKind("whose weights are computed"),
+    "more-than-product": NoteKind("that does more than multiply"),
+    "with-hooks": NoteKind("with hooks"),
+    # what a loss does that is not computed without logits
+    "two-tanh": NoteKind("two tanh in a row"),
+    "tanh-not-scaled-back": NoteKind("a tanh that is not scaled back"),
+    "changed-after-softcap": NoteKind("logits are changed after the soft-cap"),
+    "scale-not-constant": NoteKind("logits are scaled by a value that is no constant"),
+    "slice-not-understood": NoteKind("logits are sliced in a way that is not understood"),
+    "vocabulary-reshaped": NoteKind("the vocabulary is reshaped"),
+    "log-probs-changed": NoteKind("log-probabilities are changed"),
+    "log-probs-normalised-again": NoteKind("log-probabilities are normalised again"),
+    "log-probs-in-fp64": NoteKind("log-probabilities are computed in torch.float64"),
+    "nll-without-log-probs": NoteKind("nll_loss takes values that are no log-probabilities"),
+    "class-weights": NoteKind("class weights, or a reduction by old names"),
+    "not-one-class-a-row": NoteKind("labels are not one class a row"),
+    "loss-in-dtype": NoteKind("the loss is computed in {detail}"),
+    "rows-and-labels": NoteKind("rows and labels differ in number"),
+    "row-loss-in-fp64": NoteKind("each row's loss is computed in torch.float64"),
+}
