@@ -103,7 +103,7 @@ def test_a_graph_that_cannot_be_printed_is_compiled_all_the_same(monkeypatch, tm
     assert rewritten(trained()) and not files(tmp_path)
 
 
-def test_nobody_asked(monkeypatch):
+def test_no_dump_is_requested(monkeypatch):
     monkeypatch.delenv("TUNECOMPILE_DUMP", raising=False)
     monkeypatch.setattr(graph_dump.GraphDump, "show", lambda *_: pytest.fail("shown"))
     trained()

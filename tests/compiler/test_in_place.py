@@ -1,4 +1,4 @@
-"""What a layer computes again makes way for its gradient, so that both are never there."""
+"""A recomputed value makes way for its gradient, so that both never exist at once."""
 
 import copy
 import importlib
@@ -193,7 +193,7 @@ def checkpointed(model, executor="inductor"):
 
 @pytest.mark.parametrize("layer", [Scaled, Doubled])
 def test_a_layer_that_writes_before_it_reads(layer):
-    """AOTAutograd copies into a buffer, or an input, behind the graph: what is computed again must not begin with the new value."""
+    """AOTAutograd copies into a buffer, or an input, behind the graph: recomputation must not begin with the new value."""
     trains_as_eager(layer, lambda model: tunecompile.optimize(model, executor="eager"))
     trains_as_eager(layer, lambda model: checkpointed(model, "eager"))
 

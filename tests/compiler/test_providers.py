@@ -28,7 +28,7 @@ def test_on_a_cpu_the_report_names_who_refused():
     report = tunecompile.report(model)
     (region,) = [r for r in report.regions if "lora_linear: reference" in r.providers]
     assert region.reasons["lora_linear: reference"] == ["k_extension: not on a GPU"]
-    assert region.reasons["rope: reference"] == []  # nobody else could
+    assert region.reasons["rope: reference"] == []  # no other provider is registered
     assert "lora_linear: reference\n          k_extension: not on a GPU\n" in str(report)
     assert report.to_dict()["regions"][0]["reasons"]["rms_norm_backward: reference"] == ["triton: not on a GPU"]
 

@@ -52,7 +52,7 @@ def test_views_are_no_memory_of_their_own_and_keep_the_whole_alive():
     assert peak(fn).peak == 3 * SQUARE  # whole, a product and its operand
 
 
-def test_what_nobody_reads_is_given_back_at_once():
+def test_a_value_without_users_is_freed_at_once():
     assert peak(lambda a, b: (a @ b, (a @ a).sum())[1]).peak < 2.1 * SQUARE
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
-from tunecompile.planner.device_memory import HostGauge, budget_bytes
+from tunecompile.planner.device_memory import HostGauge, budget_bytes, host_budget_bytes
 from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, peak, smaller_options
 
 bytes_ = st.integers(0, 100)
@@ -91,7 +91,7 @@ def test_the_cheapest_byte_comes_first():
 
 
 def test_room_to_compute_again_counts():
-    """The last layer's backward runs while all others hold theirs, so it may be the one that must not compute again."""
+    """The last layer's backward runs while all others hold theirs, so it may be the one that must not recompute."""
     options = (PlanOption(KEEP, 50, 0, 10, 0.0), PlanOption(Plan(None), 10, 0, 100, 1.0))
     choice = choose([LayerRun(3, options)], 130)
     assert choice.fits and choice.options[0][-1].plan == KEEP
@@ -147,13 +147,18 @@ def test_what_is_no_budget(spec):
         budget_bytes(spec, HostGauge())
 
 
+@pytest.mark.parametrize(("spec", "expected"), [(None, None), ("auto", None), (0, 0), ("2KiB", 2048), (4096, 4096)])
+def test_host_budgets(spec, expected):
+    assert host_budget_bytes(spec) == expected
+
+
 def test_the_last_layer_stays_where_others_wait_on_the_host():
     options = (
         PlanOption(KEEP, 100, 0, 0, 0.0),
         PlanOption(Plan(frozenset({0})), 40, 0, 10, 5.0),
         PlanOption(Plan(frozenset({0})), 0, 0, 10, 5.1, offloaded=40),
     )
-    (made,) = choose([LayerRun(4, options)], room=130).options  # three layers' copies and the room to compute again
+    (made,) = choose([LayerRun(4, options)], room=130).options  # three layers' copies and the room to recompute
     assert [option.offloaded for option in made] == [40, 40, 40, 0]
     (made,) = choose(
         [LayerRun(4, options)], room=130, tail=100
@@ -191,7 +196,7 @@ def test_copies_go_one_layer_ahead_where_that_is_faster():
 
 
 def test_copies_that_nothing_hides_are_paid_for():
-    """With room for one layer's tensors at a time, computing again is faster than waiting for them; with room for two, it is not."""
+    """With room for one layer's tensors at a time, recomputing is faster than waiting for them; with room for two, it is not."""
     options = (
         PlanOption(KEEP, 100, 0, 10, 0.0),
         PlanOption(KEEP, 0, 0, 10, 0.1, offloaded=100, copying=20.0),
@@ -211,7 +216,7 @@ def test_copies_that_nothing_hides_are_paid_for():
 
 
 def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
-    """Rather than being computed again, with the small ones on the device."""
+    """Rather than being recomputed, with the small ones on the device."""
     again = Plan(frozenset({0}))
     options = (
         PlanOption(KEEP, 72, 30, 90, 0.0),
@@ -237,7 +242,7 @@ def test_the_largest_tensor_stays_where_all_of_a_layers_do_not_fit():
 
 
 def test_a_host_that_cannot_hold_all_is_shared():
-    """A few layers that leave all they save on the host would fill it, and the others have nowhere to go: everything is computed again by most."""
+    """A few layers that leave all they save on the host would fill it, and the others have nowhere to go: everything is recomputed by most."""
     most, again = Plan(None), Plan(None, attention=True)
     options = (
         PlanOption(KEEP, 300, 20, 60, 0.0),

@@ -351,7 +351,7 @@ def test_a_model_with_gradient_checkpointing():
     assert note.code == "verified" and model.model.is_gradient_checkpointing
 
 
-def test_a_batch_that_somebody_else_made():
+def test_a_batch_with_a_graph_of_its_own():
     model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
     inputs = projector(torch.randn(2, 16, 8))
     model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()

@@ -36,9 +36,8 @@ SAME = 1.03  #: times within this factor are equal, and the default order decide
 RUNS = 5  #: timed runs of a backend
 SAMPLE = 2 << 30  #: bytes a measurement should take at most
 
-#: Free memory that a measurement needs, as a multiple of its inputs: inputs, their gradients, the output, fp32 sums,
-#: and shared heads'
-#: gradients for each head
+#: free memory that a measurement needs, as a multiple of its inputs: inputs, their gradients, the output, fp32 sums,
+#: and shared heads' gradients for each head
 HEADROOM = 5
 
 

@@ -71,9 +71,8 @@ class Context:
     dump: GraphDump | None = None  #: where each graph is written
     before: GraphSnapshot | None = None  #: the canonical graph before recognition
     after: GraphSnapshot | None = None  #: the graph after recognition
-    attention_ms: dict[str, float] = field(
-        default_factory=dict
-    )  #: milliseconds of each attention kernel that was timed
+    #: milliseconds of each attention kernel that was timed
+    attention_ms: dict[str, float] = field(default_factory=dict)
     #: floating point operations a millisecond of the fastest, forward and backward, as if nothing were masked
     attention_rate: float | None = None
     #: Dynamo's number of the function that this graph is of: a layer with graph breaks has several

@@ -1,10 +1,11 @@
-"""Which products of adapted linears may read one matrix in the place of their weights, and graphs that do.
+"""Products of adapted linears that read one matrix in place of their weights: which may, and the graphs that do.
 
-What such matrices hold, and who writes them: tunecompile/runtime/memory/weight_cache.py.
+The content of such matrices, and the code that writes them: tunecompile/runtime/memory/weight_cache.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,21 @@ from tunecompile.ops.nf4 import dequantize_4bit
 
 
 def replaceable(graph: Graph) -> dict[str, FrozenWeights]:
-    """The products of 4-bit weights that nobody else reads, by the name of the input that stands for them. (Packed weights are read as they are
-    given from now on, not through views, which would be saved in their place.)"""
+    """The products of 4-bit weights that have no other user, by the name of their input.
+
+    Packed weights are read directly from now on, and not through views, which would be saved in their place.
+    """
     _read_directly(graph)
     return _read_once(graph, lambda product: product.quantized)
 
 
 def movable(graph: Graph) -> dict[str, FrozenWeights]:
-    """Those of dense weights."""
+    """The products of dense weights that have no other user, by the name of their input."""
     return _read_once(graph, is_dense)
 
 
 def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str, FrozenWeights]:
+    """The products of one kind of which all weights are inputs without another user."""
     found: dict[str, FrozenWeights] = {}
     refused: set[str] = set()
     for node in graph.nodes:
@@ -57,10 +61,12 @@ def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str
 
 
 def _reads(reader: Node, product: FrozenWeights) -> bool:
+    """Whether a node reads the product's weights as this product."""
     return any(read.place is product.place for read in frozen(reader) or ())
 
 
 def _read_directly(graph: Graph) -> None:
+    """Replace views of packed weights by the inputs they are of."""
     for node in list(graph.nodes):
         for product in frozen(node) or ():
             for weight in product.weights:
@@ -73,6 +79,7 @@ def _read_directly(graph: Graph) -> None:
 
 
 def _erase(graph: Graph, view: Node) -> None:
+    """Erase a view without users, and the views it is of."""
     while view.op == "call_function" and not view.users:
         (source,) = view.all_input_nodes
         graph.erase_node(view)
@@ -80,7 +87,7 @@ def _erase(graph: Graph, view: Node) -> None:
 
 
 def _same_bytes(view: Node) -> Node:
-    """The input of which this is another shape."""
+    """The input of which a view has all bytes in their order; the view itself where there is none."""
     node, count = view, view.meta["val"].numel()
     while (
         node.op == "call_function"
@@ -101,47 +108,48 @@ def _same_bytes(view: Node) -> Node:
 
 
 def _readers(place: Node) -> list[Node]:
-    """Its users, and those of what it is dequantised to."""
+    """The users of a weight, and those of its dequantised values."""
     return [
         reader for user in place.users for reader in (user.users if user.target is dequantize_4bit.overload else [user])
     ]
 
 
 def matrix_shape(product: FrozenWeights) -> tuple[int, int]:
-    """Of a matrix [[W, scale B], [A, 0]], or [W; A] for dense weights."""
+    """Rows and columns of the matrix: [[W, scale B], [A, 0]], or [W; A] for dense weights."""
     rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
-    return padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank), padded(
-        product.columns + rank
-    ) if product.quantized else product.columns
+    rows = padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank)
+    return rows, padded(product.columns + rank) if product.quantized else product.columns
 
 
 def _dtype(product: FrozenWeights) -> torch.dtype:
+    """The dtype of the matrix."""
     return product.weights[0][-1] if product.quantized else product.place.meta["val"].dtype
 
 
 def matrix_bytes(graph: Graph) -> int:
-    """Of all matrices of a layer's 4-bit weights."""
+    """Bytes of all matrices of a layer's 4-bit weights."""
     return sum(map(_bytes, replaceable(graph).values()))
 
 
 def growth(graph: Graph) -> int:
-    """Bytes that dense weights take more in matrices than by themselves."""
+    """Bytes that dense weights take more in matrices than separately."""
     more = 0
     for product in movable(graph).values():
         weights = [weight[0].meta["val"] for weight in product.weights]
-        if all(weight.is_contiguous() for weight in weights):  # they are by themselves yet
+        if all(weight.is_contiguous() for weight in weights):  # they are still separate
             more += _bytes(product) - sum(weight.nbytes for weight in weights)
     return more
 
 
 def _bytes(product: FrozenWeights) -> int:
+    """Bytes of a product's matrix."""
     rows, columns = matrix_shape(product)
     return rows * columns * _dtype(product).itemsize
 
 
 @dataclass(frozen=True)
 class FusedWeightSlots:
-    """A product's parts as positions among a compiled graph's inputs, constants as they are."""
+    """The parts of a product as positions among a compiled graph's inputs; constants as they are."""
 
     place: int
     weights: tuple[tuple, ...]
@@ -155,7 +163,16 @@ class FusedWeightSlots:
 
 
 def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = None) -> list[FusedWeightSlots]:
-    """Let the calls on these products read matrices. inputs: the fake values that the graph is compiled for."""
+    """Let the calls on some products read matrices in place of weights.
+
+    Args:
+        gm: changed in place.
+        names: of the inputs that the matrices replace.
+        inputs: the fake values that the graph is compiled for, changed in place.
+
+    Returns:
+        A matrix each, with the positions of its parts.
+    """
     if not names:
         return []
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
@@ -176,8 +193,9 @@ def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = N
 
 
 def _give(position: FusedWeightSlots, nodes: list[Node], inputs: list | None) -> None:
+    """Give the input in a weight's place the matrix's fake value."""
     fake = nodes[position.place].meta["val"]
-    with fake_mode_of(fake):
+    with fake_mode_of(fake) or contextlib.nullcontext():
         values = torch.empty(position.shape, dtype=position.dtype, device=fake.device)
     nodes[position.place].meta["val"] = values
     if inputs is not None:
@@ -185,8 +203,11 @@ def _give(position: FusedWeightSlots, nodes: list[Node], inputs: list | None) ->
 
 
 def _position(product: FrozenWeights, places: dict[Node, int]) -> FusedWeightSlots:
+    """Replace nodes by positions."""
+
     def place(member: Any) -> Any:
-        return places[member] if isinstance(member, Node) else (member,)  # constants apart from positions
+        # constants in tuples, to tell them from positions
+        return places[member] if isinstance(member, Node) else (member,)
 
     a, b = (tuple(places[m] for m in group) for group in (product.a, product.b))
     weights = tuple(tuple(place(member) for member in weight) for weight in product.weights)

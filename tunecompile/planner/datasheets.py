@@ -138,13 +138,8 @@ GPUS = {
         ),
     )
 }
-NUMBERS = (
-    "tflops",
-    "bandwidth",
-    "memory",
-    "nvlink",
-    "pcie",
-)  #: figures that a user may give in place of the datasheet's
+#: figures that a user may give in place of the datasheet's
+NUMBERS = ("tflops", "bandwidth", "memory", "nvlink", "pcie")
 
 
 def find_gpu(text: str) -> GpuSpec:

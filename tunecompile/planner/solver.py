@@ -42,13 +42,10 @@ class Plan:
 
 KEEP, RECOMPUTE, KEEP_WEIGHTS = Plan(), Plan(None), Plan(weights=True)
 
-AHEAD = (
-    2  #: layers beside the running one whose offloaded tensors are on the device too, on their way to the host or back
-)
-
-#: Fewer layers ahead must cost at most this share of the milliseconds: with one ahead, a layer that is shorter than the
-#: layer before
-#: it waits for its copies.
+#: layers beside the running one whose offloaded tensors are on the device too, on their way to the host or back
+AHEAD = 2
+#: fewer layers ahead must cost at most this share of the milliseconds: with one ahead, a layer that is shorter than the
+#: layer before it waits for its copies
 WORTH = 0.9
 
 
@@ -144,9 +141,8 @@ def peak(stacks: Sequence[Sequence[PlanOption]], tail: int, ahead: int = AHEAD) 
     order = [option for stack in stacks for option in stack]
     held, moving, highest, gradients = 0, 0, tail, sum(option.gradients for option in order)
     for place, option in enumerate(order):
-        moving += option.offloaded - (
-            order[place - ahead - 1].offloaded if place > ahead else 0
-        )  # `copies`, as a running sum
+        # `copies`, as a running sum
+        moving += option.offloaded - (order[place - ahead - 1].offloaded if place > ahead else 0)
         held += option.held
         gradients -= option.gradients
         back = option.backward + gradients
