@@ -91,7 +91,7 @@ def test_the_picture_is_the_planners_own_sum(share, tmp_path):
         and parts[0].before == parts[-1].after == 0
     )
     assert sum(row["number"] for row in memory_timeline.rows(budget)) == LAYERS
-    assert any("lora_linear" in row["again"] for row in memory_timeline.rows(budget)) is (share < 1)
+    assert any("lora_linear" in row["recomputed"] for row in memory_timeline.rows(budget)) is (share < 1)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What was found, rewritten and refused, and why; graphs before and after; memory over a step."""
+"""The report of an optimized model, its graphs before and after, and its memory over a step."""

@@ -1,4 +1,4 @@
-"""What the report says of a model beside its regions: layers that came later, training in eval mode, weights that are in none, and weights that are parts."""
+"""Notes of the report about the whole model: new layers, eval mode, weights outside of layers, sharded weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tunecompile.runtime.variant import Variant
 
 
 def note_new_layers(model: nn.Module) -> list[Note]:
-    """Layers of an optimized model that came, or took another's place, since then. (An engine may have wrapped those that were there.)"""
+    """Note layers that were added or replaced after `optimize`. (Layers that an engine has wrapped are not new.)"""
     new = [
         layer
         for stack in find_layers(model)
@@ -31,7 +31,7 @@ def note_new_layers(model: nn.Module) -> list[Note]:
 
 
 def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -> list[Note]:
-    """Whether a model may have been trained in eval mode, as far as what ran tells: with gradients, and never in training mode."""
+    """Note that the model may be trained in eval mode: forwards had gradients, none in training mode."""
     if (
         not in_eval
         or any(region.variants for region in regions)
@@ -42,7 +42,7 @@ def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -
 
 
 def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module | None) -> list[Note]:
-    """Whether most of a model is in none of its repeated layers. Embeddings and head do not count."""
+    """Note that most weights of a model are outside of its repeated layers. Embeddings and head do not count."""
     inside = {id(p): p.numel() for stack in stacks for layer in stack.members for p in layer.parameters()}
     apart = {
         id(p)
@@ -57,7 +57,7 @@ def note_outside(model: nn.Module, stacks: Sequence[LayerStack], head: nn.Module
 
 
 def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[Note]:
-    """Whether the weights of layers are parts, with which they compute (tensor parallelism). Those that FSDP2 shards are whole by then."""
+    """Note tensor parallelism, where layers compute with shards. FSDP2 gathers its shards before a layer computes."""
     parts = any(hasattr(p, "device_mesh") for stack in stacks for layer in stack.members for p in layer.parameters())
     if not parts or any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         return []
@@ -65,12 +65,12 @@ def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[Note]:
 
 
 def note_outer(step: Step) -> list[Note]:
-    """Whether steps ran in a trace that is not ours."""
+    """Note steps that ran inside another program's trace."""
     return [note("compiled-from-outside")] * step.outer + [note("transformed")] * step.transformed
 
 
 def model_notes(state: State) -> list[Note]:
-    """All notes beside those of regions, in the order in which they are printed."""
+    """All notes but those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
     told = [
         *report_lines(state.passes),

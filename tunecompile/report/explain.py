@@ -1,4 +1,4 @@
-"""`explain`: what the report knows as a page, with the graph of one layer of each kind before and after."""
+"""`explain`: the report as an HTML page, with the graph of one layer of each kind before and after recognition."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ COLOURS = ("#60a5fa", "#34d399", "#fbbf24", "#c084fc", "#f472b6", "#22d3ee", "#f
 
 @dataclass(frozen=True)
 class Picture:
-    """One graph twice, as it came and as it was recognised, in drawings of one scale."""
+    """Drawings of one graph before and after recognition, at one scale."""
 
     before: Drawing
     after: Drawing
     calls: tuple[int, int]
-    counts: dict[str, int]  #: ops by their labels
-    colours: dict[str, str]  #: of each label
-    tints: dict[str, str]  #: of the boxes that ops replaced, by their names
+    counts: dict[str, int]  #: number of ops, by label
+    colours: dict[str, str]  #: colour of each label
+    tints: dict[str, str]  #: colour of each box that an op replaced, by the name of the box
 
 
 def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
-    """Write what became of `model` as a page: all that `report` tells, and the graph of one layer of each kind, as it came beside as it was recognised.
+    """Write the report of `model` as a page, with the graph of one layer of each kind before and after recognition.
 
-    Pointing at an operation shows its shape, its dtype and the model's line it stems from; at an op, also what it replaced. An operation
-    that looks like part of an op, and is none, is red in both drawings, with what was expected there and found.
+    Pointing at an operation shows its shape, its dtype and the line of the model that it comes from; at an op, also the
+    operations that it replaced. A near miss, an operation that looks like part of an op but is not, is red in both
+    drawings, with what was expected and what was found.
 
     Args:
-        model: one that was given to `optimize`. The page is filled by the first training step, as the report is.
-        path: of the HTML file. It is written anew and needs no other file, and no network.
+        model: a model that was given to `optimize`. The first training step fills the page, as it fills the report.
+        path: the HTML file, which is overwritten. It needs no other file and no network.
 
     Returns:
         The path of the file.
@@ -67,7 +68,7 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
 
 
 def fields(state: State) -> dict[str, Any]:
-    """What the page shows."""
+    """The variables of the page's template."""
     report = summarize(state)
     regions = [
         {
@@ -93,7 +94,7 @@ def fields(state: State) -> dict[str, Any]:
 
 
 def facts(region: RegionReport) -> list[str]:
-    """Of a region, in a line."""
+    """Facts of a region for one line."""
     return [
         f"{region.layers} layer{'s' * (region.layers != 1)}",
         f"compiled {region.compiles} time{'s' * (region.compiles != 1)}",
@@ -102,16 +103,16 @@ def facts(region: RegionReport) -> list[str]:
 
 
 def graphs(contexts: Sequence[Context]) -> list[Context]:
-    """The last compiled of each graph, those that differ in shapes or in what is computed again being one. The largest comes first."""
+    """The last context of each graph, the largest first. Graphs that differ in shapes or recomputation count as one."""
     known = {(c.before and c.before.outline, c.after and c.after.outline): c for c in contexts}
     return sorted(reversed(known.values()), key=lambda context: -context.before.calls if context.before else 0)
 
 
 def about(context: Context, layers: int) -> dict[str, Any]:
-    """What is known of a graph."""
+    """The variables of one graph's section."""
     saved = saved_bytes(context.saved)
     return {
-        "picture": picture(context) if context.before and context.after else None,
+        "picture": picture(context.before, context.after) if context.before and context.after else None,
         "matches": context.tallies,
         "cached": cached(context),
         "saved": f"{shown(saved)} saved for the backward pass a layer, {shown(saved * layers)} in all" if saved else "",
@@ -124,31 +125,33 @@ def about(context: Context, layers: int) -> dict[str, Any]:
     }
 
 
-def picture(context: Context) -> Picture:
-    missed = {box.name: box.missed for box in context.after.boxes}
-    first = GraphSnapshot(tuple(replace(box, missed=missed.get(box.name, "")) for box in context.before.boxes))
-    before, after = side_by_side(first, context.after)
+def picture(first: GraphSnapshot, recognised: GraphSnapshot) -> Picture:
+    """Draw a graph before and after recognition; near misses, which recognition finds, are marked in both drawings."""
+    missed = {box.name: box.missed for box in recognised.boxes}
+    marked = GraphSnapshot(tuple(replace(box, missed=missed.get(box.name, "")) for box in first.boxes))
+    before, after = side_by_side(marked, recognised)
     ops = [placed for placed in after.boxes if placed.box.kind == "op"]
     counts = Counter(placed.box.label for placed in ops)
     colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(counts)}
     tints = {name: colours[placed.box.label] for placed in ops for name in placed.replaces}
-    return Picture(before, after, (context.before.calls, context.after.calls), dict(counts), colours, tints)
+    return Picture(before, after, (first.calls, recognised.calls), dict(counts), colours, tints)
 
 
 def cached(context: Context) -> str:
-    """Which passes did not run, since torch had the code."""
+    """A sentence about the passes that did not run because the code came from torch's caches; empty if all ran."""
     left_out = [stage for stage in ("plan", "lower") if stage not in context.ran]
     if not left_out:
         return ""
     return (
-        f"The code of this graph came from torch's caches, for which the passes of {' and '.join(left_out)} do not run: what they did, "
-        f"{'which code runs each op and what is saved, ' if 'plan' in left_out else ''}is not known here. The drawings are this run's. "
-        "TUNECOMPILE_DUMP=folder, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, compiles anew."
+        f"The code of this graph came from torch's caches, so the passes of {' and '.join(left_out)} did not run: "
+        f"{'providers, saved bytes and ' if 'plan' in left_out else ''}the changes of these passes are not known. "
+        "The drawings are from this run. "
+        "TUNECOMPILE_DUMP=folder, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, compiles without these caches."
     )
 
 
 def providers(context: Context) -> list[dict[str, Any]]:
-    """A row for each op and the code that runs it."""
+    """A row for each op and provider."""
     rows = []
     for name, count in sorted(context.providers.items()):
         op, _, provider = name.partition(": ")
@@ -158,14 +161,14 @@ def providers(context: Context) -> list[dict[str, Any]]:
                 "op": op,
                 "count": count,
                 "provider": provider,
-                "why": why or ("there is no other for it" if provider == "reference" else ""),
+                "why": why or ("there is no other provider" if provider == "reference" else ""),
             }
         )
     return rows
 
 
 def attention(context: Context) -> dict[str, Any] | None:
-    """What attention's clock said: the kernels by time, and why they come in that order. None where the graph has none, or the device one kernel."""
+    """Measured kernels of attention by time, and why they are in this order; None if nothing was measured."""
     if not context.attention:
         return None
     told = (note for note in context.notes if isinstance(note, Note) and note.code == "attention-kernel")

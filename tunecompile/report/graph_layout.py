@@ -1,8 +1,9 @@
-"""Where the boxes of two graphs stand: in rows from top to bottom, what both have in the same place.
+"""A layered layout of two graphs, with common boxes in the same place.
 
-The usual four steps (Sugiyama, Tagawa and Toda, 1981): a row for each box, a place in every row for each value on its way, an order of each row by
-what its neighbours are joined to, and coordinates near these neighbours. The second graph begins with the coordinates of the first. (Of the
-libraries that do this, Graphviz and ELK are no Python, igraph comes under the GPL, and grandalf has had no release since 2023.)
+The four steps of Sugiyama, Tagawa and Toda (1981): assign a row to each box, a place in every row to each value that
+passes it, order each row by the neighbours in other rows, and set coordinates near these neighbours. The second graph
+starts with the coordinates of the first. (Of the libraries that do this, Graphviz and ELK are not Python, igraph is
+under the GPL, and grandalf has had no release since 2023.)
 """
 
 from __future__ import annotations
@@ -14,33 +15,28 @@ from itertools import pairwise
 
 from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 
-HEIGHT, PITCH, GAP, THREAD = 32, 50, 12, 8  #: pixels: a box, a row, between boxes, a value that passes by
-LETTER, LEAST, MOST, NARROWEST = (
-    6.6,
-    64,
-    168,
-    340,
-)  #: pixels: a letter's width; a box's least and most; a drawing's least
+HEIGHT, PITCH, GAP, THREAD = 32, 50, 12, 8  #: pixels: height of a box, of a row, gap between boxes, passing value
+LETTER, LEAST, MOST, NARROWEST = 6.6, 64, 168, 340  #: pixels of width: a letter; a box, min and max; a drawing, min
 SWEEPS = 60
-STRAIGHT, PINNED = 5.0, 50.0  #: how much more than boxes threads count, and those whose place is known
+STRAIGHT, PINNED = 5.0, 50.0  #: weights, relative to a box, of passing values, and of boxes with a known place
 
-Key = tuple[str, int]  #: a box by its name and -1, or its value as it passes the row of that number
+Key = tuple[str, int]  #: (box, -1), or (box, row) for its value as it passes that row
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A box: pixels of its middle, and its width."""
+    """A box with its centre and its width, in pixels."""
 
     box: Box
     x: float
     y: float
     width: float
-    replaces: tuple[str, ...] = ()  #: boxes of the graph before
+    replaces: tuple[str, ...] = ()  #: names of boxes of the first graph
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A value's way from the box that makes it to one that reads it, as an SVG path."""
+    """The SVG path of a value from the box that computes it to a box that reads it."""
 
     source: str
     target: str
@@ -49,7 +45,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Sizes in pixels. Both of a pair have one origin, from which x may be negative."""
+    """A graph with coordinates, in pixels. Two drawings of a pair share the origin; x may be negative."""
 
     boxes: tuple[Placed, ...]
     edges: tuple[Edge, ...]
@@ -59,22 +55,24 @@ class Drawing:
 
 
 def side_by_side(before: GraphSnapshot, after: GraphSnapshot) -> tuple[Drawing, Drawing]:
-    """Both graphs. What `after` holds unchanged stands where it stood; an op, where what it replaces stood."""
-    stood_for = replaced(before, after)
+    """Lay out both graphs. Unchanged boxes of `after` keep their places; an op takes that of the boxes it replaces."""
+    replaces = replaced(before, after)
     rows = _late(before.boxes, _rows(before.boxes, {}))
     x = _coordinates(before.boxes, rows, {})
     known, hints = dict(rows), dict(x)
-    for name, olds in stood_for.items():
+    for name, olds in replaces.items():
         if olds:
             known[name] = sorted(rows[old] for old in olds)[len(olds) // 2]
             hints[name, -1] = sum(x[old, -1] for old in olds) / len(olds)
-    again = _rows(after.boxes, known)
-    return _draw(before, rows, x, {}), _draw(after, again, _coordinates(after.boxes, again, hints), stood_for)
+    later = _rows(after.boxes, known)
+    return _draw(before, rows, x, {}), _draw(after, later, _coordinates(after.boxes, later, hints), replaces)
 
 
 def replaced(before: GraphSnapshot, after: GraphSnapshot) -> dict[str, tuple[str, ...]]:
-    """Of each new box of `after`, the boxes of `before` that are there no more since it computes what they did: from the values it gives, back
-    to values that `after` has too."""
+    """For each new box of `after`, the boxes of `before` that it replaces.
+
+    These are the removed boxes on the way from the values that the new box computes back to values that `after` has.
+    """
     old, new = ({box.name: box for box in graph.boxes} for graph in (before, after))
     there = {name for box in after.boxes for name in (box.name, *box.gives)}
     found: dict[str, tuple[str, ...]] = {}
@@ -86,14 +84,14 @@ def replaced(before: GraphSnapshot, after: GraphSnapshot) -> dict[str, tuple[str
             name = pending.pop()
             seen.add(name)
             pending += [n for n in old[name].inputs if n not in seen and n not in there]
-        if not seen:  # what is behind several views of one result: as its readers
+        if not seen:  # several views of one result are behind it: take those of its readers
             seen = {name for user in after.boxes if box.name in user.inputs for name in found.get(user.name, ())}
         found[box.name] = tuple(name for name in old if name in seen and name not in new)
     return found
 
 
 def _rows(boxes: Sequence[Box], known: Mapping[str, int]) -> dict[str, int]:
-    """Below all that a box reads, and no higher than where it is known to stand."""
+    """Put each box below all that it reads, and no higher than its known row."""
     rows: dict[str, int] = {}
     for box in boxes:
         rows[box.name] = max([rows[name] + 1 for name in box.inputs] + [known.get(box.name, 0)])
@@ -101,7 +99,7 @@ def _rows(boxes: Sequence[Box], known: Mapping[str, int]) -> dict[str, int]:
 
 
 def _late(boxes: Sequence[Box], rows: dict[str, int]) -> dict[str, int]:
-    """What has more readers than inputs goes down to them: fewer lines are long then."""
+    """Move boxes with more readers than inputs down to their readers, so that fewer lines are long."""
     rows, readers = dict(rows), defaultdict(list)
     for box in reversed(boxes):
         if (readers[box.name] and len(box.inputs) < len(readers[box.name])) or (not box.inputs and readers[box.name]):
@@ -119,7 +117,7 @@ def _width(key: Key, boxes: Mapping[str, Box]) -> float:
 
 
 def _ways(boxes: Sequence[Box], rows: Mapping[str, int]) -> dict[str, list[Key]]:
-    """Of each value, its box and the rows that it passes on the way to its last reader."""
+    """For each value, its box and the rows that it passes on the way to its last reader."""
     last = {
         name: max(rows[box.name] for box in boxes if name in box.inputs)
         for name in {name for box in boxes for name in box.inputs}
@@ -131,7 +129,7 @@ def _ways(boxes: Sequence[Box], rows: Mapping[str, int]) -> dict[str, list[Key]]
 
 
 def _coordinates(boxes: Sequence[Box], rows: Mapping[str, int], hints: Mapping[Key, float]) -> dict[Key, float]:
-    """The middle of every box and thread, from left to right, in pixels."""
+    """The x of the centre of every box and passing value, in pixels."""
     by_name, ways = {box.name: box for box in boxes}, _ways(boxes, rows)
     table: list[list[Key]] = [[] for _ in range(max(rows.values()) + 1)]
     joined: dict[Key, dict[int, list[Key]]] = defaultdict(lambda: {-1: [], 1: []})
@@ -170,7 +168,7 @@ def _coordinates(boxes: Sequence[Box], rows: Mapping[str, int], hints: Mapping[K
 
 
 def _columns(table: Sequence[Sequence[Key]], joined: Mapping[Key, Mapping[int, list[Key]]]) -> dict[Key, list[Key]]:
-    """With which others each box or thread should stand straight: those of one value, and where nothing joins or leaves between them."""
+    """For each box or passing value, the others in its straight column: one value, without forks and joins between."""
     columns: dict[Key, list[Key]] = {}
     for key in (key for row in table for key in row):
         above = joined[key][-1]
@@ -181,7 +179,10 @@ def _columns(table: Sequence[Sequence[Key]], joined: Mapping[Key, Mapping[int, l
 
 
 def _settle(wanted: Mapping[Key, float], widths: Mapping[Key, float], weights: Mapping[Key, float]) -> dict[Key, float]:
-    """In the order of what is wanted, as near to it as room allows (least squares: neighbours that would overlap move as one)."""
+    """Place keys as near to the wanted x as their widths allow.
+
+    Least squares in the order of the wanted x: neighbours that would overlap move together.
+    """
     order = sorted(wanted, key=wanted.__getitem__)
     offsets, at = {}, 0.0
     for left, right in zip([None, *order], order):
@@ -229,7 +230,7 @@ def _middle(row: int) -> float:
 
 
 def _path(points: Iterable[tuple[float, int]]) -> str:
-    """Straight down through the rows, and in curves between them."""
+    """An SVG path that is straight within rows and curved between them."""
     (x, row), *rest = points
     steps = [f"M{x:.1f} {_middle(row) + HEIGHT / 2:.1f}"]
     for nxt, row in rest:

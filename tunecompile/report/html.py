@@ -1,9 +1,15 @@
-"""What HTML reports share: jinja2 environments, and matplotlib pictures as SVG in a data URI."""
+"""Shared by HTML reports: jinja2 environments, and matplotlib pictures as SVG in a data URI."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # of the extra `cli`
+    from jinja2 import Environment
+    from matplotlib.axes import Axes
 
 STYLE = {
     "font.size": 10,
@@ -23,8 +29,8 @@ STYLE = {
 }
 
 
-def make_environment(package: str):
-    """Of the templates that lie in this package."""
+def make_environment(package: str) -> Environment:
+    """The jinja2 environment of the templates in the folder of a package."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     return Environment(
@@ -35,8 +41,8 @@ def make_environment(package: str):
     )
 
 
-def draw(paint, width: float = 6.2, height: float = 3.4) -> str:
-    """Run `paint(axes)` on a fresh figure and return it as a data URI."""
+def draw(paint: Callable[[Axes], None], width: float = 6.2, height: float = 3.4) -> str:
+    """Call `paint(axes)` with the axes of a new figure, `width` x `height` inches, and return it as a data URI."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""`memory_timeline`: the plan under a budget as a page, what was predicted beside what was measured."""
+"""`memory_timeline`: the plan under a budget as an HTML page, with predicted and measured memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, PlanOption, copies
 from tunecompile.report.html import draw, make_environment
-from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.budget import AdmittedPlan, RuntimePlanner
 from tunecompile.runtime.memory.timeline_trace import Kind
 from tunecompile.runtime.model_state import State, state_of
 from tunecompile.runtime.parts import StepTelemetry
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {
-    "keeps all that is dear": "#93c5fd",
-    "computes again": "#fcd34d",
-    "waits on the host": "#86efac",
+    "saves what is expensive": "#93c5fd",
+    "recomputes": "#fcd34d",
+    "offloads": "#86efac",
     "head and loss": "#d8b4fe",
 }
 BASE, INK, SOFT = "#e5e7eb", "#111827", "#6b7280"
@@ -33,34 +33,37 @@ BASE, INK, SOFT = "#e5e7eb", "#111827", "#6b7280"
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a step: a layer's forward, head and loss, or a layer's backward. Bytes, beside what is resident all along: predicted
-    to be held when it begins and when it ends, and at the most while it runs; `measured` is all that was allocated when it began."""
+    """One part of a step: a layer's forward, head and loss, or a layer's backward.
+
+    Predicted bytes do not include the resident ones (weights and optimizer); measured bytes do.
+    """
 
     kind: Kind
-    place: int | None  #: of the layer, in running order
-    before: int
-    after: int
-    most: int
+    place: int | None  #: number of the layer, in running order
+    before: int  #: predicted bytes when it begins
+    after: int  #: predicted bytes when it ends
+    most: int  #: predicted peak in bytes
     manner: str  #: one of COLOURS
-    measured: int | None = None
+    measured: int | None = None  #: bytes allocated when it began
 
 
 def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
-    """Write the memory plan of `model` as a page: a picture of memory over the step, and a table of what each layer does.
+    """Write the memory plan of `model` as a page: a picture of memory over the step, and a table of the layers' plans.
 
-    Predicted and measured stand beside each other: bytes over the step, the peak, milliseconds. What is measured was sampled in the
-    first steps of the plan, at no cost to the others. On a CPU nobody counts tensors' bytes, so the page shows what was predicted.
+    The page compares predicted and measured memory over the step, peak and milliseconds. Memory was sampled in the
+    first steps of the plan, at no cost to later ones. On a CPU torch does not count the bytes of tensors, so the page
+    shows predictions only.
 
     Args:
-        model: one that was given to `optimize(model, memory=...)`, and has run a training step.
-        path: of the HTML file. It is written anew and needs no other file.
+        model: a model that was given to `optimize(model, memory=...)` and has run a training step.
+        path: the HTML file, which is overwritten. It needs no other file.
 
     Returns:
         The path of the file.
 
     Raises:
         NotOptimized: `model` is not the object that was optimized.
-        NoPlan: it has no budget, or no training step has run.
+        NoPlan: the model has no budget, or no training step has run.
         MissingExtra: jinja2 or matplotlib is not installed.
         OSError: the file cannot be written.
     """
@@ -86,40 +89,46 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
 
 
 def planned(state: State) -> list[RuntimePlanner]:
-    """Each device's budget, once it has a plan.
+    """The planners of all devices that have a plan.
 
     Raises:
-        NoPlan: there is none, and why.
+        NoPlan: no device has a plan; the message says why.
     """
     budget = state.step.budget
     if found := [each for each in state.step.budgets if each.admitted is not None]:
         return found
     if state.memory is None:
-        told = next((note for note in state.notes if note.startswith("no memory plan")), None)
+        reason = next((note for note in state.notes if note.startswith("no memory plan")), None)
         raise NoPlan(
-            reason=told or 'no budget holds here. Call tunecompile.optimize(model, memory="20GiB"); "auto" is for GPUs'
+            reason=reason or 'there is no budget. Call tunecompile.optimize(model, memory="20GiB"); "auto" is for GPUs'
         )
     raise NoPlan(reason=budget.notes[-1] if budget is not None and budget.notes else "run a training step first")
 
 
+def admitted(budget: RuntimePlanner) -> AdmittedPlan:
+    """The plan of a budget that `planned` returned."""
+    assert budget.admitted is not None
+    return budget.admitted
+
+
 def phases(budget: RuntimePlanner) -> list[Phase]:
-    """The step in order: forwards, head and loss, backwards. Their highest `most` is the plan's predicted peak."""
+    """The phases of a step in order: forwards, head and loss, backwards. The largest `most` is the predicted peak."""
     options = [budget.options.get(id(slot)) for slot in budget.layers]
     measured = {}
-    for sample in budget.trace.samples:  # the first of each: a checkpoint around a layer runs its forward again
+    for sample in budget.trace.samples:  # the first of each: a checkpoint around a layer repeats its forward
         measured.setdefault((sample.kind, sample.place), sample.allocated or None)
     held, forwards, backwards, gradients = 0, [], [], sum(option.gradients for option in options if option)
     for place, option in enumerate(options):
         keeps, ahead, back, own = (
             (option.held, option.forward, option.backward, option.gradients) if option else (0, 0, 0, 0)
         )
-        moving = copies(options, place, budget.admitted.choice.ahead)
+        moving = copies(options, place, admitted(budget).choice.ahead)
         manner = _manner(option)
         after = held + keeps
         forwards.append(
             Phase("forward", place, held, after, after + moving + ahead, manner, measured.get(("forward", place)))
         )
-        gradients -= own  # what is left are later layers'
+        gradients -= own  # the rest are those of later layers
         backwards.append(
             Phase(
                 "backward",
@@ -137,7 +146,7 @@ def phases(budget: RuntimePlanner) -> list[Phase]:
         None,
         held,
         held,
-        held + budget.tail(budget.admitted.tokens),
+        held + budget.tail(admitted(budget).tokens),
         "head and loss",
         measured.get(("tail", None)),
     )
@@ -146,8 +155,8 @@ def phases(budget: RuntimePlanner) -> list[Phase]:
 
 def _manner(option: PlanOption | None) -> str:
     if option is None or not (option.offloaded or option.plan not in (KEEP, KEEP_WEIGHTS)):
-        return "keeps all that is dear"
-    return "waits on the host" if option.offloaded else "computes again"
+        return "saves what is expensive"
+    return "offloads" if option.offloaded else "recomputes"
 
 
 def picture(budget: RuntimePlanner) -> str:
@@ -156,15 +165,18 @@ def picture(budget: RuntimePlanner) -> str:
 
 
 def paint(axes: Axes, budget: RuntimePlanner) -> None:
-    """What is there anyway, on it what layers hold, on that what each part needs while it runs; lines for budget and peaks, dots for samples."""
-    parts, resident = phases(budget), budget.admitted.resident + budget.admitted.weights
+    """Stack resident bytes, bytes that layers hold, and bytes of the running part; draw lines for budget and peaks.
+
+    Dots are samples.
+    """
+    parts, resident = phases(budget), admitted(budget).resident + admitted(budget).weights
     highest = max(part.most for part in parts) + resident
     unit, scale = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20) if highest >= 2**20 else ("KiB", 2**10)
     edges = range(len(parts) + 1)
     levels = [(resident + part.before) / scale for part in parts] + [(resident + parts[-1].after) / scale]
     axes.fill_between(edges, levels, color="#bfd3ee", linewidth=0, label="held for the backward pass, and gradients")
     if resident:
-        axes.fill_between(edges, resident / scale, color=BASE, linewidth=0, label="there anyway: weights, optimizer")
+        axes.fill_between(edges, resident / scale, color=BASE, linewidth=0, label="resident: weights, optimizer")
     for i, part in enumerate(parts):
         label = f"while it runs: {part.manner if part.kind == 'tail' else 'a layer that ' + part.manner}"
         known = label in axes.get_legend_handles_labels()[1]
@@ -187,8 +199,8 @@ def paint(axes: Axes, budget: RuntimePlanner) -> None:
 
 
 def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: float) -> None:
-    """Budget and peaks. A budget far above is not drawn: the picture would be empty below it."""
-    found = [("predicted peak", budget.admitted.peak, "#2563eb", (0, (1, 1.5)))]
+    """Draw budget and peaks. A budget far above the peak is not drawn: it would leave most of the picture empty."""
+    found = [("predicted peak", admitted(budget).peak, "#2563eb", (0, (1, 1.5)))]
     found += [("measured peak", budget.measured, INK, (0, (4, 2)))] if budget.measured else []
     found += (
         [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
@@ -198,7 +210,7 @@ def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: 
 
 
 def _label(axes: Axes, parts: list[Phase], first: int) -> None:
-    """Layers by their numbers from the first one's on, as many as there is room for; the three parts of the step above."""
+    """Label as many layers as fit with their numbers, counted from `first`, and the three parts of the step above."""
     layers = len(parts) // 2
     every = max(1, round(layers / 14))
     ticks = [i for i, part in enumerate(parts) if part.place is not None and part.place % every == 0]
@@ -223,7 +235,7 @@ def _label(axes: Axes, parts: list[Phase], first: int) -> None:
 
 
 def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
-    """A row for each run of layers that do the same: bytes and milliseconds are of one layer."""
+    """A row for each run of consecutive layers with the same plan; bytes and milliseconds are those of one layer."""
     parts = {part.place: part for part in phases(budget) if part.kind == "forward"}
     after = {
         place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part
@@ -235,7 +247,7 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
         places = [place for place, _ in members]
         if option is None:
             continue
-        again = budget.again(budget.layers[places[0]], option.plan)
+        recomputed = budget.again(budget.layers[places[0]], option.plan)
         grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
         first, last = (budget.layers[place].place for place in (places[0], places[-1]))
         table.append(
@@ -243,7 +255,7 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
                 "layers": f"{first} to {last}" if len(places) > 1 else str(first),
                 "number": len(places),
                 "region": budget.layers[places[0]].region.name,
-                "again": ", ".join(again) or "what is cheap",
+                "recomputed": ", ".join(recomputed) or "only cheap values",
                 "host": shown(option.offloaded) if option.offloaded else "",
                 "held": shown(option.held),
                 "grown": shown(sum(grown) // len(grown)) if grown else "",
@@ -256,62 +268,65 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
 
 
 def totals(budget: RuntimePlanner, steps: float | None) -> list[tuple[str, str, str]]:
-    """(what, predicted, measured). steps: milliseconds of the last ones."""
-    plan = budget.admitted
-    own, again = budget.step_ms(), plan.choice.ms
+    """Rows of (name, predicted, measured). steps: measured milliseconds of a step."""
+    plan = admitted(budget)
+    own, added = budget.step_ms(), plan.choice.ms
     lines = [
         ("Budget, for tensors", shown(budget.summary()["budget"]), ""),
         (
-            "There anyway: weights, gradients, optimizer",
+            "Resident: weights, gradients, optimizer",
             shown(plan.resident),
             shown(budget.others()) if budget.present else "",
         ),
         *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
         ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
         ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
-        ("Of it for the budget: computing again and waiting, ms", f"{again:,.1f}", ""),
+        ("Of it for the budget (recomputation, waiting), ms", f"{added:,.1f}", ""),
     ]
     if not budget.offloading:
         return lines
     copies = budget.offload.report()
     moved = sum(copies.get(name, 0.0) for name in ("copied_out_ms", "copied_back_ms"))
     waited = copies.get("exposed_ms", 0.0) + copies["blocked_ms"]
-    return lines + [
+    return [
+        *lines,
         (
-            "Copied to the host, and back",
+            "Copied to the host and back",
             shown(sum(o.offloaded for stack in plan.choice.options for o in stack)),
             shown(copies["bytes_out"]),
         ),
         ("Copies, ms", "", f"{moved:,.1f}"),
-        ("Of them hidden behind work, ms", "", f"{max(0.0, moved - waited):,.1f}"),
+        ("Of them hidden behind computation, ms", "", f"{max(0.0, moved - waited):,.1f}"),
         ("Waited for copies, ms", "", f"{waited:,.1f}"),
     ]
 
 
 def notes(budget: RuntimePlanner) -> list[str]:
-    """How to read the page, as far as this model needs it."""
-    said = [f"The plan is for {budget.admitted.tokens:,} tokens a batch."]
+    """Sentences on how to read the page, as far as they apply to this model."""
+    lines = [f"The plan is for {admitted(budget).tokens:,} tokens a batch."]
     if any(sample.allocated for sample in budget.trace.samples):
-        said.append(
-            f"Measured: bytes in tensors as each layer begins, in step {budget.trace.step}, of {budget.trace.tokens:,} tokens. "
-            "The measured peak is the allocator's, of the last step that set one; it falls within layers, between the dots."
+        lines.append(
+            f"Measured: bytes in tensors when each layer begins, in step {budget.trace.step} "
+            f"of {budget.trace.tokens:,} tokens. The measured peak is the allocator's, of the last step that set one. "
+            "Peaks occur within layers, between the dots."
         )
     else:
-        said.append(
-            "Nothing was measured: a CPU keeps no count of its tensors' bytes. The budget bounds what layers hold for the backward pass."
+        lines.append(
+            "Nothing was measured: a CPU keeps no count of its tensors' bytes. The budget limits the bytes that layers "
+            "save for the backward pass."
         )
     if budget.offloading:
-        said.append(
-            "Copies under way are part of what a layer needs while it runs, so dots lie above the line where layers wait on the host."
+        lines.append(
+            "Tensors that are being copied count to the running layer, so dots lie above the line where layers are "
+            "offloaded."
         )
     if budget.replays is not None and budget.replays.bytes:
-        said.append(
-            f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} for good: where they do, the dots lie level."
+        lines.append(
+            f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} permanently: "
+            "there the dots lie level."
         )
-    said.append(
-        "The step is measured from one training forward to the next, optimizer and data included, the median of the last ones; "
-        "what is predicted is by its kernels alone, and by AdamW: on a GPU only."
+    lines.append(
+        "The measured step time is the median, from one training forward to the next, with optimizer and data. "
+        "The prediction covers kernels and AdamW, on a GPU only."
     )
-    return said + budget.said()
-
-
+    return lines + budget.said()

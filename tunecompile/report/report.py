@@ -1,4 +1,4 @@
-"""What happened to a model: regions, matches, refusals with reasons, providers, saved bytes."""
+"""The report of an optimized model: regions, matches, refusals with reasons, providers, saved bytes."""
 
 from __future__ import annotations
 
@@ -28,40 +28,36 @@ class RegionReport:
     """One compiled region."""
 
     name: str  #: path and class of its layers
-    layers: int  #: that it serves
-    compiles: int  #: graphs that were compiled
-    recompiles: list[str]  #: for which guards it was compiled again
-    saved_bytes: list[int]  #: bytes a layer that each of its graphs keeps for the backward
-    providers: dict[str, int]  #: calls a layer by "op: provider"
+    layers: int  #: number of layers that use it
+    compiles: int  #: number of compiled graphs
+    recompiles: list[str]  #: the guards that failed and led to a recompilation
+    saved_bytes: list[int]  #: bytes a layer that each of its graphs saves for the backward pass
+    providers: dict[str, int]  #: calls a layer, by "op: provider"
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
-    changes: list[
-        Change
-    ]  #: what each pass did to the operations, in the last graph compiled. (None under `lower`: the code came from a cache.)
-    breaks: list[str]  #: why Dynamo made several graphs of it
+    changes: list[Change]  #: operations that each pass added or removed in the last graph; none of `lower` if cached
+    breaks: list[str]  #: reasons of graph breaks
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a model. Printable; `to_dict()` for machines."""
+    """What tunecompile did to a model. Print it, or read it with `to_dict()`."""
 
-    model: str  #: its class
-    regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms beside them
-    matches: list[MatchCount] = field(
-        default_factory=list
-    )  #: a family each, counted a layer, in the last graph compiled of each region
-    notes: list[Note] = field(default_factory=list)  #: what else there is to say
-    memory: dict[str, Any] | None = (
-        None  #: the plan under a budget, bytes and milliseconds: of the first device that layers are on
-    )
-    elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same of the others
+    model: str  #: class of the model
+    regions: list[RegionReport] = field(default_factory=list)  #: the kinds of layers, and the norms outside of layers
+    #: one a family, counted per layer, in the last graph compiled of each region
+    matches: list[MatchCount] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)  #: other findings, a sentence each
+    #: the plan under a budget, in bytes and milliseconds, for the first device with layers
+    memory: dict[str, Any] | None = None
+    elsewhere: list[dict[str, Any]] = field(default_factory=list)  #: the same for other devices
 
     @property
     def compiles(self) -> int:
-        """Graphs that were compiled, of all regions."""
+        """Number of compiled graphs of all regions."""
         return sum(region.compiles for region in self.regions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by name, ready for JSON; `saved_bytes` is the sum over all layers."""
+        """The fields as plain values, ready for JSON; `saved_bytes` is the sum over all layers."""
         return {
             "model": self.model,
             "regions": [asdict(r) for r in self.regions],
@@ -78,7 +74,7 @@ class Report:
         for r in self.regions:
             saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
             lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
-            lines += [f"    again because {reason}" for reason in r.recompiles]
+            lines += [f"    recompiled because {reason}" for reason in r.recompiles]
             for name, count in sorted(r.providers.items()):
                 lines += [f"    {count:3d} x {name}", *(f"          {reason}" for reason in r.reasons.get(name, []))]
         if any(m.found for m in self.matches):
@@ -91,14 +87,15 @@ class Report:
             lines += _memory_lines(plan, of_several=bool(self.elsewhere))
         if not self.compiles:
             lines.append("  nothing is compiled yet: run one training step")
-        return "\n".join(lines + [f"  note: {each}" for each in self.notes])
+        return "\n".join([*lines, *(f"  note: {each}" for each in self.notes)])
 
 
 def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
     measured = f", measured {shown(memory['measured_peak'])}" if memory["measured_peak"] else ""
     where = f" of {memory['device']}" if of_several else ""
     lines = [
-        f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"
+        f"  memory{where}: peak predicted {shown(memory['predicted_peak'])}{measured}, "
+        f"allowed {shown(memory['budget'])}, for {memory['tokens']} tokens"
     ]
     if memory["predicted_ms"]:
         took = f", measured {memory['measured_ms']:.0f} ms" if memory.get("measured_ms") else ""
@@ -113,7 +110,7 @@ def _memory_lines(memory: dict[str, Any], of_several: bool) -> list[str]:
 
 
 def summarize(state: State) -> Report:
-    """Collect what the backends of all regions recorded."""
+    """Make the report of what the backends of all regions recorded."""
     model, regions = state.model, state.compiled()
     layers = _layer_counts(model)
     made = [_region_report(region, layers.get(id(region), 1)) for region in regions]
@@ -132,22 +129,21 @@ def _region_notes(region: Region) -> list[str]:
 
 
 def _not_reduced(region: Region) -> list[Note]:
-    """Whether nothing of the region runs in the precision that was requested."""
+    """Note that nothing of the region runs in the precision that was requested."""
     return [
         note("region-not-in-precision", region.name, precision=c.precision)
         for c in contexts_of(region)
         if c.precision is not None and c.providers and not c.reduced
-    ]  # no providers: all code came from a cache
+    ]  # without providers, all code came from a cache
 
 
 def _region_report(region: Region, layers: int) -> RegionReport:
     training, pieces = contexts_of(region), pieces_of(region)
     reasons: dict[str, dict[str, None]] = {}
-    for name, said in (item for c in pieces for item in c.reasons.items()):
-        reasons.setdefault(name, {}).update(said)
-    saved = [
-        saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)
-    ]  # not by `==`: sizes may be symbols
+    for name, given in (item for c in pieces for item in c.reasons.items()):
+        reasons.setdefault(name, {}).update(given)
+    # compared by identity, not by `==`: sizes may be symbols
+    saved = [saved_bytes(c.saved) for c in training if not any(c is piece for piece in pieces)]
     return RegionReport(
         name=region.name,
         layers=layers,
@@ -155,21 +151,21 @@ def _region_report(region: Region, layers: int) -> RegionReport:
         recompiles=[reason for variant in region.variants.values() for reason in variant.recompiles],
         saved_bytes=[*saved, sum(saved_bytes(c.saved) for c in pieces)] if pieces else saved,
         providers=dict(sum((c.providers for c in pieces), Counter())),
-        reasons={name: [reason for reason in said if reason] for name, said in reasons.items()},
+        reasons={name: [reason for reason in given if reason] for name, given in reasons.items()},
         changes=[change for c in pieces for change in c.changes],
         breaks=[reason for variant in region.variants.values() for reason in variant.breaks],
     )
 
 
 def _memory(state: State) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """What the first device's budget says, and what a step took; and the other devices'."""
-    planned = [told for budget in state.step.budgets if (told := budget.summary()) is not None]
-    each = [told["predicted_ms"] for told in planned]
+    """The plan and the step time of the first device, and those of the other devices."""
+    planned = [plan for budget in state.step.budgets if (plan := budget.summary()) is not None]
+    each = [plan["predicted_ms"] for plan in planned]
     step = {
         "predicted_ms": sum(each) if all(each) else None,
         "measured_ms": state.part(StepTelemetry).step_ms,
     }  # devices take turns
-    planned = [told | step for told in planned]
+    planned = [plan | step for plan in planned]
     return (planned[0] if planned else None), planned[1:]
 
 
@@ -179,5 +175,5 @@ def _layer_counts(model: nn.Module) -> dict[int, int]:
 
 
 def saved_bytes(saved: Sequence[tuple[str, Any]]) -> int:
-    """Symbolic sizes are taken at their hint."""
+    """The sum of the bytes of saved tensors. Symbolic sizes count by their hints."""
     return sum(size_hint(nbytes) for _, nbytes in saved)
