@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import tunecompile
+
 ROOT = Path(__file__).parent.parent
 
 #: what `pip install torch` brings, by import name
@@ -70,6 +72,10 @@ def wheel(tmp_path_factory) -> Path:
     )
     (file,) = folder.glob("*.whl")
     return file
+
+
+def test_version(wheel):
+    assert wheel.name.startswith(f"tunecompile-{tunecompile.__version__}-")
 
 
 def test_contents(wheel):
