@@ -1,4 +1,4 @@
-"""What the doctor reports, and its checks of what compiles kernels: headers, compilers, a Triton kernel, caches."""
+"""Findings of the doctor, and its checks of the toolchain: headers, compilers, a Triton kernel, caches."""
 
 from __future__ import annotations
 
