@@ -1,1 +1,4 @@
-"""The only place that touches private names of torch, one file a topic. Checked on torch 2.11, 2.13 and 2.15. Knows nothing of the rest of the project."""
+"""The only place that touches private names of torch, one file a topic. Knows nothing of the rest of the project.
+
+`private_names` is the table of these names; `lookup` finds them.
+"""

@@ -1,45 +1,99 @@
-"""Autograd: which pass is running, who takes saved tensors, whether a trace that is not ours is under way."""
+"""Autograd: which pass is running, who takes saved tensors, whether a trace of another owner is under way."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tunecompile._torch.dynamo import is_compiling
+from tunecompile._torch.lookup import exist, lookup
 
 __all__ = [
     "CheckpointPolicy",
     "differentiable_outputs",
+    "in_backward",
     "in_checkpoint",
     "keeps_graph",
     "no_autocast",
     "others_trace",
     "outside_compilation",
+    "plain_functions",
+    "plain_tensors",
     "saving_is_taken",
+    "set_grad_enabled",
 ]
 
-no_autocast = torch._C._DisableAutocast
+
+@contextlib.contextmanager
+def _autocast_off() -> Iterator[None]:
+    """`no_autocast` by the public context, a device type at a time."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+_SCHEMAS = "torch._functorch._aot_autograd.schemas"
+_output_type = lookup(f"{_SCHEMAS}.OutputType")
+_graph_metadata = lookup(f"{_SCHEMAS}.ViewAndMutationMeta")
+_OUTPUTS_ARE_KNOWN = exist(
+    *("OutputType", "ViewAndMutationMeta", "ViewAndMutationMeta.output_info"),
+    "ViewAndMutationMeta.num_mutated_inp_runtime_indices",
+    under=_SCHEMAS,
+)
+_graph_task = lookup("torch._C._current_graph_task_id", lambda: -1)
+_top_hooks = lookup("torch._C._autograd._top_saved_tensors_default_hooks")
+_hooks_are_allowed = lookup("torch._C._autograd._saved_tensors_hooks_is_enabled")
+_CAN_TAKE = (
+    _top_hooks is not None
+    and _hooks_are_allowed is not None
+    and exist("torch.multiprocessing.reductions.StorageWeakRef")
+)
+_unset_fake = lookup("torch._subclasses.fake_tensor.unset_fake_temporarily", contextlib.nullcontext)
+_transform = lookup("torch._C._functorch.peek_interpreter_stack", _nothing)
+
+#: in a backward pass: whether the caller retains its graph. True where torch does not tell
+keeps_graph = lookup("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
+
+no_autocast = lookup("torch._C._DisableAutocast", _autocast_off)  #: a context without autocast, on any device
+set_grad_enabled = lookup("torch._C._set_grad_enabled")  #: what `with torch.no_grad()` leaves in a graph
+#: inside, no `__torch_function__` is asked, modes' neither
+plain_functions = lookup("torch._C.DisableTorchFunction", contextlib.nullcontext)
+#: inside, subclasses answer as tensors: 4-bit parameters would answer each question in Python
+plain_tensors = lookup("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
 
 
 def in_checkpoint() -> bool:
-    """Whether a non-reentrant `torch.utils.checkpoint` is under way: it will repeat what is called now, in the backward pass."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Whether a non-reentrant `torch.utils.checkpoint` is under way: the backward pass will repeat this call.
+
+    True where torch does not tell.
+    """
+    if _top_hooks is None:
+        return True
+    hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def saving_is_taken() -> str | None:
-    """Why hooks for saved tensors must not be set now; None where they may. (Autograd calls the innermost hooks only.)"""
-    if torch._C._current_graph_task_id() != -1:
+    """Why hooks for saved tensors must not be set now; None where they may.
+
+    (Autograd calls the innermost hooks only.)
+    """
+    if not _CAN_TAKE:
+        return "this version of torch does not tell whether other hooks take the saved tensors"
+    if in_backward():
         return "recomputed in the backward pass, where it is used at once"
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not _hooks_are_allowed():
         return "hooks for saved tensors are forbidden here (torch.func)"
     if in_checkpoint():
         return "inside a checkpoint"
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if _top_hooks(True) is not None:
         return "other hooks take the saved tensors"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "recorded as a CUDA graph, whose memory is its own"
@@ -47,47 +101,36 @@ def saving_is_taken() -> str | None:
 
 
 def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int] | None:
-    """Which outputs of a compiled graph's node have a history. Views are made outside of it. None of another node."""
-    made = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
-    if not isinstance(made, ViewAndMutationMeta):
+    """Which outputs of a compiled graph's node have a history; None of another node.
+
+    Views are not among them: they are made outside the graph.
+    """
+    made: Any = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+    if not _OUTPUTS_ARE_KNOWN or not isinstance(made, _graph_metadata):
         return None
     start = made.num_mutated_inp_runtime_indices
     return {
         start + at
         for at, output in enumerate(made.output_info)
-        if output.requires_grad and output.output_type is OutputType.non_alias
+        if output.requires_grad and output.output_type is _output_type.non_alias
     }
 
 
-def keeps_graph() -> bool:
-    """In a backward pass: whether the caller retains its graph."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 @contextlib.contextmanager
-def outside_compilation():
+def outside_compilation() -> Iterator[None]:
     """Inside a backend: real tensors, whatever autocast and whichever fake mode it was called under."""
-    with unset_fake_temporarily(), no_autocast():
+    with _unset_fake(), no_autocast():
         yield
 
 
 def others_trace() -> bool:
-    """Whether the model runs in a trace that is not ours: compiled from outside, or under a transform of `torch.func` or of forward-mode derivatives. Tensors
-    of these have no storage, and ordinary autograd functions, as compiled code is one, refuse them."""
-    return (
-        is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    """Whether the model runs in a trace of another owner: compiled from outside, `torch.func` or forward-mode AD.
+
+    Tensors of these have no storage, and autograd functions, as compiled code is one, refuse them.
+    """
+    return is_compiling() or _transform() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way in this thread: what is called now is recomputed by a checkpoint, or called by a hook."""
-    return torch._C._current_graph_task_id() != -1
-
-
-set_grad_enabled = torch._C._set_grad_enabled  #: what `with torch.no_grad()` leaves in a graph
-plain_functions = torch._C.DisableTorchFunction  #: inside, no `__torch_function__` is asked, modes' neither
-plain_tensors = (
-    torch._C.DisableTorchFunctionSubclass
-)  #: inside, subclasses are asked as tensors: 4-bit parameters would answer each question in Python
+    """Whether this thread runs a backward pass: a checkpoint or a hook makes this call."""
+    return _graph_task() != -1

@@ -5,35 +5,47 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from tunecompile._torch.lookup import lookup
+
+__all__ = ["attention_order", "grow_segments", "occupy_gpu"]
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")
+_configure = lookup("torch._C._accelerator_setAllocatorSettings")
+_sleep = lookup("torch.cuda._sleep", lambda cycles: None)
+
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator map pages to segments that grow, and so leave less between blocks unused: 0.4 GiB instead of 1.0 under a
-    budget of 10 GiB (8B, 4x2048). What the user configured stands, and vLLM exports memory to other processes in a way that wants whole segments
-    (vllm#42609)."""
-    configured = (
-        any(
-            os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-        )
-        or getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()
-    )
-    if sys.platform != "linux" or configured or "vllm" in sys.modules or torch.cuda.get_allocator_backend() != "native":
+    """Let torch's CUDA allocator map pages to segments that grow, which leaves less memory unused between blocks.
+
+    0.4 GiB instead of 1.0 under a budget of 10 GiB (8B, 4x2048). The user's configuration stands, and vLLM exports
+    memory to other processes in a way that requires whole segments (vllm#42609).
+    """
+    configured = any(os.environ.get(name) for name in _VARIABLES) or _configured()
+    if sys.platform != "linux" or configured or "vllm" in sys.modules or _configure is None:
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if torch.cuda.get_allocator_backend() != "native":
+        return
+    _configure("expandable_segments:True")
     try:
-        torch.empty(1 << 25, dtype=torch.uint8, device="cuda")  # of virtual GPUs, some have no such mapping
+        torch.empty(1 << 25, dtype=torch.uint8, device="cuda")  # some virtual GPUs have no such mapping
     except torch.OutOfMemoryError:
         pass
     except RuntimeError:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        _configure("expandable_segments:False")
 
 
 @contextlib.contextmanager
-def attention_order(names: Sequence[str]):
-    """F.scaled_dot_product_attention takes the first of these ("cudnn", "flash", "efficient", "math") that supports its arguments, and no other."""
+def attention_order(names: Sequence[str]) -> Iterator[None]:
+    """Inside, F.scaled_dot_product_attention runs the first of these kernels that supports its arguments, and no other.
+
+    Args:
+        names: of "cudnn", "flash", "efficient" and "math".
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -48,4 +60,4 @@ def attention_order(names: Sequence[str]):
 
 def occupy_gpu(cycles: int = 2_000_000) -> None:
     """The current stream waits for about a millisecond, while the host goes on."""
-    torch.cuda._sleep(cycles)
+    _sleep(cycles)

@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tunecompile._torch.lookup import is_there, lookup
+from tunecompile._torch.private_names import FSDP
+
+__all__ = ["around_now", "fsdp_groups", "fsdp_groups_behind", "local_part", "meeting_store", "several"]
+
+_active_ddp = lookup("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", lambda: None)
+_STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
 
 def around_now() -> DistributedDataParallel | None:
     """The wrapper inside whose forward this is, if any."""
-    return DistributedDataParallel._get_active_ddp_module()
+    return _active_ddp()
 
 
 def meeting_store(prefix: str) -> Any:
-    """Keys with this prefix in the store in which the ranks of the default group met, by a connection of our own: torch's may wait for another rank,
-    with a lock on it. None where there is no such store (a group for tests)."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    """The store in which the ranks of the default group met, by a connection of our own, below a prefix.
 
+    torch's own connection may wait for another rank, with a lock on it. None where there is no such store (a group for
+    tests).
+    """
+    find = lookup("torch.distributed.distributed_c10d._get_default_store")
+    if find is None:
+        return None
     try:
-        return torch.distributed.PrefixStore(prefix, _get_default_store().clone())
+        return torch.distributed.PrefixStore(prefix, find().clone())
     except RuntimeError:
         return None
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a DTensor, of any other tensor all. (`to_local` makes a view, which cannot be traced, and plans are made while layers are.)"""
+    """The part of a DTensor that this process holds; any other tensor whole.
+
+    (`to_local` makes a view, which cannot be traced, and plans are made while layers are.)
+    """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def fsdp_groups(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """What FSDP2 gathers and frees around this module's calls: groups of parameters. None for a module that `fully_shard` was not called for."""
-    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    state = states and states._get_module_fsdp_state(module)
+    """The groups of parameters that FSDP2 gathers and frees around this module's calls.
+
+    None for a module that `fully_shard` was not called for.
+    """
+    states = _fsdp_states()
+    state = None if states is None else states._get_module_fsdp_state(module)
     return None if state is None else _groups_of(state)
 
 
 def fsdp_groups_behind(hook: Any) -> tuple[Any, ...] | None:
-    """The same of the modules that FSDP2 registered a hook for, on what they return. None for anybody else's."""
-    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    """The groups of the modules whose outputs have this hook of FSDP2. None for a hook of another origin."""
+    states = _fsdp_states()
     state = getattr(hook, "__self__", None)
-    return _groups_of(state) if states and isinstance(state, states.FSDPState) else None
+    return _groups_of(state) if states is not None and isinstance(state, states.FSDPState) else None
+
+
+def _fsdp_states() -> Any:
+    """FSDP2's module of states. None where it is not imported, or lacks a name that this package uses."""
+    return sys.modules.get(_STATES) if _STATES in sys.modules and _fsdp_is_known() else None
+
+
+@functools.cache
+def _fsdp_is_known() -> bool:
+    return all(is_there(row) for row in FSDP if row.used)
 
 
 def _groups_of(state: Any) -> tuple[Any, ...]:

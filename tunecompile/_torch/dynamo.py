@@ -8,13 +8,9 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
-from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.utils import get_metrics_context
-from torch._guards import CompileContext
 
 from tunecompile._torch.distributed import around_now
+from tunecompile._torch.lookup import exist, exists, lookup, patched
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
@@ -22,66 +18,122 @@ __all__ = [
     "call_compiled",
     "call_whole",
     "current_frame",
+    "graph_limit",
     "is_compiling",
     "is_full",
+    "mark_dynamic",
     "recompile_reason",
+    "reset",
     "specialize_floats",
     "static_shapes",
 ]
 
 
+class _NotRaised(Exception):
+    """In the place of an error that this version of torch does not have."""
+
+
+#: raised inside a backend to have Dynamo trace the function anew
+TensorifyScalarRestartAnalysis = lookup("torch._dynamo.exc.TensorifyScalarRestartAnalysis", _NotRaised)
+#: an operation failed on fake tensors
+TorchRuntimeError = lookup("torch._dynamo.exc.TorchRuntimeError", _NotRaised)
+reset = torch.compiler.reset  #: forget all graphs
+
+_STATE = "torch._dynamo.symbolic_convert.TensorifyState"
+_specialize = lookup(f"{_STATE}.specialize")
+_is_special = lookup(f"{_STATE}.should_specialize")
+_CAN_SPECIALIZE = (
+    _specialize is not None
+    and _is_special is not None
+    and exist("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "torch.fx.experimental.sym_node.SymNode._expr")
+)
+_metrics = lookup("torch._dynamo.utils.get_metrics_context", lambda: None)
+_compilation = lookup("torch._guards.CompileContext.try_get")
+_compilation_id = lookup("torch._guards.CompileContext.current_compile_id", lambda: None)
+_cache_entries = lookup("torch._dynamo.eval_frame._debug_get_cache_entry_list", lambda code: ())
+_compile_lock = lookup("torch._dynamo.convert_frame.compile_lock")
+_FLAG_IS_SHARED = exists("torch.fx._symbolic_trace._is_fx_tracing_flag")
+_closure_patcher = lookup("torch._dynamo.config._make_closure_patcher")
+_CUTS_FOR_DDP = exists("torch._dynamo.config.optimize_ddp")
+_maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, dims: None)
+
+
 def recompile_reason() -> str | None:
     """Inside a backend: the guard whose failure made Dynamo compile this function again; None the first time."""
-    return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return getattr(_metrics(), "_metrics", {}).get("recompile_reason")
 
 
 def is_full(code: CodeType) -> bool:
-    """Whether Dynamo has as many graphs of this code as it may, and makes no more: others run eagerly, with all that they call."""
-    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(code)) >= torch._dynamo.config.recompile_limit
+    """Whether Dynamo has as many graphs of this code as it may, and makes no more.
+
+    Other calls of it run eagerly, with all that they call.
+    """
+    return len(_cache_entries(code)) >= graph_limit()
 
 
 def specialize_floats(gm: torch.fx.GraphModule) -> None:
-    """Have Dynamo trace anew with constants where it made symbols of floats (an epsilon, an adapter's scale) that differ between layers.
+    """Have Dynamo trace anew with constants in place of symbols of floats that differ between layers.
+
+    Such floats are an epsilon, or an adapter's scale.
 
     Raises:
         TensorifyScalarRestartAnalysis: there were any. Dynamo catches it and comes back.
     """
+    if not _CAN_SPECIALIZE:
+        return
     symbols = {
         v.node._expr for node in gm.graph.nodes if isinstance(v := node.meta.get("example_value"), torch.SymFloat)
     }
     names = [
         symbol.name
         for symbol in symbols
-        if getattr(symbol, "name", "").startswith("zf") and not TensorifyState.should_specialize(symbol.name)
+        if getattr(symbol, "name", "").startswith("zf") and not _is_special(symbol.name)
     ]
     for name in names:
-        TensorifyState.specialize(name)
+        _specialize(name)
     if names:
         raise TensorifyScalarRestartAnalysis
 
 
 def call_compiled(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call what `torch.compile` made. It refuses while any thread traces: that flag is the process's (torch/_dynamo/eval_frame.py, pytorch#126024). What another
-    thread traces it traces under Dynamo's lock, so the call is made again when that is free. A lock around each call would have threads run in turns."""
+    """Call a function that `torch.compile` made.
+
+    Before torch 2.15 it refuses while any thread traces: that flag is the process's (torch/_dynamo/eval_frame.py,
+    pytorch#126024). Another thread traces under Dynamo's lock, so the call is repeated when the lock is free. A lock
+    around each call would have threads run in turns.
+    """
     while True:
         try:
             return compiled(*args, **kwargs)
         except RuntimeError as error:
-            if (
-                "using FX to symbolically trace" not in str(error) or error.__traceback__.tb_next.tb_next is not None
-            ):  # something inside has run, and failed
+            if "using FX to symbolically trace" not in str(error) or _was_inside(error):
                 raise
-            with compile_lock:
+            if _compile_lock is None or not _FLAG_IS_SHARED:
+                raise
+            with _compile_lock:
                 if torch.fx._symbolic_trace._is_fx_tracing_flag:  # by the caller
                     raise
 
 
+def _was_inside(error: BaseException) -> bool:
+    """Whether a function that the compiled one calls raised it, so that some of it has run."""
+    traceback = error.__traceback__
+    return traceback is None or traceback.tb_next is None or traceback.tb_next.tb_next is not None
+
+
 def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call what is one layer, compiled or to be compiled now. Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent
-    while others are computed (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found in one piece only."""
-    if around_now() is None:
+    """Call one layer, compiled or to be compiled now, as a single graph.
+
+    Under DDP Dynamo would cut its graph where DDP's buckets end, so that gradients are sent while others are computed
+    (torch/_dynamo/backends/distributed.py). A model compiled by layers has those cuts, and a pattern is found within a
+    graph only.
+    """
+    if around_now() is None or not _CUTS_FOR_DDP:
         return call_compiled(compiled, *args, **kwargs)
-    as_it_was = torch._dynamo.config._make_closure_patcher(optimize_ddp=False)()
+    if _closure_patcher is None:
+        with patched(torch._dynamo.config, optimize_ddp=False):
+            return call_compiled(compiled, *args, **kwargs)
+    as_it_was = _closure_patcher(optimize_ddp=False)()
     try:
         return call_compiled(compiled, *args, **kwargs)
     finally:
@@ -89,32 +141,43 @@ def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def static_shapes() -> contextlib.AbstractContextManager:
-    """Inside, Dynamo takes every size for a constant, whatever sizes it has seen before: graphs of numbers are traced faster than those of symbols."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+    """Inside, Dynamo takes every size for a constant, whatever sizes it has seen before.
+
+    Graphs of numbers are traced faster than those of symbols.
+    """
+    return patched(torch._dynamo.config, automatic_dynamic_shapes=False, assume_static_by_default=True)
 
 
 def is_compiling() -> bool:
-    """Whether what calls this is being compiled or exported. torch's flag is the process's, and is set while another thread compiles (pytorch#118260)."""
+    """Whether the caller is being compiled or exported.
+
+    torch's flag is the process's, and is set while another thread compiles (pytorch#118260).
+    """
     return torch.compiler.is_compiling() and (
-        torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or CompileContext.try_get() is not None
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
+        or _compilation is None
+        or _compilation() is not None
     )
 
 
 def current_frame() -> int | None:
-    """Which function Dynamo compiles now: the same one once more keeps its number. None outside of a compilation."""
-    made = CompileContext.current_compile_id()
-    return made and made.frame_id
+    """The number of the function that Dynamo compiles now: the same one, compiled again, keeps it.
+
+    None outside a compilation.
+    """
+    return getattr(_compilation_id(), "frame_id", None)
 
 
 def graph_limit() -> int:
     """How many graphs of one code object Dynamo makes before it leaves calls eager."""
-    return torch._dynamo.config.recompile_limit
+    return getattr(torch._dynamo.config, "recompile_limit", 8)
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: int | list[int]) -> None:
-    """Sizes along these dimensions may change: symbols, where Dynamo can. Nothing where the tensor is marked already."""
+    """Sizes along these dimensions may change: symbols, where Dynamo can.
+
+    Does nothing where the tensor is marked already.
+    """
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-        torch._dynamo.maybe_mark_dynamic(tensor, dims)
-
-
-reset = torch._dynamo.reset  #: forget all graphs
+        _maybe_mark_dynamic(tensor, dims)

@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sympy import Expr
-from torch._dispatch.python import enable_python_dispatcher
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunecompile._torch.autograd import no_autocast
+from tunecompile._torch.lookup import lookup
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.multiprocessing.reductions import StorageWeakRef
+else:
+
+    class _Absent:
+        """In the place of a class that this version of torch does not have: nothing is an instance of it."""
+
+    FakeTensor = lookup("torch._subclasses.fake_tensor.FakeTensor", _Absent)
+    FakeTensorMode = lookup("torch._subclasses.fake_tensor.FakeTensorMode", _Absent)
+    StorageWeakRef = lookup("torch.multiprocessing.reductions.StorageWeakRef", _Absent)
 
 __all__ = [
     "Expr",
+    "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
+    "dispatch_mode",
     "enable_python_dispatcher",
     "fake_mode_of",
     "free_unbacked_symbols",
+    "is_fake",
     "make_fx",
     "size_hint",
     "trace",
 ]
 
+#: inside, operations on symbolic sizes reach the rules for fake tensors
+enable_python_dispatcher = lookup("torch._dispatch.python.enable_python_dispatcher", contextlib.nullcontext)
+make_fx = lookup("torch.fx.experimental.proxy_tensor.make_fx")  #: traces a function to a graph of ATen operations
+select_decomp_table = lookup("torch._inductor.decomposition.select_decomp_table")  #: Inductor's decompositions
+#: symbols of a tensor's sizes that have no hint. Where torch does not tell, there may be some
+free_unbacked_symbols = lookup("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols", lambda value: {"unknown"})
+#: the innermost mode that sees every operation, None where there is none. Where torch does not tell, there may be one
+dispatch_mode = lookup("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: True)
+
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:
-    """The mode of the first fake tensor. (`detect_fake_mode` prefers the tracing context's, and Dynamo gives backends a fresh one.)"""
+    """The mode of the first fake tensor.
+
+    (`detect_fake_mode` prefers the tracing context's, and Dynamo gives backends a fresh one.)
+    """
     leaves = torch.utils._pytree.tree_leaves(values)
     return next((value.fake_mode for value in leaves if isinstance(value, FakeTensor)), None)
 
@@ -48,13 +69,10 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or of a symbol the size it was compiled for; 0 without one."""
+    """A size; of a symbol the size that it was compiled for; 0 without one."""
     return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 0
 
 
 def is_fake(value: Any) -> bool:
     """Whether a tensor has no data."""
     return isinstance(value, FakeTensor)
-
-
-dispatch_mode = _get_current_dispatch_mode  #: the innermost mode that sees every operation, None where there is none

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
-from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 
 from tunecompile._torch import known_bugs
+from tunecompile._torch.fake_tensors import select_decomp_table
+from tunecompile._torch.lookup import exist, exists, lookup, need, patched
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+else:
+    CustomGraphPass = lookup("torch._inductor.custom_graph_pass.CustomGraphPass", object)
+    CustomPartitionerFn = lookup("torch._inductor.custom_graph_pass.CustomPartitionerFn", object)
 
 __all__ = [
     "CustomGraphPass",
@@ -43,16 +45,53 @@ __all__ = [
 ]
 
 
-def start_compile_workers() -> None:
-    """What a first compilation waits for, begun before it: Inductor's processes that compile Triton kernels need seconds to come up, in which it would
-    compile one after the other, and Triton reads itself (for its cache's keys) and compiles its driver in C."""
-    with contextlib.suppress(ImportError):  # only time is lost
-        from torch._inductor.async_compile import maybe_warm_pool
+aot_autograd = lookup("torch._dynamo.backends.common.aot_autograd")
+make_boxed_func = lookup("torch._functorch.aot_autograd.make_boxed_func")
+#: AOTAutograd's partitioner: cuts a joint graph in two, and recomputes cheap operations
+min_cut_rematerialization_partition = lookup("torch._functorch.partitioners.min_cut_rematerialization_partition")
+#: torch's module for launches of Triton kernels in graphs
+triton_kernel_wrap = lookup("torch._higher_order_ops.triton_kernel_wrap")
 
-        with _in_environment(
-            TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"
-        ):  # they see no `config_patches`
-            maybe_warm_pool()
+_LOGGING = "torch._logging._internal"
+_TRACES = exist("LazyTraceHandler", "trace_log", "trace_structured", under=_LOGGING)
+_trace_log = lookup(f"{_LOGGING}.trace_log")
+_trace_handler = lookup(f"{_LOGGING}.LazyTraceHandler")
+_trace_structured = lookup(f"{_LOGGING}.trace_structured")
+
+_TELLS_REPLACEMENTS = exists("torch.fx.GraphModule._set_replace_hook")
+_GUARDS = "torch._guards.TracingContext"
+_tracing = lookup(f"{_GUARDS}.try_get", lambda: None)
+_CLEARS_DONATED = exist(f"{_GUARDS}.try_get", f"{_GUARDS}.fw_metadata") and exists(
+    "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs"
+)
+_CODE = "torch._inductor.output_code.CompiledFxGraph"
+_compiled_graph = lookup(_CODE)
+_CAN_WRAP = exist(_CODE, f"{_CODE}.current_callable", f"{_CODE}.mutated_input_idxs")
+
+
+def _default_cache_dir() -> str:
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+
+
+def _cache_dir() -> str:
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _default_cache_dir()
+
+
+_CACHES = "torch._inductor.runtime.cache_dir_utils"
+_find_cache = lookup(f"{_CACHES}.cache_dir", _cache_dir)
+_find_default_cache = lookup(f"{_CACHES}.default_cache_dir", _default_cache_dir)
+
+
+def start_compile_workers() -> None:
+    """Begin early with what a first compilation waits for.
+
+    Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one kernel after
+    the other, and Triton reads itself (for its cache's keys) and compiles its driver in C.
+    """
+    with contextlib.suppress(ImportError):  # only time is lost
+        # workers see no `config_patches`
+        with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):
+            need("torch._inductor.async_compile.maybe_warm_pool")()
         import triton
 
         threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()
@@ -66,7 +105,7 @@ def _prepare_triton(triton: Any) -> None:
 
 @contextlib.contextmanager
 def _in_environment(**variables: str) -> Iterator[None]:
-    """For processes that are started inside; what the user set stands."""
+    """For processes that are started inside. Variables that the user set stay."""
     ours = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -79,7 +118,8 @@ def _in_environment(**variables: str) -> Iterator[None]:
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead
 Wrap = Callable[[Callable, str, Sequence[int]], Callable]
 
-#: (graph, its fake inputs, "forward" or "backward"), both changed in place -> what to put around the compiled callable, if anything
+#: (graph, its fake inputs, "forward" or "backward"), both changed in place -> what to put around the compiled callable,
+#: if anything
 Keep = Callable[[torch.fx.GraphModule, list, str], Callable[[Callable], Callable] | None]
 
 #: (graph, its fake inputs) -> a context in which code is generated for it
@@ -91,11 +131,42 @@ def _at_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> contextlib.Abst
 
 
 def _keep_for_another_backward(kind: str | None) -> None:
-    """Let no backward write into what its forward saved: with `retain_graph=True` it is needed again, and torch would refuse to run code that does
-    (pytorch#130580). What is saved is freed as it is used all the same."""
-    made = torch._guards.TracingContext.try_get()
-    if kind == "backward" and made is not None and made.fw_metadata is not None:
+    """Let no backward write into tensors that its forward saved.
+
+    With `retain_graph=True` they are needed again, and torch would refuse to run code that writes into them
+    (pytorch#130580). Each is freed when it is used all the same.
+    """
+    if kind != "backward" or not _CLEARS_DONATED:
+        return
+    made = _tracing()
+    if made is not None and made.fw_metadata is not None:
         made.fw_metadata.bw_donated_idxs = []
+
+
+def _functorch(**settings: Any) -> contextlib.AbstractContextManager:
+    """AOTAutograd's configuration, inside.
+
+    Both graphs are generated at once: left to the first backward pass, code that cannot be generated would end the
+    training there, where nothing can take its place. And no other thread compiles while this one does, as one may
+    during a backward pass.
+    """
+    if not _CLEARS_DONATED:
+        settings["donated_buffer"] = False
+    return patched(torch._functorch.config, force_non_lazy_backward_lowering=True, **settings)
+
+
+def _inductor_settings(lower: CustomGraphPass, partition: CustomPartitionerFn) -> dict[str, Any]:
+    """Inductor's configuration of one graph, as far as this version of torch knows it.
+
+    combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476
+    on a 1B model. Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a
+    kernel (its workers know from their environment).
+    """
+    settings: dict[str, Any] = {"combo_kernels": True, "static_launch_user_defined_triton_kernels": True}
+    if known_bugs.MIX_ORDER_REDUCTION.present:
+        settings["triton.mix_order_reduction"] = False
+    known = {name: value for name, value in settings.items() if exists(f"torch._inductor.config.{name}")}
+    return {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, **known}
 
 
 def compile_inductor(
@@ -108,9 +179,26 @@ def compile_inductor(
     cached: bool = True,
     turn: Turn = _at_once,
 ) -> Callable:
-    """turn: around the generation of code. cached: whether AOTAutograd may take both graphs from its cache, and so leave out the partitioner."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.output_code import CompiledFxGraph
+    """Generate code for a graph of Dynamo, and for its backward.
+
+    Args:
+        gm: the graph.
+        inputs: its fake inputs.
+        lower: runs on both final graphs.
+        partition: cuts the joint graph.
+        wrap: see `Wrap`.
+        keep: see `Keep`.
+        cached: whether AOTAutograd may take both graphs from its cache, and so skip the partitioner.
+        turn: around the generation of code.
+
+    Raises:
+        ImportError: this version of torch has no `compile_fx` where it was.
+    """
+    compile_fx, compile_fx_inner = (
+        need(f"torch._inductor.compile_fx.{name}") for name in ("compile_fx", "compile_fx_inner")
+    )
+    if not _CAN_WRAP:
+        wrap, keep = None, None
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
@@ -120,7 +208,7 @@ def compile_inductor(
             code = compile_fx_inner(graph_module, example_inputs, **kwargs)
         if (
             wrap is not None
-            and isinstance(code, CompiledFxGraph)
+            and isinstance(code, _compiled_graph)
             and not kwargs.get("is_inference")
             and not code.mutated_input_idxs
         ):
@@ -129,18 +217,8 @@ def compile_inductor(
             code.current_callable = around(code.current_callable)
         return code
 
-    # combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476 on a 1B model.
-    # Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a kernel (its workers know from their environment).
-    patches = {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, "combo_kernels": True}
-    if known_bugs.MIX_ORDER_REDUCTION.present:
-        patches["triton.mix_order_reduction"] = False
-    if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
-        patches["static_launch_user_defined_triton_kernels"] = True
-    # Both graphs at once: left to the first backward pass, code that cannot be generated would end the training there, where nothing can take its place.
-    with torch._functorch.config.patch(
-        enable_autograd_cache=wrap is None and cached, force_non_lazy_backward_lowering=True
-    ):  # what comes from that cache is not wrapped
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    with _functorch(enable_autograd_cache=wrap is None and cached):  # graphs from that cache are not wrapped
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=_inductor_settings(lower, partition))
 
 
 def compile_eager(
@@ -153,7 +231,10 @@ def compile_eager(
     cached: bool = False,
     turn: Turn = _at_once,
 ) -> Callable:
-    """The same pipeline, with the final graphs interpreted instead of compiled: seconds instead of minutes, for tests."""
+    """The same pipeline, with the final graphs interpreted instead of compiled.
+
+    It takes seconds instead of minutes, for tests.
+    """
 
     def compiler(kind: str | None) -> Callable:
         def run(graph_module: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -170,9 +251,7 @@ def compile_eager(
 
         return run
 
-    with torch._functorch.config.patch(
-        force_non_lazy_backward_lowering=True
-    ):  # no other thread compiles now, as one may during the backward pass
+    with _functorch():
         return aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
@@ -183,38 +262,43 @@ def compile_eager(
 
 
 def replacing(
-    gm: torch.fx.GraphModule, told: Callable[[torch.fx.Node, str, torch.fx.Node], Any]
+    gm: torch.fx.GraphModule, notify: Callable[[torch.fx.Node, str, torch.fx.Node], Any]
 ) -> contextlib.AbstractContextManager:
-    """Inside, `told(old, new, user)` is called where a user of one node becomes another's, which is called `new`."""
-    return gm._set_replace_hook(told)
+    """Inside, `notify(old, new, user)` is called where `user` reads the node named `new` in the place of `old`."""
+    return gm._set_replace_hook(notify) if _TELLS_REPLACEMENTS else contextlib.nullcontext()
 
 
 def is_tracing() -> bool:
-    """Inside a compilation: whether the user wants torch's structured trace (TORCH_TRACE=folder). Without a folder its handler goes at the first record."""
-    return any(isinstance(handler, LazyTraceHandler) for handler in trace_log.handlers)
+    """Inside a compilation: whether the user wants torch's structured trace (TORCH_TRACE=folder).
+
+    Without a folder its handler goes at the first record.
+    """
+    return _TRACES and any(isinstance(handler, _trace_handler) for handler in _trace_log.handlers)
 
 
 def is_a_tensor(value: Any) -> bool:
-    """One that is traced, or what stands for one while Inductor lowers a graph."""
-    inductor = sys.modules.get("torch._inductor.ir")
-    return isinstance(value, torch.Tensor) or (inductor is not None and isinstance(value, inductor.TensorBox))
+    """Whether it is a tensor that is traced, or its representation while Inductor lowers a graph."""
+    box = getattr(sys.modules.get("torch._inductor.ir"), "TensorBox", None)
+    return isinstance(value, torch.Tensor) or (box is not None and isinstance(value, box))
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """One more file beside those of torch's own compiler, in what tlparse shows."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+    """One more file beside those of torch's own compiler, in the pages of tlparse."""
+    if _TRACES:
+        _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def cache_folder() -> Path:
-    """Where Inductor keeps what it generated."""
-    return Path(cache_dir())
+    """The folder of Inductor's caches."""
+    return Path(_find_cache())
 
 
 def keeps_code() -> bool:
-    """Whether Inductor looks there for code that was generated before."""
-    return torch._inductor.config.fx_graph_cache and not torch._inductor.config.force_disable_caches
+    """Whether Inductor looks in its caches for code that was generated before. No, where torch does not tell."""
+    config = torch._inductor.config
+    return getattr(config, "fx_graph_cache", False) and not getattr(config, "force_disable_caches", True)
 
 
 def default_cache_folder() -> Path:
-    """The same where nobody says where."""
-    return Path(default_cache_dir())
+    """The folder of Inductor's caches where no configuration names one."""
+    return Path(_find_default_cache())

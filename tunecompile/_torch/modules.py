@@ -1,33 +1,54 @@
-"""torch.nn.Module: where hooks are kept, and weights that others stand in for."""
+"""torch.nn.Module: its slot for compiled code, where hooks are kept, and weights that others replace for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
-__all__ = ["HOOKS", "global_hooks", "hooked", "is_of", "linear", "reparametrized"]
+from tunecompile._torch.lookup import exist, lookup, need
 
-linear = torch._C._nn.linear  #: what `torch.nn.functional.linear` is, until DeepSpeed's ZeRO-3 puts another function in its place (tunecompile/zero.py)
+__all__ = [
+    "HOOKS",
+    "call_original",
+    "empty",
+    "fill",
+    "fill_own",
+    "global_hooks",
+    "hooked",
+    "is_of",
+    "linear",
+    "reparametrized",
+    "slot_of",
+]
 
+#: the function `torch.nn.functional.linear`, until DeepSpeed's ZeRO-3 puts another one in its place
+#: (tunecompile/integrations/deepspeed.py)
+linear = lookup("torch._C._nn.linear", torch.nn.functional.linear)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  #: where a module keeps them
+
+_MODULE = torch.nn.modules.module
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_GLOBAL_HOOKS += ("_global_backward_pre_hooks", "_global_backward_hooks")
+_KNOWS_GLOBAL_HOOKS = exist("_has_any_global_hook", *_GLOBAL_HOOKS, under="torch.nn.modules.module")
+
+
+def reparametrized(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Inside, the module's parameters of these names are these tensors.
+
+    Raises:
+        ImportError: torch has no such function.
+    """
+    return need("torch.nn.utils.stateless._reparametrize_module")(module, values)
 
 
 def global_hooks() -> tuple[dict[int, Callable], ...]:
-    """Those that calls of all modules call, by kind in the order of `HOOKS`. Nothing where there are none."""
-    of = torch.nn.modules.module
-    return (
-        (
-            of._global_forward_pre_hooks,
-            of._global_forward_hooks,
-            of._global_backward_pre_hooks,
-            of._global_backward_hooks,
-        )
-        if of._has_any_global_hook()
-        else ()
-    )
+    """Hooks that calls of all modules call, by kind in the order of `HOOKS`. Empty where there are none."""
+    if not _KNOWS_GLOBAL_HOOKS or not _MODULE._has_any_global_hook():
+        return ()
+    return tuple(getattr(_MODULE, name) for name in _GLOBAL_HOOKS)
 
 
 def hooked(module: torch.nn.Module) -> bool:
@@ -36,12 +57,16 @@ def hooked(module: torch.nn.Module) -> bool:
 
 
 def is_of(hook: Callable, packages: tuple[str, ...]) -> bool:
+    """Whether a hook was written in a module whose name begins with one of these."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(packages)
 
 
 def slot_of(module: torch.nn.Module) -> Callable | None:
-    """What calls of the module run in place of its own code: what `module.compile()` fills, and we do. None where nobody did."""
-    return module._compiled_call_impl
+    """The code that calls of the module run in place of its own: `module.compile()` fills this slot, and so do we.
+
+    None where the slot is empty.
+    """
+    return getattr(module, "_compiled_call_impl", None)
 
 
 def fill(module: torch.nn.Module, slot: Callable | None) -> None:
@@ -56,10 +81,10 @@ def empty(module: torch.nn.Module, slot: Callable | None) -> None:
 
 
 def fill_own(module: torch.nn.Module, slot: Callable | None) -> None:
-    """The same of a copy that shares its class's or its original's slot (a replica of `nn.DataParallel`)."""
+    """`fill`, for a copy that shares its class's or its original's slot (a replica of `nn.DataParallel`)."""
     module.__dict__["_compiled_call_impl"] = slot
 
 
 def call_original(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the module's own code with its hooks, whatever stands in its slot."""
+    """Call the module's own code with its hooks, whatever its slot holds."""
     return module._call_impl(*args, **kwargs)

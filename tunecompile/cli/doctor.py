@@ -15,12 +15,14 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tunecompile import passes as own_passes
-from tunecompile._torch import known_bugs
+from tunecompile._torch import known_bugs, lookup
 from tunecompile._torch.inductor import cache_folder
+from tunecompile._torch.private_names import PRIVATE_NAMES
 from tunecompile.cli.monitor.gpu import Nvml
 from tunecompile.cli.toolchain import GIB, Line, cache, compiler, headers, kernel, triton_cache
 from tunecompile.compiler import plugins
 from tunecompile.errors import TunecompileError, summary
+from tunecompile.integrations.private_names import PRIVATE_NAMES as FOREIGN_NAMES
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.memory.pinned_pool import available
 
@@ -180,6 +182,22 @@ def known_faults() -> Line:
     )
 
 
+def private_names() -> Line:
+    """Names that the packages do not document, and that a newer version may not have."""
+    name, used = "private names", [row for row in (*PRIVATE_NAMES, *FOREIGN_NAMES) if row.used]
+    gone = [*lookup.missing(load=True), *lookup.lost(FOREIGN_NAMES, load=True)]
+    if not gone:
+        return Line(name, "ok", f"{len(used)} names that the packages do not document, all of them there")
+    lines = "".join(f"\n{row}" for row in gone)
+    checked = {row.package: f"'{row.package}=={row.last_checked[-1]}.*'" for row in gone}
+    return Line(
+        name,
+        "fail" if any(row.required for row in gone) else "warning",
+        f"{len(gone)} of {len(used)} names that the packages do not document are gone{lines}",
+        f"Install a version that was checked: pip install {' '.join(checked.values())}",
+    )
+
+
 def host_memory() -> Line:
     """Check available host memory."""
     free = available()
@@ -284,6 +302,7 @@ def checks() -> tuple[tuple[str, Callable[[], Line]], ...]:
         ("triton", triton),
         ("bitsandbytes library", bitsandbytes),
         ("known faults", known_faults),
+        ("private names", private_names),
         ("Python headers", headers),
         ("C compiler", functools.partial(compiler, "CC", ("gcc", "clang"), ".c", on_gpu)),
         ("C++ compiler", functools.partial(compiler, "CXX", ("g++", "clang++"), ".cpp", not on_gpu)),

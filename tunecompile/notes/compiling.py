@@ -3,6 +3,16 @@
 from tunecompile.notes.kind import NoteKind
 
 NOTES = {
+    "compiling-off": NoteKind(
+        "{detail}",
+        "torch lacks a function that tunecompile requires. Install the version of torch that the note names, or a "
+        "newer tunecompile. The model trains as it would without tunecompile.",
+    ),
+    "lost-name": NoteKind(
+        "{detail}",
+        "The package has removed or renamed a function that it does not document. The numbers are right. Install the "
+        "version that the note names, or a newer tunecompile, to have the feature back.",
+    ),
     "compiled-without-rewrites": NoteKind(
         "{subject} is compiled without rewrites: {detail}",
         "A rewrite failed on this layer, which runs as under torch.compile. The numbers are right. Report it "

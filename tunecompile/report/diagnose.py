@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from tunecompile._torch import lookup
 from tunecompile._torch.dynamo import graph_limit
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.plugins import report_lines
+from tunecompile.integrations import private_names
 from tunecompile.notes import Note, note
 from tunecompile.runtime.find_layers import LayerStack, find_layers
 from tunecompile.runtime.model_state import State
@@ -72,7 +74,12 @@ def note_outer(step: Step) -> list[Note]:
 def model_notes(state: State) -> list[Note]:
     """All notes but those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
+    lost = [*lookup.notes(), *lookup.notes(private_names.PRIVATE_NAMES)]
+    lost = [note("lost-name", detail=line) for line in lost]
+    if off := lookup.why_off():
+        return [note("compiling-off", detail=off), *lost]
     told = [
+        *lost,
         *report_lines(state.passes),
         *state.notes,
         *(note_outside(model, stacks, state.part(LossHead).embeddings) if stacks else []),

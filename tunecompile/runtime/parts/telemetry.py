@@ -10,17 +10,20 @@ from tunecompile.runtime.telemetry import Telemetry, describe
 class StepTelemetry(Part):
     """Counts training steps."""
 
+    telemetry: Telemetry | None = None  #: before `attach`
+
     def attach(self, state: State) -> None:
         self.telemetry = Telemetry(lambda: describe(state.base(), state.memory, state.step.budget))
 
     def before_step(self, state: State, call: ModelCall) -> None:
-        if call.counts:
+        if call.counts and self.telemetry is not None:
             self.telemetry.beat(batch_tokens(call.args, call.kwargs))
 
     def detach(self, state: State) -> None:
-        self.telemetry.stop()
+        if self.telemetry is not None:
+            self.telemetry.stop()
 
     @property
     def step_ms(self) -> float | None:
         """Milliseconds from one step's beginning to the next one's, the median; None before there are two."""
-        return self.telemetry.step_ms
+        return None if self.telemetry is None else self.telemetry.step_ms

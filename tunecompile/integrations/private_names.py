@@ -1,0 +1,121 @@
+"""Undocumented names of transformers, PEFT, accelerate, bitsandbytes, DeepSpeed and TRL that this package uses.
+
+Code that uses one reads it with `getattr`, or looks in `sys.modules`, so that a lost name switches its feature off. The
+table says which feature that is. `report` checks the packages that are imported; `tunecompile doctor` imports those
+that are installed, and checks all. Names of attributes stand below the function that sets or reads them, where no class
+has them.
+"""
+
+from __future__ import annotations
+
+from tunecompile._torch.private_names import PrivateName, group
+
+__all__ = ["PRIVATE_NAMES"]
+
+_TRANSFORMERS = {"since": "5.0", "last_checked": ("5.0", "5.23")}
+_PEFT = {"since": "0.18", "last_checked": ("0.18", "0.21")}
+_ACCELERATE = {"since": "1.4", "last_checked": ("1.4", "1.15")}
+_BITSANDBYTES = {"since": "0.50", "last_checked": ("0.50",)}
+_DEEPSPEED = {"since": "0.19", "last_checked": ("0.19",)}
+_TRL = {"since": "1.0", "last_checked": ("1.0", "1.16")}
+
+_PADDED = "batches keep their padding, and context parallelism leaves layers eager"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    *group(
+        _PADDED,
+        "transformers.AttentionInterface.register",
+        "transformers.PreTrainedConfig._attn_implementation_internal",
+        "transformers.PreTrainedModel._supports_attention_backend",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "batches keep their padding",
+        "transformers.PreTrainedModel._supports_flash_attn",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "layers that keep a state between tokens may lose their padding",
+        "transformers.PreTrainedModel._is_stateful",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "context parallelism ends with an error",
+        "transformers.integrations.sdpa_attention.sdpa_attention_forward",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "transformers' gradient checkpointing recomputes around compiled layers, beside their own plan",
+        "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "models that return hidden states keep their padding, and FSDP2's layers are not repeated when memory runs out",
+        "transformers.utils.output_capturing",
+        since="5.2",
+        last_checked=("5.23",),
+    ),
+    *group(
+        "a linear with DoRA has graph breaks",
+        "peft.utils.integrations.dequantize_module_weight.module",
+        **_PEFT,
+    ),
+    *group(
+        "a linear with DoRA has graph breaks, if it stores its weight transposed",
+        "peft.utils.other.transpose.weight",
+        "peft.utils.other.transpose.fan_in_fan_out",
+        **_PEFT,
+    ),
+    *group(
+        "layers with adapters over experts are compiled anew in every step, up to Dynamo's limit",
+        "peft.tuners.lora.layer.ParamWrapper._activate_lora.register_parametrization",
+        **_PEFT,
+    ),
+    *group(
+        "layers that accelerate placed (`device_map`) have graph breaks",
+        "accelerate.hooks.add_hook_to_module._hf_hook",
+        "accelerate.hooks.add_hook_to_module._old_forward",
+        **_ACCELERATE,
+    ),
+    *group(
+        "layers that accelerate placed (`device_map`) run eagerly",
+        *("execution_device", "offload"),
+        under="accelerate.hooks.AlignDevicesHook",
+        **_ACCELERATE,
+    ),
+    *group(
+        "layers that accelerate placed (`device_map`) run eagerly", "accelerate.hooks.ModelHook.no_grad", **_ACCELERATE
+    ),
+    *group(
+        "`verify` computes its references under accelerate's autocast",
+        "accelerate.Accelerator.prepare_model._original_forward",
+        **_ACCELERATE,
+    ),
+    *group(
+        "4-bit linears are not fused",
+        "bitsandbytes.nn.modules.Params4bit.quant_state",
+        *(f"bitsandbytes.functional.QuantState.{name}" for name in ("quant_type", "blocksize", "nested", "state2")),
+        **_BITSANDBYTES,
+    ),
+    *group(
+        "4-bit layers that FSDP2 shards have a graph break at each linear",
+        "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module",
+        **_BITSANDBYTES,
+    ),
+    *group(
+        "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights, and later steps have no gradient through them",
+        "bitsandbytes.nn.modules.Linear4bit.support_avx512bf16_for_cpu",
+        "bitsandbytes.nn.modules.Linear4bit.forward.packing_format_for_cpu",
+        **_BITSANDBYTES,
+    ),
+    *group(
+        "layers whose weights ZeRO-3 gathers have a graph break at each module",
+        "deepspeed.utils.z3_leaf_module.z3_leaf_module._z3_leaf",
+        "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_id",
+        "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_numel",
+        "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_shape",
+        **_DEEPSPEED,
+    ),
+    *group("linears under ZeRO-3 have a graph break", "deepspeed.runtime.zero.linear.zero3_linear_wrap", **_DEEPSPEED),
+    *group("batches that TRL's losses see keep their padding", "trl.trainer.utils", **_TRL),
+)
