@@ -1,33 +1,35 @@
 """Layers that accelerate placed on devices (`device_map`): its hooks stay, and cut no graph.
 
-accelerate wraps the `forward` of a placed layer and of every module inside, so that each moves what it is given to its device. Dynamo is kept out of
-what moves it, so a graph would end at each of them, and every wrapper is an object of its own, for which a layer would be compiled anew. So
-the layer's own hook runs around the compiled layer; those inside have nothing left to move then, and stand aside for the length of the call.
+accelerate wraps the `forward` of a placed layer and of every module inside, so that each moves its arguments to its
+device. Dynamo skips the code that moves them, so a graph would end at each of them, and every wrapper is an object of
+its own, for which a layer would be compiled anew. So the layer's own hook runs around the compiled layer. Those inside
+have nothing left to move then, and are taken off for the length of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from tunecompile.notes import Note, note
+from tunecompile.integrations.layer_host import HostDefaults, Run
+from tunecompile.notes import note
 
 HOOK, FORWARD = "_hf_hook", "_old_forward"  #: where accelerate keeps a module's hook, and the forward that it wrapped
 
 
 @dataclass(frozen=True)
-class DeviceMapLayer:
-    """A layer on one device, the modules whose forward is wrapped, and why the layer has to run as it is, if it does."""
+class DeviceMapLayer(HostDefaults):
+    """A layer on one device (a `LayerHost`)."""
 
-    layer: nn.Module
-    wrapped: tuple[nn.Module, ...]
-    refused: Note | None = None
+    wrapped: tuple[nn.Module, ...]  #: modules whose forward accelerate wrapped
+    refused: str = ""
+    engine = "accelerate"
 
-    def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-        """What `run` gives for what a call is given, on the layer's device. Meanwhile each forward is the module's own."""
+    def call(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run`, with arguments moved to the layer's device. Meanwhile each module inside has its own forward."""
         hook = getattr(self.layer, HOOK, None)
         if hook is not None:
             args, kwargs = hook.pre_forward(self.layer, *args, **kwargs)
@@ -40,7 +42,7 @@ class DeviceMapLayer:
             own = getattr(module, FORWARD)
             if (
                 getattr(own, "__func__", None) is not type(module).forward
-            ):  # a function that somebody set on this module alone
+            ):  # a function that was set on this module alone
                 module.__dict__["forward"] = own
         try:
             output = run(args, kwargs)
@@ -51,22 +53,23 @@ class DeviceMapLayer:
 
 
 def place(layer: nn.Module) -> DeviceMapLayer | None:
-    """Where accelerate placed a layer; None where it did not."""
-    hooks = {
-        module: hook for module in layer.modules() if (hook := vars(module).get(HOOK)) is not None
-    }  # a wrapper may answer for what it wraps
+    """The host of a layer that accelerate placed; None where it did not."""
+    # by `vars`: a wrapper may answer for the module that it wraps
+    hooks = {module: hook for module in layer.modules() if (hook := vars(module).get(HOOK)) is not None}
     if not hooks:
         return None
-    kinds = [kind for hook in hooks.values() for kind in getattr(hook, "hooks", [hook])]  # several may stand in a row
-    refused = (
-        note("unknown-hooks")
-        if not all(hasattr(hook, "execution_device") for hook in kinds)
-        else note("weights-loaded-per-call")
-        if any(hook.offload for hook in kinds)
-        else note("modules-on-several-devices")
-        if len({hook.execution_device for hook in kinds}) > 1
-        else note("hook-without-gradients")
-        if any(hook.no_grad for hook in kinds)
-        else None
-    )
-    return DeviceMapLayer(layer, tuple(hooks), refused)
+    kinds = [
+        kind for hook in hooks.values() for kind in getattr(hook, "hooks", [hook])
+    ]  # there may be a sequence of them
+    return DeviceMapLayer(layer, tuple(hooks), _why_not(kinds))
+
+
+def _why_not(hooks: Sequence[Any]) -> str:
+    """Why a layer with these hooks has to run as it is; empty where it can be compiled."""
+    if not all(hasattr(hook, "execution_device") for hook in hooks):
+        return note("unknown-hooks")
+    if any(hook.offload for hook in hooks):
+        return note("weights-loaded-per-call")
+    if len({hook.execution_device for hook in hooks}) > 1:
+        return note("modules-on-several-devices")
+    return note("hook-without-gradients") if any(hook.no_grad for hook in hooks) else ""

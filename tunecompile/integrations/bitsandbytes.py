@@ -1,4 +1,4 @@
-"""4-bit weights that bitsandbytes would change in a forward: to something that Dynamo cannot follow, or that has no gradient."""
+"""4-bit weights that bitsandbytes would change in a forward: to a form without a trace or without a gradient."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.known_bugs import PACKED_FOR_EVALUATION
 from tunecompile.notes import Note, note
 
-STATE = "quant_state"  #: where bitsandbytes keeps it, on the weight and on the module
+STATE = "quant_state"  #: where bitsandbytes keeps the quantisation state, on the weight and on the module
 PACKS = "support_avx512bf16_for_cpu"  #: of its linears: whether one packs its weight in an evaluation on this CPU
 
 
 def put_states_back(layer: nn.Module) -> RemovableHandle | None:
-    """Have it done behind the engine's own hook of this layer, from now on. None where no weight is sharded and packed.
+    """Give a layer's 4-bit weights their quantisation state behind the engine's own hook, in every call from now on.
 
-    FSDP2 gives a layer plain parameters, without what bitsandbytes keeps beside a packed weight. Its linear then makes a weight that has it, in its
-    forward: Dynamo cannot follow that, and a graph would end at each of them.
+    FSDP2 gives a layer plain parameters, without the state that bitsandbytes keeps beside a packed weight. Its linear
+    then makes a weight that has it, in its forward: Dynamo cannot trace that, and a graph would end at each linear.
+
+    Returns:
+        The hook. None where no weight is both sharded and packed, or bitsandbytes has no such function any more.
     """
     modules = [
         module
@@ -28,7 +31,11 @@ def put_states_back(layer: nn.Module) -> RemovableHandle | None:
     ]
     if not modules:
         return None
-    from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module as put_back
+    from bitsandbytes.nn import modules as of
+
+    put_back = getattr(of, "fix_4bit_weight_quant_state_from_module", None)
+    if put_back is None:
+        return None
 
     @torch.compiler.disable
     def gathered(_: nn.Module, args: Any) -> None:
@@ -39,7 +46,11 @@ def put_states_back(layer: nn.Module) -> RemovableHandle | None:
 
 
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:
-    """Evaluations leave the 4-bit weights as they are, which `may_pack` undoes. Returns the linears that would have changed theirs."""
+    """Have evaluations leave the 4-bit weights as they are; `may_pack` undoes it.
+
+    Returns:
+        The linears that would have packed their weights.
+    """
     found = [module for module in model.modules() if vars(module).get(PACKS)] if PACKED_FOR_EVALUATION.present else []
     for module in found:
         setattr(module, PACKS, False)
@@ -47,6 +58,7 @@ def keep_unpacked(model: nn.Module) -> list[nn.Module]:
 
 
 def may_pack(module: nn.Module) -> None:
+    """Undo `keep_unpacked` for one linear."""
     setattr(module, PACKS, True)
 
 
@@ -56,6 +68,6 @@ def is_packed(state: Any) -> bool:
 
 
 def note_packed(model: nn.Module) -> list[Note]:
-    """Weights that were evaluated on such a CPU before `optimize`."""
+    """A note about weights that were evaluated on such a CPU before `optimize`."""
     packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
     return [note("packed-for-evaluation", count=packed)] if packed else []

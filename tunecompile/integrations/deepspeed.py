@@ -1,8 +1,9 @@
 """Layers whose weights DeepSpeed's ZeRO-3 gathers for each call: a layer at once, outside of what is compiled.
 
-ZeRO-3 hooks every module inside of a layer, to gather and free its weights alone. A graph would end at each of those hooks, and every module would be
-compiled by itself. DeepSpeed also knows modules whose weights it takes all at once (`set_z3_leaf_modules`): a layer becomes one of them, its own hooks run
-around the compiled layer, and those inside, which have nothing left to gather then, stand aside for the length of the call.
+ZeRO-3 hooks every module inside a layer, to gather and free its weights alone. A graph would end at each of those
+hooks, and every module would be compiled by itself. DeepSpeed also knows modules whose weights it takes all at once
+(`set_z3_leaf_modules`): a layer becomes one of them, its own hooks run around the compiled layer, and those inside,
+which have nothing left to gather then, are taken off for the length of the call.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.modules import HOOKS, linear
+from tunecompile.integrations.layer_host import HostDefaults, Run
 from tunecompile.integrations.module_hooks import aside, call_around
-from tunecompile.notes import Note
 
 LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
 OWN = "deepspeed."  #: where its hooks come from
 
 
 @dataclass(frozen=True)
-class Zero3Layer:
-    """A layer, and the modules inside that DeepSpeed hooked."""
+class Zero3Layer(HostDefaults):
+    """A layer or head whose weights ZeRO-3 gathers at once (a `LayerHost`)."""
 
-    layer: nn.Module
-    inside: tuple[nn.Module, ...]
-    marked: bool  #: by us
-    refused: Note | None = None
+    inside: tuple[nn.Module, ...]  #: modules inside that DeepSpeed hooked
+    marked: bool  #: whether DeepSpeed learned from us to gather its weights at once
     engine = "ZeRO-3"
+    weights_stay = False
+    gathers_for_loss = True
 
-    def call(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-        """What the layer's hooks make of a call, with `run` for its forward. What `run` calls is the layer without them."""
+    def call(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call with the layer's hooks, and `run` for its forward. `run` sees the layer without them."""
 
         def alone(args: tuple, kwargs: dict) -> Any:
             with aside(self.layer, self.inside, lambda hook: not _is_deepspeeds(hook)):
@@ -43,22 +44,23 @@ class Zero3Layer:
 
         return call_around(self.layer, alone, args, kwargs)
 
-    def others(self) -> bool:
+    def has_other_hooks(self) -> bool:
         """Whether it has hooks that are not DeepSpeed's."""
         return any(not _is_deepspeeds(hook) for name in HOOKS for hook in getattr(self.layer, name).values())
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """DeepSpeed gathers its weights as it did before."""
         if self.marked:
             vars(self.layer).pop(LEAF, None)
 
 
 def in_parts(model: nn.Module) -> bool:
-    """Whether weights of a model are with several processes now."""
+    """Whether weights of a model are distributed over several processes now."""
     return any(hasattr(p, "ds_id") and p.numel() != p.ds_numel for p in model.parameters())
 
 
 def whole(weight: Tensor) -> Tensor:
-    """What has the weight's shape when it is gathered, and no values then."""
+    """A tensor of the shape that the weight has when it is gathered; on the meta device where it is not."""
     shape = getattr(weight, "ds_shape", None)
     return (
         weight
@@ -68,7 +70,10 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def gathered(layer: nn.Module) -> Zero3Layer | None:
-    """From now on at once; None where ZeRO-3 does not gather the layer's weights, or those of something around it."""
+    """Have ZeRO-3 gather a layer's weights at once from now on.
+
+    None where ZeRO-3 does not gather them, or gathers them for a module around the layer.
+    """
     if not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         return None
     see_linears()
@@ -92,8 +97,11 @@ def _is_deepspeeds(hook: Callable) -> bool:
 
 @functools.cache
 def see_linears() -> None:
-    """ZeRO-3 puts an autograd function in the place of `torch.nn.functional.linear`, for good (`memory_efficient_linear` in its configuration), which
-    keeps no gathered weight for the backward pass. Neither does what is compiled: there it is the linear that it stands for."""
+    """Have Dynamo read DeepSpeed's linear as the linear that it replaces.
+
+    ZeRO-3 puts an autograd function in the place of `torch.nn.functional.linear`, for good (`memory_efficient_linear`
+    in its configuration), which keeps no gathered weight for the backward pass. Neither does compiled code.
+    """
     replaced = getattr(sys.modules.get("deepspeed.runtime.zero.linear"), "zero3_linear_wrap", None)
     if replaced is None:
         return

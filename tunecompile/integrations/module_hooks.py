@@ -1,4 +1,4 @@
-"""A layer's own hooks, called around what is compiled of it: a graph would end at each of those that Dynamo is kept out of, as engines' are."""
+"""A layer's own hooks, called around its compiled code: a graph would end at each hook that Dynamo skips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from tunecompile._torch.modules import HOOKS, call_original
 
 
 def call_around(layer: nn.Module, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-    """What the layer's hooks make of a call, with `run` for its forward. While that runs, the layer has its own forward, and its hooks."""
+    """Call a layer with its hooks, and with `run` for its forward.
+
+    While `run` runs, the layer has its own forward, and its hooks.
+
+    Returns:
+        The output of `run`, as the hooks return it.
+    """
     own = vars(layer).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -28,7 +34,7 @@ def call_around(layer: nn.Module, run: Callable[[tuple, dict], Any], args: tuple
 
 
 def _put(layer: nn.Module, own: Callable | None) -> None:
-    """The forward that was set on this layer alone, if one was."""
+    """Set the forward that was set on this layer alone; None: remove it."""
     if own is None:
         layer.__dict__.pop("forward", None)
     else:
@@ -39,7 +45,13 @@ def _put(layer: nn.Module, own: Callable | None) -> None:
 def aside(
     layer: nn.Module, inside: tuple[nn.Module, ...] = (), stays: Callable[[Callable], bool] = lambda hook: True
 ) -> Iterator[None]:
-    """Without the layer's own hooks, and of those of modules inside only with those that stay."""
+    """Inside, the layer has no hooks, and modules inside it have only some of theirs.
+
+    Args:
+        layer: that loses all its hooks.
+        inside: modules that lose some.
+        stays: whether a hook of a module inside stays.
+    """
     found = [(module, name, hooks) for module in (layer, *inside) for name in HOOKS if (hooks := vars(module)[name])]
     for module, name, hooks in found:
         vars(module)[name] = (

@@ -1,7 +1,8 @@
-"""Modules that put a parametrisation on another one at every call: PEFT's adapters over parameters that are no linears', such as those of experts.
+"""Modules that parametrise another one at every call: PEFT's adapters over parameters of modules that are not linears.
 
-torch gives a parametrised module a new class each time. Dynamo guards on classes, so it would compile what such a module calls anew in every layer and
-step, until it gives up. Here they run as they are, between two compiled pieces of their layer.
+Parameters of experts are such. torch gives a parametrised module a new class each time. Dynamo guards on classes, so it
+would compile the functions that such a module calls anew in every layer and step, until it stops. Here these modules
+run uncompiled, between two compiled graphs of their layer.
 """
 
 from __future__ import annotations
@@ -18,28 +19,32 @@ from tunecompile.notes import Note, note
 
 
 @torch.compiler.disable(reason="a parametrisation is put on at every call")
-def as_it_is(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _uncompiled(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return forward(module, *args, **kwargs)
 
 
-def keep_from_dynamo(layer: nn.Module) -> list[nn.Module]:
-    """Lets those of the layer's modules run as they are, which `give_back` undoes. Returns them; not those inside of others, nor those whose forward somebody replaced."""
+def skip_in_dynamo(layer: nn.Module) -> list[nn.Module]:
+    """Have Dynamo skip the layer's parametrising modules; `undo_skip` undoes it.
+
+    Returns:
+        The modules: not those inside others, nor those whose forward was replaced on the module itself.
+    """
     found = list(_parametrising(layer))
     for module in found:
-        module.forward = functools.partial(
-            as_it_is, type(module).forward, module
-        )  # a partial: a copy of the module binds it to itself
+        # a partial: a copy of the module binds it to itself
+        module.forward = functools.partial(_uncompiled, type(module).forward, module)
     return found
 
 
-def give_back(module: nn.Module) -> None:
+def undo_skip(module: nn.Module) -> None:
+    """Undo `skip_in_dynamo` for one module."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, functools.partial) and forward.func is as_it_is:
+    if isinstance(forward, functools.partial) and forward.func is _uncompiled:
         del module.__dict__["forward"]
 
 
-def said(modules: Sequence[nn.Module]) -> list[Note]:
-    """For the report."""
+def report_lines(modules: Sequence[nn.Module]) -> list[Note]:
+    """A note about the modules that Dynamo skips."""
     if not modules:
         return []
     kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
@@ -56,7 +61,7 @@ def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def _parametrises(kind: type) -> bool:
-    """Whether any method of the class asks torch for it."""
+    """Whether any method of the class calls torch's `register_parametrization`."""
     methods = (
         inspect.unwrap(f)
         for owner in kind.__mro__

@@ -1,7 +1,11 @@
-"""Functions of other packages that Dynamo cannot follow, and what it follows in their place (`torch.compiler.substitute_in_graph`). Where it does not trace, they run as they are."""
+"""Functions of other packages that Dynamo cannot trace, and functions that it traces in their place.
+
+By `torch.compiler.substitute_in_graph`: outside a trace the originals run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -19,7 +23,7 @@ from tunecompile.ops.nf4 import CODES
 
 
 def substitute() -> None:
-    """For the packages that are imported by now."""
+    """Register the substitutes, for the packages that are imported by now."""
     if is_compiling():  # by the user, around us
         return
     for module, name, make in (
@@ -32,19 +36,21 @@ def substitute() -> None:
 
 @functools.cache
 def _register(original: Callable, make: Callable[[Callable], Callable]) -> None:
-    """`make` is given a copy of the original, which Dynamo follows as it would have followed the original."""
+    """`make` gets a copy of the original, which Dynamo traces as it would have traced the original."""
     itself = types.FunctionType(
         original.__code__, original.__globals__, original.__name__, original.__defaults__, original.__closure__
     )
-    try:
+    # TypeError: it has other parameters by now. ValueError: it has a substitute already, by another package
+    with contextlib.suppress(TypeError, ValueError):
         torch.compiler.substitute_in_graph(original)(make(itself))
-    except (TypeError, ValueError):  # it takes something else by now; or somebody else has put something in its place
-        pass
 
 
 def _weight_of(itself: Callable) -> Callable:
-    """A linear's weight, of which DoRA takes the norm. PEFT asks for the module that its class comes from, and for the class of a tensor of bitsandbytes':
-    a graph would end at each of them, eighteen times a layer."""
+    """A linear's weight, of which DoRA takes the norm.
+
+    PEFT reads the name of the module that its class comes from, and the class of a tensor of bitsandbytes: a graph
+    would end at each of these, eighteen times a layer.
+    """
 
     def weight_of(module: nn.Module) -> Any:
         weight = module.weight
@@ -53,9 +59,8 @@ def _weight_of(itself: Callable) -> Callable:
         if _is_4_bit(weight):
             return _from_4_bits(weight, getattr(weight, STATE))
         state = getattr(module, "state", None)
-        if (
-            weight.dtype == torch.int8 and getattr(state, "SCB", None) is not None
-        ):  # bitsandbytes' 8 bits, once its linear has run
+        # bitsandbytes' 8 bits, once its linear has run
+        if weight.dtype == torch.int8 and getattr(state, "SCB", None) is not None:
             return torch.ops.bitsandbytes.int8_vectorwise_dequant.default(weight.data, state.SCB)
         return itself(module)
 
@@ -77,7 +82,10 @@ def _is_4_bit(weight: Any) -> bool:
 
 
 def _from_4_bits(weight: Any, state: Any) -> Tensor:
-    """As an op. (bitsandbytes adds a double quantisation's offset in place, and nothing is matched across a mutation.)"""
+    """The weight in floating point, by an op.
+
+    (bitsandbytes adds a double quantisation's offset in place, and no pattern is matched across a mutation.)
+    """
     packed = weight.data if weight.dtype == torch.uint8 else weight.data.view(torch.uint8).reshape(-1, 1)
     outer = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
     return dequantize_4bit(
@@ -86,7 +94,10 @@ def _from_4_bits(weight: Any, state: Any) -> Tensor:
 
 
 def _transposed(itself: Callable) -> Callable:
-    """PEFT makes a parameter of what it turns: a new one at every call, whose gradient nobody sees. Dynamo makes none in a graph."""
+    """PEFT makes a parameter of a transposed weight: a new one at every call, whose gradient is never read.
+
+    Dynamo makes no parameter in a graph.
+    """
 
     def transposed(weight: Any, fan_in_fan_out: bool) -> Tensor:
         return (

@@ -15,10 +15,11 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile.integrations import context_parallel
-from tunecompile.integrations.accelerate import DeviceMapLayer, place
+from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import put_states_back
-from tunecompile.integrations.deepspeed import Zero3Layer, gathered
-from tunecompile.integrations.fsdp import FsdpLayer, unit
+from tunecompile.integrations.deepspeed import gathered
+from tunecompile.integrations.fsdp import unit
+from tunecompile.integrations.layer_host import LayerHost
 from tunecompile.integrations.varlen_attention import OFFSETS, CannotFlatten
 from tunecompile.notes import note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -56,7 +57,7 @@ class LayerSlot:
         self.variant: Variant | None = None
         self.inside: ModuleSnapshot | None = None
         #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
-        self.placement: DeviceMapLayer | Zero3Layer | FsdpLayer | None = None
+        self.placement: LayerHost | None = None
         self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,8 @@ class LayerSlot:
             return Mode.EAGER
         training, gradients = self.layer.training, torch.is_grad_enabled()
         if in_backward():
-            # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run since the
+            # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run
+            # since the
             # one it repeats, so the step's flags say nothing here.
             return Mode.TRAIN if training and gradients else Mode.EAGER
         if self.step.scoring and training and not gradients:
@@ -88,11 +90,13 @@ class LayerSlot:
         """Whether FSDP2 gathers the layer, and communicates around its call alone."""
         if self.inside is None:
             self._look_around()
-        return isinstance(self.placement, FsdpLayer) and self.placement.alone
+        return self.placement is not None and self.placement.alone
 
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
-        """`run`, between the hooks of FSDP2 if the layer is a unit of its own: a repetition inside finds gathered weights."""
-        return self.placement.around(run, args, kwargs) if isinstance(self.placement, FsdpLayer) else run(args, kwargs)
+        """`run`, between the hooks of FSDP2 if the layer is a unit of its own: a repetition inside finds gathered
+        weights.
+        """
+        return run(args, kwargs) if self.placement is None else self.placement.around(run, args, kwargs)
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:
         if self.checkpointed_by is not None:
@@ -134,20 +138,22 @@ class LayerSlot:
 
     @property
     def stays(self) -> bool:
-        """Whether the layer's weights are its own (FSDP1 takes them away), are where they are, and this process's alone."""
+        """Whether the layer's weights are its own (FSDP1 takes them away), are where they are, and this process's
+        alone.
+        """
         if self.inside is None:
             self._look_around()
         parameters = list(self.layer.parameters())
         return (
             bool(parameters)
-            and not isinstance(self.placement, (Zero3Layer, FsdpLayer))
+            and (self.placement is None or self.placement.weights_stay)
             and not any(map(sharded, parameters))
         )
 
     def let_go(self) -> None:
         """Undo that."""
-        if isinstance(self.placement, Zero3Layer):
-            self.placement.let_go()
+        if self.placement is not None:
+            self.placement.release()
         if self.states is not None:
             self.states.remove()
 
@@ -239,7 +245,9 @@ class LayerSlot:
             raise
 
     def _hooked(self) -> tuple:
-        """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later ones."""
+        """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later
+        ones.
+        """
         of_all = global_hooks()
         if not of_all and not any(self.inside.hooks):
             return ()
@@ -260,7 +268,8 @@ class LayerSlot:
             self.variant.eager += 1
 
 
-#: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies of them
+#: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies
+#: of them
 LARGE = 256 << 20
 
 

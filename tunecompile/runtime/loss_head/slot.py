@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from tunecompile._torch.distributed import fsdp_groups
 from tunecompile._torch.modules import call_original, hooked
 from tunecompile.compiler.pass_manager import MatchCount
-from tunecompile.integrations.accelerate import DeviceMapLayer, place
-from tunecompile.integrations.deepspeed import Zero3Layer, gathered
-from tunecompile.integrations.fsdp import FsdpHead, held
+from tunecompile.integrations.accelerate import place
+from tunecompile.integrations.deepspeed import gathered
+from tunecompile.integrations.fsdp import held
+from tunecompile.integrations.layer_host import HostDefaults, LayerHost
 from tunecompile.integrations.loss_caller import labels_are_given
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
@@ -27,8 +28,8 @@ SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less 
 
 @dataclass
 class Labelled:
-    """Which rows have a label. Finding them waits for the device, so that is done only where the last step's share, which was copied
-    without waiting, says that it pays."""
+    """Which rows have a label. Finding them waits for the device, so that is done only where the last step's share,
+    which was copied without waiting, says that it pays."""
 
     share: float = 1.0
     pending: tuple[Tensor, Any, int] | None = None  #: count in pinned memory, the event after its copy, rows
@@ -66,7 +67,7 @@ class Head:
     )  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
-    gathered: Zero3Layer | FsdpHead | None = None  #: what has its weight gathered while a loss is computed
+    gathered: LayerHost | None = None  #: what has its weight gathered while a loss is computed
     scored: weakref.ref | None = None  #: the hidden states of the last loss
 
     def note_loss_of(self, hidden: Tensor) -> None:
@@ -117,7 +118,7 @@ class HeadSlot:
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
         self.peel = HeadTracer(head.module, passes)
-        self.placement: DeviceMapLayer | Zero3Layer | FsdpHead | None = None
+        self.placement: LayerHost | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
@@ -140,24 +141,24 @@ class HeadSlot:
         if self.placement.refused:
             self.head.refuse(note("head-eager", detail=self.placement.refused))
             return call_original(module, *args)
-        if isinstance(self.placement, (Zero3Layer, FsdpHead)):
+        if self.placement.gathers_for_loss:
             return self._gathered_later(*args)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
 
     def let_go(self) -> None:
-        if isinstance(self.placement, Zero3Layer):
-            self.placement.let_go()
+        if self.placement is not None:
+            self.placement.release()
 
     def _gathered_later(self, hidden: Tensor) -> Tensor:
-        """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to be before the model's forward ends: its
-        logits pass through other hooks then."""
+        """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to
+        be before the model's forward ends: its logits pass through other hooks then."""
         why = (
             note("model-without-loss")
             if not labels_are_given()
             else note("head-no-linear")
             if not _is_plain(self.head.module)
             else note("head-with-other-hooks")
-            if self.placement.others()
+            if self.placement.has_other_hooks()
             else None
         )
         if why:
@@ -188,11 +189,8 @@ class HeadSlot:
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
-        dtype = (
-            self.placement.dtype(hidden)
-            if isinstance(self.placement, FsdpHead)
-            else torch.promote_types(hidden.dtype, module.weight.dtype)
-        )
+        host = self.placement or HostDefaults(module)
+        dtype = host.product_dtype(hidden)
         return LinearHead(module.weight, module.bias, _autocast(hidden) or dtype)
 
 

@@ -38,14 +38,14 @@ class RankPlans:
         plans = sum(budget.plans for budget in budgets)
         if self.board.ranks > 1 and plans != self.told:
             self.told = plans
-            self.board.say(PLAN, plan())
+            self.board.publish(PLAN, plan())
 
     def said(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[str]:
         """For the report."""
         if self.board.ranks == 1:
             return []
         self.tell(budgets, lambda: plan)
-        others = {rank: theirs for rank, theirs in self.board.said(PLAN).items() if rank != self.board.rank}
+        others = {rank: theirs for rank, theirs in self.board.published(PLAN).items() if rank != self.board.rank}
         apart = [f"rank {rank} follows another plan ({theirs})" for rank, theirs in others.items() if theirs != plan]
         silent = self.board.ranks - 1 - len(others)
         known = "; ".join(apart[:SHOWN]) + (f"; and {len(apart) - SHOWN} ranks more" if len(apart) > SHOWN else "") or (

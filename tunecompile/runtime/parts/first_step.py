@@ -42,10 +42,10 @@ class FirstStepCheck(Part):
         except Exception as error:  # training goes on as it would have
             log.debug("the first step could not be verified", exc_info=True)
             state.notes.append(note("not-verified", detail=summary(error)))
-            state.store.say(VERIFIED, [False, state.notes[-1]])
+            state.store.publish(VERIFIED, [False, state.notes[-1]])
             return
         state.notes.append(note("verified", detail=result.summary()))
-        state.store.say(VERIFIED, [result.passed, result.summary()])
+        state.store.publish(VERIFIED, [result.passed, result.summary()])
         if not result.passed:
             log.warning("%s", result)
 
@@ -54,7 +54,7 @@ class FirstStepCheck(Part):
         if not state.has_store:
             return []
         store = state.store
-        others = [(rank, *told) for rank, told in store.said(VERIFIED).items() if rank != store.rank]
+        others = [(rank, *told) for rank, told in store.published(VERIFIED).items() if rank != store.rank]
         broken = "; ".join(f"rank {rank}: {told}" for rank, passed, told in others if not passed)
         if not others:
             return []

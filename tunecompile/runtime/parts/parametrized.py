@@ -17,11 +17,11 @@ class ParametrizedModules(Part):
 
     def attach(self, state: State) -> None:
         if state.stacks:
-            self.modules = [module for slot in state.slots for module in peft_parametrize.keep_from_dynamo(slot.layer)]
+            self.modules = [module for slot in state.slots for module in peft_parametrize.skip_in_dynamo(slot.layer)]
 
     def notes(self, state: State) -> list[Note]:
-        return peft_parametrize.said(self.modules)
+        return peft_parametrize.report_lines(self.modules)
 
     def detach(self, state: State) -> None:
         for module in self.modules:
-            peft_parametrize.give_back(module)
+            peft_parametrize.undo_skip(module)
