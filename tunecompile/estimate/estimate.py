@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile import passes as own_passes
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
 from tunecompile.notes import Note
-from tunecompile.passes import PIPELINE
 from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu
 from tunecompile.planner.device_memory import (
     MARGIN,
@@ -190,7 +190,7 @@ def state_for(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     memory = done.memory if memory is None and done is not None else memory
     budget_bytes(memory, HostGauge())
     host = done.host_bytes if host_memory is None and done is not None else host_budget_bytes(host_memory)
-    passes = done.passes if done is not None else pipeline(PIPELINE)
+    passes = done.passes if done is not None else pipeline(own_passes.PIPELINE)
     settings = Settings(passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
     return State(model, settings, PARTS)
 
