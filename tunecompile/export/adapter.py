@@ -53,7 +53,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     if config.task_type not in TASKS:
         raise NoAdapter(
             path=folder,
-            reason=f"its task is {config.task_type}; load the model in Python; use tunecompile.save_merged",
+            reason=f"its task is {config.task_type}; load the model in Python, then use save_merged",
         )
     try:
         model = getattr(transformers, TASKS[config.task_type]).from_pretrained(
