@@ -44,7 +44,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     if not (folder / "adapter_config.json").is_file():
         raise NoAdapter(
             path=folder,
-            reason="the folder has no adapter_config.json; give the folder that save_pretrained of the PEFT model wrote",
+            reason="the folder has no adapter_config.json; give the one that save_pretrained of the PEFT model wrote",
         )
     config = PeftConfig.from_pretrained(str(folder))
     path = base or config.base_model_name_or_path
@@ -53,7 +53,7 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
     if config.task_type not in TASKS:
         raise NoAdapter(
             path=folder,
-            reason=f"its task is {config.task_type}; load the model in Python, then use save_merged",
+            reason=f"its task is {config.task_type}; load the model in Python, and use tunecompile.save_merged",
         )
     try:
         model = getattr(transformers, TASKS[config.task_type]).from_pretrained(
