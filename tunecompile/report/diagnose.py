@@ -104,8 +104,8 @@ _CODES = {
     "in host memory": "embedding-on-host",
     "stays on the device": "embedding-on-device",
     "host_embedding: the model has no nn.Embedding": "no-embedding",
-    "no CUDA graph": "no-cuda-graph",
     "recordings hold": "cuda-graphs-full",
+    "no CUDA graph": "no-cuda-graph",
     "launch-bound layers": "cuda-graphs",
 }
 _RANKS = re.compile(r"rank \d+ of \d+: ")
