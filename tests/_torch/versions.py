@@ -30,6 +30,7 @@ QUICK = (
     "models/test_trainers.py",
     "passes/test_nf4.py",
     "_torch/test_known_bugs.py",
+    "_torch/test_private_names.py",
 )
 
 

@@ -94,7 +94,7 @@ BLOCKS_ACROSS_ROWS = Fault(
 DEQUANTIZED_IN_FP64 = Fault(
     "bitsandbytes",
     "4-bit codes dequantised to fp64 on a CPU are left out: the result is memory as it was",
-    "References in fp64 ask for fp32, and convert",
+    "References in fp64 request fp32, and convert",
 )
 
 PACKED_FOR_EVALUATION = Fault(

@@ -75,7 +75,7 @@ FSDP: tuple[PrivateName, ...] = (
 )
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    # Without these there is no compiled region, or nobody knows when it may run.
+    # Without these no region can be compiled, or it cannot be told when it may run.
     *group(
         COMPILING_OFF,
         "torch.nn.Module._compiled_call_impl",

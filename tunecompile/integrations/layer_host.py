@@ -98,7 +98,7 @@ class LayerHost(Protocol):
 
 @dataclass(frozen=True)
 class HostDefaults:
-    """A host whose engine does nothing: what an adapter does not say otherwise."""
+    """A host of an engine that does nothing; adapters override the methods in which their engine does something."""
 
     layer: nn.Module
     engine = ""
