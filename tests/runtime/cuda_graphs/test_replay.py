@@ -63,7 +63,7 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
     for seed in range(8):
         same(model, reference, lambda m: once(m, seed=seed))
     assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
-    assert has(model, "cuda-graphs", detail="6 recordings")
+    assert has(model, "cuda-graphs", count=6)
 
 
 @pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])

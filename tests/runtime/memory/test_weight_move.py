@@ -21,7 +21,7 @@ from tests.support.memory.weight_cache import (
     step,
 )
 from tunecompile.ops import lora_linear
-from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs import launch_bound, recording, replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -226,9 +226,9 @@ def test_recorded(monkeypatch):
     ]
     copied = []
     monkeypatch.setattr(
-        replay,
+        recording,
         "copy_all",
-        lambda targets, sources, real=replay.copy_all: (
+        lambda targets, sources, real=recording.copy_all: (
             copied.extend(s.shape for s in sources),
             real(targets, sources),
         ),

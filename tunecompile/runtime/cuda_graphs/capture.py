@@ -1,4 +1,4 @@
-"""What records and replays the work of a device: CUDA graphs, or whatever stands in for them."""
+"""Recorders of the work of a device: CUDA graphs, or a test's replacement for them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,38 @@ import torch
 
 
 class Recorder(Protocol):
-    """Records what a function does on the device, and does it again without the function."""
+    """Records the work that a function launches on the device, and replays it without the function."""
 
     device: str
 
     def record(
         self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device
     ) -> tuple[Sequence[Any], Callable[[], None]]:
-        """(outputs in fixed memory, replay); the outputs hold their values after `replay()`. Recordings of one pool share scratch."""
+        """Record one run.
+
+        Args:
+            run: launches the work, and returns tensors.
+            pool: recordings of one pool share scratch memory.
+            device: to record on.
+
+        Returns:
+            The outputs, in fixed memory, and a function that replays the work and so fills them.
+        """
 
     def mark(self, device: torch.device) -> Any:
-        """A point in the device's work: after all that was launched."""
+        """A point in the device's work, after everything launched so far."""
 
     def elapsed(self, begin: Any, end: Any) -> float | None:
-        """Milliseconds of the device's between two marks; None as long as they are not known."""
+        """The device's milliseconds between two marks; None as long as they are not known."""
 
     def memory(self, device: torch.device) -> tuple[int, int]:
-        """Bytes that are taken from the device by this process, and that exist."""
+        """Bytes that this process has taken from the device, and bytes that the device has."""
 
     def release(self) -> None:
-        """Give back what is held for nothing: recordings cannot use it."""
+        """Free unused memory that the allocator holds: recordings cannot use it."""
 
     def forget(self) -> None:
-        """All recordings are gone, or will be."""
+        """Forget the pools: all recordings are gone, or will be."""
 
 
 class CudaRecorder:

@@ -1,4 +1,4 @@
-"""Whether a layer's kernels wait for the host, told from a few calls without ever waiting for the device."""
+"""Whether a layer's kernels wait for the host: found from a few calls, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import torch
 
 from tunecompile.runtime.cuda_graphs.capture import Recorder
 
-SAMPLES = 4  #: calls that are looked at, beside the first, which also loads the kernels
-WAITING = 1.2  #: the device's time from layer to layer against the host's. It is 1 where kernels wait; little above, backwards, which launch more, may still
+SAMPLES = 4  #: calls that are timed, beside the first, which also loads the kernels
+#: the device's time from layer to layer by the host's, below which kernels wait. It is 1 where they do; a little above,
+#: backwards, which launch more, may still wait
+WAITING = 1.2
 
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One call that was looked at."""
+    """One call that was timed."""
 
-    pass_: int  #: calls of one forward pass have the same
+    pass_: int  #: the same for calls of one forward pass
     begun: float  #: seconds
     host: float  #: milliseconds until all was launched
     begin: Any  #: marks in the device's work
@@ -30,15 +32,18 @@ class TimedCall:
 class Clock:
     """Compares the host's time from one layer's beginning to the next one's with the device's.
 
-    A call alone does not tell: between two of them the host also checks guards and keeps autograd's books, and its last kernels run meanwhile. (8B QLoRA
-    on 2x512 tokens: 0.67 ms to launch, 1.09 until computed, and yet the next layer began at 1.13 on both, for 0.90 replayed.)"""
+    One call alone is not enough: between two calls the host also checks guards and updates autograd's graph, while the
+    last kernels run. (8B QLoRA on 2x512 tokens: 0.67 ms to launch, 1.09 until computed, and yet the next layer began at
+    1.13 on both, for 0.90 replayed.)
+    """
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.calls: list[TimedCall] = []
-        self.first = True  #: whether what is timed may be the first step, in which the host has more to do: of that only a "no" counts
-        self.waiting: bool | None = None
-        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it (theirs are no less then, whatever they compute)
+        #: whether the timed step may be the first, in which the host has more to do: only a "no" counts from it
+        self.first = True
+        self.waiting: bool | None = None  #: whether kernels wait for the host; None as long as that is not known
+        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it; the kernels take as long then
 
     def time(
         self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int

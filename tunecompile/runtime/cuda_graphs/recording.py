@@ -1,0 +1,112 @@
+"""Recordings of a compiled graph in fixed memory, each for one layer and one shape."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
+
+
+@dataclass
+class Recording:
+    """One compiled graph for one layer and one shape, in fixed memory."""
+
+    number: int  #: in the order of recording
+    play: Callable[[], None]
+    fixed: list[tuple[int, int]]  #: (position, address) of inputs that must not move
+    copied: list[tuple[int, Tensor]]  #: (position, buffer) of inputs that change
+    outputs: list[Any]
+    handed: int  #: so many outputs belong to the caller; the others are saved for the backward
+    passed: dict[int, int]  #: outputs that are copied inputs, or views of them: position of the input
+    saved: list[int]  #: outputs for the backward that lie in the recording's own memory
+    lent: list[Tensor] = field(default_factory=list)  #: tensors given out of the recording's own memory
+    backward: Recording | None = None
+
+    def free(self) -> bool:
+        """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""
+        return all(value._use_count() == 1 for value in self.lent)
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether no input moved that must not."""
+        return all(inputs[position].data_ptr() == address for position, address in self.fixed)
+
+    def replay(self, inputs: Sequence[Any]) -> list[Any]:
+        copy_all([buffer for _, buffer in self.copied], [inputs[position] for position, _ in self.copied])
+        self.play()
+        return self.collect(inputs)
+
+    def collect(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs: copies for the caller, the memory itself for the backward."""
+        given = list(self.outputs)
+        fresh = [i for i in range(self.handed) if isinstance(given[i], Tensor) and i not in self.passed]
+        copies = [torch.empty_like(given[i]) for i in fresh]
+        copy_all(copies, [given[i] for i in fresh])
+        for i, copy in zip(fresh, copies):
+            given[i] = copy
+        for i, position in self.passed.items():
+            source, view = inputs[position], given[i]
+            offset = source.storage_offset() + view.storage_offset()  # buffers begin at their storage's beginning
+            given[i] = (
+                source if view is self._buffer(position) else source.as_strided(view.shape, view.stride(), offset)
+            )
+        self.lent = [given[i].detach() for i in self.saved]
+        for i, value in zip(self.saved, self.lent):
+            given[i] = value
+        return given
+
+    def _buffer(self, position: int) -> Tensor:
+        return next(buffer for at, buffer in self.copied if at == position)
+
+    def saved_at(self) -> set[int]:
+        return {self.outputs[i].data_ptr() for i in self.saved}
+
+    def addresses(self) -> set[int]:
+        """Addresses that are the same at every replay."""
+        return self.saved_at() | {address for _, address in self.fixed}
+
+
+class ShapeSlot:
+    """One layer under one shape, and the inputs that are the same objects at every call."""
+
+    def __init__(self, inputs: Sequence[Any]):
+        self.seen, self.tries, self.recording, self.kept = 1, 0, None, []
+        self.inputs = [weakref.ref(identity(value)) if isinstance(value, Tensor) else None for value in inputs]
+
+    def observe(self, inputs: Sequence[Any]) -> None:
+        self.seen += 1
+        self.inputs = [
+            ref if ref is not None and ref() is identity(value) else None for ref, value in zip(self.inputs, inputs)
+        ]
+
+    def fixed(self) -> set[int]:
+        return {i for i, ref in enumerate(self.inputs) if ref is not None}
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy with few launches.
+
+    `_foreach_copy_` joins small tensors of one dtype. It gives a block 64 K elements, which makes too few blocks for a
+    large tensor alone.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources):
+        if target.nbytes >= LARGE:
+            target.copy_(source)
+            continue
+        of_dtype = by_dtype.setdefault(target.dtype, ([], []))
+        of_dtype[0].append(target)
+        of_dtype[1].append(source)
+    for some_targets, some_sources in by_dtype.values():
+        torch._foreach_copy_(some_targets, some_sources)
+
+
+def identity(value: Tensor) -> Any:
+    """The object that is the same at every call. Of a matrix of weights that is its description
+    (tunecompile/runtime/memory/weight_cache.py), since the weights hold its memory."""
+    return getattr(value, "_matrix", value)
