@@ -41,10 +41,10 @@ def fresh_compiler():
 @pytest.fixture
 def to_the_host(monkeypatch):
     """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
+    from tests.support.memory.copy_engine import HostCopyEngine
     from tunecompile.planner.hardware import Rates
     from tunecompile.runtime.memory import budget, per_device
     from tunecompile.runtime.memory.offload import Offload
-    from tunecompile.runtime.memory.pinned_pool import HostCopyEngine
 
     made = []
 

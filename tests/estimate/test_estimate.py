@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
 from tunecompile.planner.device_memory import MARGIN
-from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.accounting import MemoryAccounting
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -41,7 +41,7 @@ def resident(estimate: tunecompile.Estimate) -> int:
 def test_the_plan_is_that_of_a_step_under_the_same_budget(quantised, share, monkeypatch):
     """On a CPU a step's budget bounds what layers, head and loss hold, and here gradients as on a GPU. An estimate counts the rest as well."""
     monkeypatch.setattr(
-        RuntimePlanner,
+        MemoryAccounting,
         "_ungraded",
         lambda _, module: [p for p in module.parameters() if p.requires_grad and p.grad is None],
     )

@@ -72,7 +72,7 @@ def test_each_kind_of_layer_is_planned_for_what_it_holds(trained):
     for _ in range(2):
         assert_equal(two_kinds_step(free), reference)
     budget = free._tunecompile.step.budget
-    assert len(budget.menus) == 1 + trained
+    assert len(budget.surveys.candidates) == 1 + trained
     needed = tunecompile.report(free).memory["predicted_peak"]
     saved = count_saved_bytes(free, lambda: free(torch.randn(64, 8, 32)))
     assert needed == pytest.approx(saved, rel=0.35)  # and what the last layer needs to run

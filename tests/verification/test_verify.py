@@ -390,4 +390,4 @@ def test_a_budget_learns_nothing_from_it():
     model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
     zoo.step(model, zoo.batch())
     budget = model._tunecompile.step.budget
-    assert budget.steps == 1 and budget.surplus == 0
+    assert budget.progress.steps == 1 and budget.memory.surplus == 0

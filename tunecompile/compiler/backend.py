@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -23,7 +23,7 @@ from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
 from tunecompile.compiler.kernel_access_cache import AccessCache
-from tunecompile.compiler.partitioner import Decide, Lowering, Partitioner, copied
+from tunecompile.compiler.partitioner import Look, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
 from tunecompile.errors import summary
@@ -79,10 +79,9 @@ class Backend:
         region: its name.
         passes: a pipeline.
         executor: "eager" runs the final graphs op by op: the same passes without code generation.
-        plan: of the layer; None has `decide` make one from the first graph with a backward.
+        plan: of the layer.
         replays: records and replays graphs, if any are.
         precision: a lower precision that the user allows.
-        decide: makes the plan.
         kept: gives weights to graphs, if any are cached.
     """
 
@@ -91,14 +90,14 @@ class Backend:
         region: str,
         passes: Sequence[Pass],
         executor: Executor = "inductor",
-        plan: Plan | None = KEEP,
+        plan: Plan = KEEP,
         replays: GraphRecorder | None = None,
         precision: str | None = None,
-        decide: Decide | None = None,
         kept: WeightProvider | None = None,
     ):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
-        self.replays, self.precision, self.decide, self.kept = replays, precision, decide, kept
+        self.replays, self.precision, self.kept = replays, precision, kept
+        self.look: Look | None = None  #: sees the first joint graph that is made
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
         self.accesses = AccessCache()
@@ -110,7 +109,8 @@ class Backend:
         except TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
             raise
         except Exception as error:  # the user's training goes on without these passes
-            if (compiled := self._without_packages(gm, inputs, error)) is not None:
+            attempt = partial(self._attempt, gm, inputs)
+            if (compiled := without_packages(self.region, self.passes, error, attempt)) is not None:
                 return compiled
             self._note("compiled-without-rewrites", error)
             try:
@@ -128,7 +128,7 @@ class Backend:
         moves = self.kept is not None and bool(self.kept.moves)
         context = Context(
             self.region,
-            self.plan or KEEP,
+            self.plan,
             self.precision,
             dump=GraphDump.begin(self.region),
             frame=current_frame(),
@@ -136,30 +136,9 @@ class Backend:
         )
         compiled = self._compile(gm, inputs, context)
         self.contexts.append(context)
-        if self.plan is None and context.outputs:
-            self.plan, self.decide = context.plan, None  # Dynamo keeps backends for good, and `decide` knows the model
+        if context.outputs:
+            self.look = None
         return compiled
-
-    def _without_packages(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
-        """Compile without the other package's pass at fault: its graph may fail long after it.
-
-        The first pass without which the region compiles is switched off, else all of them. None where that does not
-        help.
-        """
-        guests = [(p.package, p.name) for p in live(self.passes) if p.package is not None]
-        for suspects in [*([guest] for guest in guests), *([guests] if len(guests) > 1 else [])]:
-            for package, name in suspects:
-                package.failed[name] = note("does-not-compile-with-it", self.region, summary(error))
-            try:
-                compiled = self._attempt(gm, inputs)
-            except Exception:
-                for package, name in suspects:
-                    package.failed.pop(name)
-                continue
-            for package, name in suspects:
-                log.warning("tunecompile: %s", package.describe_failure(name))
-            return compiled
-        return None
 
     def _note(self, code: str, error: Exception) -> None:
         """Log a failure, and keep it for the report."""
@@ -169,9 +148,8 @@ class Backend:
 
     def _compile_plain(self, gm: GraphModule, inputs: list) -> Callable:
         """Compile as torch.compile does. The plan still recomputes where the model's own checkpointing does."""
-        planned = self.plan not in (None, KEEP)
-        plan = [p for p in self.passes if p.stage == "plan" and p.package is None] if planned else []
-        context = Context(self.region, self.plan or KEEP)
+        plan = [p for p in self.passes if p.stage == "plan" and p.package is None] if self.plan != KEEP else []
+        context = Context(self.region, self.plan)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
@@ -187,13 +165,12 @@ class Backend:
         context.after = snapshot(work.graph, took)
         work.graph.lint()
         work.recompile()
-        lower = Lowering(self.passes, context)
-        partition = Partitioner(self.passes, context, self.decide if self.plan is None else None)
+        lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.look)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             fault = known_bugs.MIX_ORDER_REDUCTION
             context.notes.append(note("known-bug", fault.package, str(fault)))
-        with self._attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
+        with choosing_attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
             return compiler(
                 work,
                 inputs,
@@ -201,19 +178,9 @@ class Backend:
                 partition,
                 self._replay(context, _device_type(inputs)),
                 self._keep(context),
-                cached=self.plan is not None and not self.plan.weights and not context.moves and context.cached,
+                cached=self.look is None and not self.plan.weights and not context.moves and context.cached,
                 turn=partial(in_turn, lower.uuid),
             )
-
-    def _attention(self, gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
-        """A context that sets the order of attention kernels while the graph is traced."""
-        choice = attention_backend.choose(gm, _device_type(inputs))
-        if choice is None:
-            return contextlib.nullcontext()
-        context.attention, context.attention_ms, context.attention_rate = choice.order, dict(choice.times), choice.rate
-        if choice.why:
-            context.notes += [note("attention-kernel", self.region, choice.why), *attention_backend.notes()]
-        return attention_order(choice.order)
 
     def _keep(self, context: Context) -> Keep | None:
         """The hook by which graphs read cached weights in place of their inputs; None without a cache."""
@@ -241,6 +208,41 @@ class Backend:
             return replays.forward(run, context.outputs, parameters) if kind == "forward" else replays.backward(run)
 
         return wrap
+
+
+def choosing_attention(gm: GraphModule, inputs: list, context: Context) -> contextlib.AbstractContextManager:
+    """A context that sets the order of attention kernels while the graph is traced."""
+    choice = attention_backend.choose(gm, _device_type(inputs))
+    if choice is None:
+        return contextlib.nullcontext()
+    context.attention, context.attention_ms, context.attention_rate = choice.order, dict(choice.times), choice.rate
+    if choice.why:
+        context.notes += [note("attention-kernel", context.region, choice.why), *attention_backend.notes()]
+    return attention_order(choice.order)
+
+
+T = TypeVar("T")
+
+
+def without_packages(region: str, passes: Sequence[Pass], error: Exception, attempt: Callable[[], T]) -> T | None:
+    """`attempt`, which ended in `error`, without the other package's pass at fault: its graph may fail long after it.
+
+    The first pass without which the attempt succeeds is switched off, else all of them. None where that does not help.
+    """
+    guests = [(p.package, p.name) for p in live(passes) if p.package is not None]
+    for suspects in [*([guest] for guest in guests), *([guests] if len(guests) > 1 else [])]:
+        for package, name in suspects:
+            package.failed[name] = note("does-not-compile-with-it", region, summary(error))
+        try:
+            result = attempt()
+        except Exception:
+            for package, name in suspects:
+                package.failed.pop(name)
+            continue
+        for package, name in suspects:
+            log.warning("tunecompile: %s", package.describe_failure(name))
+        return result
+    return None
 
 
 def own_code(function: Callable, name: str) -> Callable:

@@ -1,7 +1,7 @@
-"""The two hooks we give to the compiler: the plan passes with the partitioner, and the lowering passes.
+"""The two hooks that the compiler gets: the plan passes with the partitioner, and the lowering passes.
 
-A hook's `uuid` stands for everything its result depends on beside the graph. Inductor keys its caches by it, so that a changed
-pass or another plan never meets code generated under an old one.
+A hook's `uuid` represents everything that its result depends on beside the graph. Inductor keys its caches by it, so
+that a changed pass or another plan never meets code generated under an old one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import functools
 import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -37,11 +38,12 @@ HASHED = (
 
 @functools.cache
 def source_hash() -> str:
-    """Of every file that generated code depends on, with its path: a file that moves, or two that swap their names, change it."""
+    """A hash of all files that generated code depends on, and of their paths: two files that swap names change it."""
     digest = hashlib.sha256()
     for package in HASHED:
         spec = importlib.util.find_spec(f"tunecompile.{package}")  # `passes` and `templates` may lie beside the package
-        root = Path(next(iter(spec.submodule_search_locations)))
+        assert spec is not None and spec.submodule_search_locations, package
+        root = Path(spec.submodule_search_locations[0])
         for file in sorted(root.rglob("*.py")):
             digest.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()
@@ -67,24 +69,30 @@ class _Hook:
         return str, (self.uuid(),)
 
 
-Decide = Callable[
-    [Graph, Cut, "float | None"], Plan
-]  #: of the joint graph, what cuts it, and attention's floating point operations a millisecond
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward of a layer in one graph, before any plan is applied. Valid only while it is traced."""
+
+    graph: Graph
+    cut: Cut  #: a plan -> the lowered forward and backward graph, made from a copy
+    attention: float | None  #: floating point operations a millisecond of its attention, where that was timed
+
+
+Look = Callable[[JointGraph], None]  #: reads a joint graph and leaves it as it is
 
 
 class Partitioner(_Hook, CustomPartitionerFn):
-    """Runs the plan passes on the joint graph, then cuts it in two. With `decide`, the plan is made here, where the graph is known."""
+    """Runs the plan passes on the joint graph, then cuts it in two. `look` sees the joint graph first."""
 
-    def __init__(self, passes: Sequence[Pass], context: Context, decide: Decide | None = None):
+    def __init__(self, passes: Sequence[Pass], context: Context, look: Look | None = None):
         super().__init__(passes, context)
-        self.decide = decide
+        self.look = look
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        decide, self.decide = self.decide, None  # the compiled function may hold this for good, and it the model
-        if decide is not None:
-            self.context.plan = decide(
-                gm.graph, functools.partial(self._try, gm, joint_inputs, kwargs, {}), self.context.attention_rate
-            )
+        look, self.look = self.look, None  # compiled code may hold this object for good, and `look` the model
+        if look is not None:
+            cut = functools.partial(self._try, gm, joint_inputs, kwargs, {})
+            look(JointGraph(gm.graph, cut, self.context.attention_rate))
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
@@ -101,7 +109,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def _try(
         self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan
     ) -> tuple[GraphModule, GraphModule]:
-        """Both graphs as a plan would have them lowered, made from a copy. Trials share what they traced."""
+        """Both graphs as a plan would lower them, made from a copy. Trials share the providers' graphs."""
         trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
         run_stage(self.passes, "plan", trial.graph, context)
         moved, graphs = self._movable(trial.graph), _cut(trial, joint_inputs, kwargs, plan)
@@ -112,7 +120,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
 
 
 def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward graph, with what the partitioner's tags cannot say."""
+    """Forward and backward graph, with the parts of a plan that the partitioner's tags cannot express."""
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     _save_pinned(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
     if plan.attention:
@@ -121,12 +129,16 @@ def _cut(gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan)
 
 
 def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
-    """Small results of a call that the backward repeats are saved, though all of the call is what the partitioner takes or leaves.
+    """Save small results of a call that the backward recomputes. The partitioner saves all results of a call, or none.
 
-    They come before what else is saved (tensors precede sizes in what a forward graph returns, and follow them in what a backward takes).
+    They come before all other saved values: a forward graph returns tensors before sizes, and a backward takes them
+    behind.
     """
     output = forward.output_node()
-    returned, calls = list(output.args[0]), {node.name: node for node in forward.nodes if node.op == "call_function"}
+    returned, calls = (
+        list(cast(Sequence[Any], output.args[0])),
+        {node.name: node for node in forward.nodes if node.op == "call_function"},
+    )
     first = (
         next(
             (n for n in backward.nodes if n.op == "placeholder" and n.name == getattr(returned[outputs], "name", "")),
@@ -163,7 +175,7 @@ def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """Nodes and their metadata anew; fake values are shared. (`deepcopy` would give every copy a fake mode of its own.)"""
+    """A copy with new nodes and metadata. Fake values are shared: `deepcopy` would give each copy its own fake mode."""
     graph = Graph()
     returned = graph.graph_copy(gm.graph, {})
     graph.output(returned)
@@ -173,8 +185,10 @@ def copied(gm: GraphModule) -> GraphModule:
 
 
 def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, int | torch.SymInt]]:
-    """What the forward graph keeps for the backward beside its inputs: name and bytes, one entry a storage. (A saved view keeps all of
-    its storage, as gate does that of gate|up.)"""
+    """Name and bytes of each storage that the forward graph saves for the backward, inputs excluded.
+
+    A saved view keeps all of its storage, as gate does that of gate|up.
+    """
     returned = next(node for node in forward.graph.nodes if node.op == "output").args[0]
     inputs = [node.meta.get("val") for node in forward.graph.nodes if node.op == "placeholder"]
     kept, seen = [], {fake.untyped_storage()._cdata for fake in inputs if isinstance(fake, torch.Tensor)}

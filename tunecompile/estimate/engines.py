@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory
+from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import MetaLinear4bit
 from tunecompile.estimate.network import Network
 from tunecompile.planner.datasheets import DatasheetGauge

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tunecompile import passes as own_passes
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
-from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
+from tunecompile.estimate.dry_run import rehearse
+from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
 from tunecompile.notes import Note
 from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu
@@ -225,7 +226,7 @@ def summarize(
         fits if known else None,
         max(0, made.choice.peak - made.room),
         None if fits else dry_run.most_tokens(),
-        dry_run.summary()["plans"],
+        dry_run.plans_by_layer(),
         dry_run.flops(),
         dry_run.step_ms(),
         notes,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunecompile.estimate.dry_run import DryRunPlanner, StaticMemory, rehearse
+from tunecompile.estimate.dry_run import rehearse
+from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.engines import (
     EngineCost,
     ModelBytes,
@@ -318,9 +319,7 @@ class MultiGpuPlanner:
 
 def _plans(dry_run: DryRunPlanner, found: list[PipelineStage]) -> list[dict[str, Any]]:
     """The plans of the layers of all stages."""
-    return dry_run.described(
-        [(dry_run.layers[0], option) for stage in found for options in stage.choice.options for option in options]
-    )
+    return dry_run.count_options(option for stage in found for options in stage.choice.options for option in options)
 
 
 def recommended(engines: list[EnginePlan], parts: ModelBytes, network: Network) -> tuple[str | None, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -78,7 +77,7 @@ def model_notes(state: State) -> list[Note]:
     lost = [note("lost-name", detail=line) for line in lost]
     if off := lookup.why_off():
         return [note("compiling-off", detail=off), *lost]
-    told = [
+    return [
         *lost,
         *report_lines(state.passes),
         *state.notes,
@@ -90,33 +89,6 @@ def model_notes(state: State) -> list[Note]:
         *(each for part in state.parts for each in part.notes(state)),
         *state.replays.notes(),
     ]
-    return [_coded(each) for each in told]
-
-
-#: words of notes that the memory planner and recordings write -> their codes
-_CODES = {
-    "no memory plan": "no-memory-plan",
-    "not all memory plans": "few-memory-plans",
-    "the smallest plan": "over-budget",
-    "ran out of memory: the plan was": "ran-out-of-memory",
-    "ran out of memory under its smallest plan": "smallest-plan-ran-out",
-    "layers are not repeated": "layers-not-repeated",
-    "in host memory": "embedding-on-host",
-    "stays on the device": "embedding-on-device",
-    "host_embedding: the model has no nn.Embedding": "no-embedding",
-    "recordings hold": "cuda-graphs-full",
-    "no CUDA graph": "no-cuda-graph",
-    "launch-bound layers": "cuda-graphs",
-}
-_RANKS = re.compile(r"rank \d+ of \d+: ")
-
-
-def _coded(told: str) -> Note:
-    """A line as a note. Where it is none yet, its code is known by its words, and all of it is the detail."""
-    if isinstance(told, Note):
-        return told
-    code = "rank-plans" if _RANKS.match(told) else next((_CODES[words] for words in _CODES if words in told), "")
-    return Note(told, code, detail=told)
 
 
 def region_notes(region: Region) -> list[Note]:

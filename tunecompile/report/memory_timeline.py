@@ -146,7 +146,7 @@ def phases(budget: RuntimePlanner) -> list[Phase]:
         None,
         held,
         held,
-        held + budget.tail(admitted(budget).tokens),
+        held + budget.memory.tail(admitted(budget).tokens),
         "head and loss",
         measured.get(("tail", None)),
     )
@@ -201,7 +201,7 @@ def paint(axes: Axes, budget: RuntimePlanner) -> None:
 def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: float) -> None:
     """Draw budget and peaks. A budget far above the peak is not drawn: it would leave most of the picture empty."""
     found = [("predicted peak", admitted(budget).peak, "#2563eb", (0, (1, 1.5)))]
-    found += [("measured peak", budget.measured, INK, (0, (4, 2)))] if budget.measured else []
+    found += [("measured peak", budget.progress.measured, INK, (0, (4, 2)))] if budget.progress.measured else []
     found += (
         [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
     )
@@ -247,7 +247,7 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
         places = [place for place, _ in members]
         if option is None:
             continue
-        recomputed = budget.again(budget.layers[places[0]], option.plan)
+        recomputed = budget.recomputed(budget.layers[places[0]], option.plan)
         grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
         first, last = (budget.layers[place].place for place in (places[0], places[-1]))
         table.append(
@@ -276,10 +276,14 @@ def totals(budget: RuntimePlanner, steps: float | None) -> list[tuple[str, str, 
         (
             "Resident: weights, gradients, optimizer",
             shown(plan.resident),
-            shown(budget.others()) if budget.present else "",
+            shown(budget.memory.others()) if budget.memory.present else "",
         ),
-        *([("Frozen weights kept dequantised", shown(plan.weights), shown(budget.kept.bytes))] if plan.weights else []),
-        ("Peak", shown(plan.peak), shown(budget.measured) if budget.measured else ""),
+        *(
+            [("Frozen weights kept dequantised", shown(plan.weights), shown(budget.memory.kept.bytes))]
+            if plan.weights
+            else []
+        ),
+        ("Peak", shown(plan.peak), shown(budget.progress.measured) if budget.progress.measured else ""),
         ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
         ("Of it for the budget (recomputation, waiting), ms", f"{added:,.1f}", ""),
     ]
@@ -320,9 +324,9 @@ def notes(budget: RuntimePlanner) -> list[str]:
             "Tensors that are being copied count to the running layer, so dots lie above the line where layers are "
             "offloaded."
         )
-    if budget.replays is not None and budget.replays.bytes:
+    if budget.memory.replays is not None and budget.memory.replays.bytes:
         lines.append(
-            f"Layers are replayed as CUDA graphs, which hold {shown(budget.replays.bytes)} permanently: "
+            f"Layers are replayed as CUDA graphs, which hold {shown(budget.memory.replays.bytes)} permanently: "
             "there the dots lie level."
         )
     lines.append(

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
+from tunecompile.compiler.partitioner import Look
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import put_states_back
@@ -30,7 +31,7 @@ from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.unpad import Unpadding
-from tunecompile.runtime.variant import Variant, _same
+from tunecompile.runtime.variant import Traced, Variant, _same
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
@@ -188,16 +189,17 @@ class LayerSlot:
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
             return self.step.telling(lambda: self._call(args, kwargs))
-        option = budget.option(self, math.prod(sizes))
-        self.variant = self.region.variant(option and option.plan, kind, budget.decide)
-        try:
-            with budget.around(self):
-                output = self._call(args, kwargs)
-                budget.ran(self, output)
-                return finish(output)
-        finally:
-            if option is None:
-                self.region.settle(kind)
+        plan, look = budget.plan_for(self, kind, math.prod(sizes), lambda look: self._trace(look, args, kwargs))
+        self.variant = self.region.variant(plan, kind, look)
+        with budget.around(self):
+            output = self._call(args, kwargs)
+            budget.ran(self, output)
+            return finish(output)
+
+    def _trace(self, look: Look, args: tuple, kwargs: dict) -> Traced:
+        """Show the joint graph of this call to `look`."""
+        with context_parallel.outside(self.padding):
+            return self.region.trace(look, self.layer, args, kwargs)
 
     def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""

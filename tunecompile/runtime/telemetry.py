@@ -96,13 +96,13 @@ def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
     """
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
     on, plan = gauge_of(device), budget and budget.admitted
-    peak = budget.measured if budget else on.peak()[0]
+    peak = budget.progress.measured if budget else on.peak()[0]
     return {
         "model": type(model).__name__,
         "device": str(device),
         "gpu": _uuid(device),
         "memory": None if memory is None else str(memory),
-        "budget": budget.limit if budget and budget.limit != "auto" else None,
+        "budget": budget.memory.limit if budget and budget.memory.limit != "auto" else None,
         "predicted_peak": plan.peak if plan else None,
         "measured_peak": peak or None,
         "allocated": on.allocated() or None,

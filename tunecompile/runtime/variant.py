@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, re
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.compiler.survey import SurveyBackend, Surveyed
 from tunecompile.errors import summary
 from tunecompile.integrations.varlen_attention import attends
 
@@ -26,20 +28,24 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class Variant:
-    """A region under one plan, for one kind of call, with a code object of its own: so that a few kinds of calls (with a mask,
-    without a gradient, of one row) and a few adapters do not add up to Dynamo's limit, beyond which layers run eagerly."""
+    """A region under one plan, for one kind of call, with a code object of its own.
 
-    def __init__(self, name: str, backend: Backend):
+    So a few kinds of calls (with a mask, without a gradient, of one row) and a few adapters do not add up to Dynamo's
+    limit of graphs for a code object, beyond which layers run eagerly.
+    """
+
+    def __init__(self, name: str, backend: Backend | SurveyBackend):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
-        self.attends = False  #: whether its attention is ours, which knows of offsets
+        self.attends = False  #: whether its attention is tunecompile's, which reads offsets
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
         self._compiled = torch.compile(own_code(_region, name), backend=WeakBackend(self.compile))
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output. Where an op refuses fake tensors, and would take real ones (known_bugs.GROUPED_MM_IN_FP32), by the layer's own code."""
+        """The layer's output. By the layer's own code, where an op refuses fake tensors that it would take real
+        (known_bugs.GROUPED_MM_IN_FP32)."""
         refused = self.refused
         if not refused:
             try:
@@ -71,12 +77,49 @@ class Variant:
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            # Passes evaluate what they rewrite. A checkpoint around the layer would count what that saves, and then miss it in
-            # the recomputation, which compiles nothing.
+            # Passes evaluate what they rewrite. A checkpoint around the layer would count the tensors saved meanwhile,
+            # and miss
+            # them in the recomputation, which compiles nothing.
             before = len(self.backend.contexts)
             compiled = self.backend(gm, inputs)
             self.contexts += self.backend.contexts[before:]
             return compiled
+
+
+class Traced(Enum):
+    """The result of a trace of a layer's call."""
+
+    SEEN = auto()  #: its joint graph
+    NOT_TRAINED = auto()  #: a graph without a backward, or none that compiles
+    BROKEN = auto()  #: a graph break, or a failure before the backend
+
+
+def _traced(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """As `_region`, but where Dynamo skips this function, the layer is not called."""
+    return call_original(layer, *args, **kwargs) if torch.compiler.is_dynamo_compiling() else None
+
+
+def trace(backend: SurveyBackend, layer: nn.Module, args: tuple, kwargs: dict) -> Traced:
+    """Trace a layer's call.
+
+    Dynamo reads its code and runs none of it: buffers, lists and random state stay as they are.
+
+    Args:
+        backend: sees the graph, and raises `Surveyed` from `finish`.
+        layer: to trace.
+        args, kwargs: of its call.
+    """
+    compiled = torch.compile(
+        own_code(_traced, f"{backend.region}_survey"), backend=WeakBackend(backend.__call__), fullgraph=True
+    )
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # as in `Variant.compile`
+            call_whole(compiled, layer, *args, **kwargs)
+    except Surveyed:
+        return Traced.SEEN if backend.seen else Traced.NOT_TRAINED
+    except Exception:  # whatever it is, the layer's own call meets it, too
+        return Traced.BROKEN
+    return Traced.BROKEN
 
 
 def _same(value: Any) -> Any:

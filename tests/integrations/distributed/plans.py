@@ -16,7 +16,7 @@ from tests.support.memory.budgets import LAYERS
 from tests.support.memory.full_device import WHERE, Full, build, graphs, loss, needed
 from tunecompile.errors import RankLost
 from tunecompile.planner.device_memory import HostGauge, part_bytes
-from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.accounting import MemoryAccounting
 
 
 def _sharded(made):
@@ -190,16 +190,16 @@ def gradients_of_shards(rank, ranks):
             _bytes(made.parameters()),
         )
         with (
-            patch.object(RuntimePlanner, "bounds_all", True),
+            patch.object(MemoryAccounting, "bounds_all", True),
             patch.object(HostGauge, "allocated", lambda _: _bytes(made.parameters())),
         ):
             _train(made, 4)
         budget = made._tunecompile.step.budget
-        assert 2 * part == whole and budget.present == LAYERS * part + (whole - part) + root
+        assert 2 * part == whole and budget.memory.present == LAYERS * part + (whole - part) + root
         assert {option.gradients for options in budget.admitted.choice.options for option in options} == {
             part if sent else whole
         }
-        assert budget.admitted.resident == budget.present + root + 2 * shards + whole
+        assert budget.admitted.resident == budget.memory.present + root + 2 * shards + whole
         assert not _said(made, "without rewrites")
 
 

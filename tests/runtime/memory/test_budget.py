@@ -77,7 +77,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
 def test_what_does_not_fit_is_run_and_told():
     model = build("1KiB")
     assert_equal(step(model), plain())
-    assert has(model, "over-budget", detail="memory='1KiB'")
+    assert has(model, "over-budget", subject="'1KiB'")
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     for _ in range(2):
         step(model)
     budget = model._tunecompile.step.budget
-    assert budget.plans == 1 and not budget.surplus and tunecompile.report(model).memory["measured_peak"] is None
+    assert budget.plans == 1 and not budget.memory.surplus and tunecompile.report(model).memory["measured_peak"] is None
     meter.most = meter.held = int(1.6 * whole)  # the user has reset the count since
     step(model)
     memory = tunecompile.report(model).memory
@@ -321,11 +321,11 @@ def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
     model, reference = build(int(0.8 * needed())), build(None)
     assert_equal(step(model), plain())
     budget = model._tunecompile.step.budget
-    (before,) = budget.menus.values()
+    (before,) = budget.surveys.candidates.values()
     broken.append(True)
     for _ in range(3):
         assert_equal(step(model, rows=8), step(reference, rows=8))
-    (after,) = budget.menus.values()
+    (after,) = budget.surveys.candidates.values()
     assert not before.whole and after.whole and after.rows == before.rows and len(after.rows) > 1
     assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
     assert len(find(model, "no-memory-plan", "few-memory-plans", detail="cannot be cut like that")) == 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose
-from tunecompile.runtime.memory.graph_allowance import MAX_DROPPED, RECORDED, Recordings
+from tunecompile.planner.step_plan import RECORDED, leave_room_for_graphs
+from tunecompile.runtime.memory.graph_allowance import MAX_DROPPED, Recordings
 
 OPTIONS = (
     PlanOption(KEEP, 100, 0, 0, 0.0),
@@ -34,32 +35,31 @@ def recordings(ms=0.0, nbytes=0):
 
 
 def weighed(ms, room=1200, computing=0.0):
-    made = recordings(ms)
-    chosen = made.weigh(choose(STACKS, room), STACKS, room, 0, computing)
-    return made, chosen
+    """The choice, and whether it is short of room for recordings."""
+    return leave_room_for_graphs(choose(STACKS, room), STACKS, room, 0, 2 * (ms - computing))
 
 
 def test_a_smaller_plan_is_worth_what_it_computes_again_or_is_not():
     """Of ten layers, three compute again to make room for all recordings: 3 ms. 200 of 1,000 bytes are free beside those that keep everything."""
-    made, chosen = weighed(ms=100.0)
-    assert chosen.fits and RECORDED * chosen.peak <= 1200 and chosen.ms == 3 and not made.short
+    chosen, short = weighed(ms=100.0)
+    assert chosen.fits and RECORDED * chosen.peak <= 1200 and chosen.ms == 3 and not short
     for ms in (0.0, 2.0):
-        assert weighed(ms)[1] == choose(STACKS, 1200)
+        assert weighed(ms)[0] == choose(STACKS, 1200)
 
 
 def test_launches_that_take_no_longer_than_what_they_launch_save_nothing():
-    assert weighed(100.0, computing=100.0)[1] == choose(STACKS, 1200)
+    assert weighed(100.0, computing=100.0)[0] == choose(STACKS, 1200)
 
 
 def test_what_is_recorded_stays_on_the_device():
-    _, chosen = weighed(100.0, room=700)
+    chosen, _ = weighed(100.0, room=700)
     assert choose(STACKS, 700).offloads and not chosen.offloads and chosen.peak < 700
 
 
 def test_no_smaller_plan_is_known():
     only = [LayerRun(10, OPTIONS[:1])]
-    made = recordings(100.0)
-    assert made.weigh(choose(only, 1200), only, 1200, 0, 0.0).peak == 1000 and made.short
+    chosen, short = leave_room_for_graphs(choose(only, 1200), only, 1200, 0, 200.0)
+    assert chosen.peak == 1000 and short
 
 
 @pytest.mark.parametrize("nbytes, needed, dropped", [(150, 1000, False), (250, 1000, True), (0, 2000, False)])

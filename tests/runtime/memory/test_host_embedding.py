@@ -91,7 +91,7 @@ def test_the_same_step_with_less_on_the_gpu(late):
         and table.is_cuda
         and next(model.parameters()).is_cuda
     )
-    assert loss == expected[0] and [note for note in tunecompile.report(model).notes if "lies in host memory" in note]
+    assert loss == expected[0] and [note for note in tunecompile.report(model).notes if "is in host memory" in note]
     assert_equal(zoo.step(model, inputs), expected)
     assert all(torch.equal(value.cpu(), state[name]) for name, value in model.state_dict().items())
     model.eval()
@@ -114,6 +114,6 @@ def test_taken_once(monkeypatch):
     held = HostEmbeddings(lambda tensor: seen.append(tensor) or tensor.clone())
     held.take(model)
     held.take(model)
-    assert len(seen) == 1 and not held.pending and "lies in host memory" in held.said()[0]
+    assert len(seen) == 1 and not held.pending and "is in host memory" in held.said()[0]
     held.give_back()
     assert not held.moved

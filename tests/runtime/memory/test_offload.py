@@ -11,10 +11,11 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import equal_bits
 from tests.support.memory.copiers import LateCopier, Recorder
+from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import Stack, wrap
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.pinned_pool import GRANULE, HostCopyEngine
+from tunecompile.runtime.memory.pinned_pool import GRANULE
 
 CPU = torch.device("cpu")
 

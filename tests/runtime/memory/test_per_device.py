@@ -1,6 +1,6 @@
 """Layers on several devices: a plan for each, and one device's want of memory is its own. (A CPU stands for two: by its number, or by none.)"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -56,7 +56,7 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
         assert_equal(step(model), plain())
     surveyed_on_two = len(surveyed)
     first, last = on_each(model)
-    assert computing_again(model) == {"cpu:1": 0, "cpu": 0} and first.tail(32) == 0 < last.tail(32)
+    assert computing_again(model) == {"cpu:1": 0, "cpu": 0} and first.memory.tail(32) == 0 < last.memory.tail(32)
     assert max(budget.admitted.choice.peak for budget in (first, last)) <= memory
 
     monkeypatch.undo()
@@ -81,13 +81,13 @@ def test_the_device_that_is_full_plans_for_less(layer, where):
     model = build(int(1.2 * needed()))
     step(model)
     budgets = on_each(model)
-    before, steps = [budget.admitted.choice.peak for budget in budgets], [budget.steps for budget in budgets]
+    before, steps = [budget.admitted.choice.peak for budget in budgets], [budget.progress.steps for budget in budgets]
     full = Full(model, layer, where)
     assert_equal(step(model), plain())
     assert_equal(step(model), plain())
     smaller = [budget.admitted.choice.peak < peak for budget, peak in zip(budgets, before)]
     assert full.raised == 1 and smaller == [layer < HALF, layer >= HALF], "the other device keeps its plan"
-    assert [budget.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
+    assert [budget.progress.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
     assert any("cpu:1" in note and "ran out of memory" in note for note in tunecompile.report(model).notes)
 
 
@@ -132,7 +132,7 @@ def test_each_device_has_its_own_tries():
         for layer in layers:
             Full(model, layer, "forward")
         assert_equal(step(model), plain())
-        return model._tunecompile.step.budgets[1].surplus
+        return model._tunecompile.step.budgets[1].memory.surplus
 
     assert again(0, LAYERS - 1) == again(LAYERS - 1) > 0
 
@@ -152,6 +152,11 @@ def other_kind(memory):
     return tunecompile.optimize(model, memory=memory, executor="eager")
 
 
+def surveyed(budget):
+    """Candidates of the kinds of layers on its device."""
+    return budget._surveyed(budget.surveys.candidates)
+
+
 def test_kinds_of_layers_are_surveyed_where_they_are():
     """A kind that another device has no need to survey to the end keeps nobody from seeing that there is no smaller plan."""
     roomy = other_kind(1 << 40)
@@ -163,9 +168,9 @@ def test_kinds_of_layers_are_surveyed_where_they_are():
     first, last = on_each(model)
     assert (
         first.admitted.choice.fits
-        and not first._surveyed()[0].whole
+        and not surveyed(first)[0].whole
         and not last.admitted.choice.fits
-        and last._surveyed()[0].whole
+        and surveyed(last)[0].whole
     )
     made = last.plans
     for _ in range(3):
@@ -179,13 +184,13 @@ def test_kinds_of_layers_are_surveyed_where_they_are():
 
 def test_a_frozen_device_decides_for_nobody_else():
     """Its layers' graphs show no backward; what is compiled for them serves the other device's, and asks that device's budget."""
-    asked, decide = [], RuntimePlanner.decide
+    asked, see = [], RuntimePlanner._see
 
-    def watched(budget, *args):
-        asked.append((budget.device, budget.running.place))
-        return decide(budget, *args)
+    def watched(budget, slot, joint):
+        asked.append((budget.device, slot.place))
+        return see(budget, slot, joint)
 
-    with patch.object(RuntimePlanner, "decide", watched):
+    with patch.object(RuntimePlanner, "_see", watched):
         model = build(int(0.7 * needed()))
         for layer in model.backbone.layers[:HALF]:
             layer.requires_grad_(False)
@@ -222,10 +227,10 @@ def test_host_memory_is_shared(monkeypatch):
     monkeypatch.setattr(per_device, "available", lambda: 8 << 30)
     state = build(1 << 40)._tunecompile
     for host, expected in ((None, 2 << 30), (6 << 30, 3 << 30)):
-        state.host_bytes = host
+        state.settings = replace(state.settings, host_bytes=host)
         per_device._offload(state, torch.device("cuda", 1), 2)
         assert made[-1][:2] == (torch.device("cuda", 1), expected)
-    state.host_bytes = 0
+    state.settings = replace(state.settings, host_bytes=0)
     assert per_device._offload(state, torch.device("cuda", 1), 2) is None
 
 

@@ -250,7 +250,7 @@ def test_under_a_budget():
     for _ in range(2):
         assert_same_by_element(model, reference)
     budget = model._tunecompile.step.budget
-    assert len(moved(model)) == 14 and not budget.moving and not tunecompile.report(model).memory["kept_weights"]
+    assert len(moved(model)) == 14 and not budget.memory.moving and not tunecompile.report(model).memory["kept_weights"]
     tight = build(memory=int(0.8 * tunecompile.report(model).memory["predicted_peak"]))
     for _ in range(2):
         assert_same_by_element(tight, reference)

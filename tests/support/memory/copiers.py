@@ -8,7 +8,8 @@ from collections import deque
 
 import torch
 
-from tunecompile.runtime.memory.pinned_pool import CopyMark, HostCopyEngine
+from tests.support.memory.copy_engine import HostCopyEngine
+from tunecompile.runtime.memory.pinned_pool import CopyMark
 
 
 class Recorder(HostCopyEngine):

@@ -1,9 +1,10 @@
-"""What there is for a model's layers on one device: what the user allows, less what is there anyway, and what else is known to come."""
+"""The bytes of one device: what the user allows, what is there whatever layers do, and what else is known to come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from tunecompile.integrations.deepspeed import whole
 from tunecompile.integrations.fsdp import Shards
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, moment_bytes
-from tunecompile.planner.solver import LayerRun
+from tunecompile.planner.hardware import Rates
+from tunecompile.planner.step_plan import RECORDED, RegionCandidates, RegionRun, StepRequest
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory.graph_allowance import Recordings
 from tunecompile.runtime.memory.offload import Offload
@@ -24,10 +26,11 @@ from tunecompile.runtime.memory.weight_cache import WeightCache
 class MemoryAccounting:
     """Bytes on one device.
 
-    `layers` are the slots of the model's layers there in running order, each with its `region`; `heads` those whose loss is computed with them, each with its `module`.
+    `layers` are the slots of the model's layers on the device in running order, each with its `region`. `heads` are
+    those whose loss is computed with them, each with its `module`.
     """
 
-    spec: Spec
+    spec: Spec  #: the budget, as the user gave it
     model: nn.Module
     gauge: Gauge
     device: torch.device
@@ -44,7 +47,6 @@ class MemoryAccounting:
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
     failures: int = 0  #: of allocations, that were dealt with
-    steps: int = 0
 
     def __post_init__(self) -> None:
         self.limit = budget_bytes(self.spec, self.gauge)
@@ -53,54 +55,56 @@ class MemoryAccounting:
 
     def allowed(self) -> int:
         """Bytes that torch's allocator may hold."""
-        if self.limit == "auto":
-            return self.gauge.available()
-        return self.limit - self.gauge.outside()
+        return allowed_bytes(self.limit, self.gauge)
 
     def within(self) -> int:
         """Bytes that would have been the right budget, as far as steps have shown."""
         return max(0, self.allowed() - self.surplus)
 
-    def _own_room(self, resident: int) -> int:
-        """Bytes for layers, head and loss, beside so many."""
-        return self.allowed() - max(self.slack, int(MARGIN * self.allowed())) - resident
+    def begin_layers(self) -> None:
+        """Before a step's first layer."""
+        self.present, self.moving = self.gauge.allocated(), {}
 
-    def _room(self, resident: int) -> int:
-        return self._own_room(resident) if self.ceiling is None else min(self._own_room(resident), self.ceiling)
-
-    def _resident(self, stacks: Sequence[LayerRun]) -> int:
-        """Bytes that are there whatever layers do."""
+    def request(
+        self, tokens: int, candidates: Mapping[int, RegionCandidates], rates: Rates, all_seen: bool, first: bool
+    ) -> StepRequest:
+        """What a plan for a batch of so many tokens is made from. first: whether the optimizer has not stepped yet."""
+        self.shards = Shards(self.model)
+        allowed = self.allowed()
         passing = self.shards.passing([slot.layer for slot in self.layers]) if self.bounds_all else 0
-        return (
-            self.others()
-            + self._to_come()
-            + passing
-            - sum(stack.layers * stack.options[0].gradients for stack in stacks)
-            + self.surplus
+        return StepRequest(
+            tokens=tokens,
+            runs=region_runs(self.layers, self._coming),
+            candidates=candidates,
+            rates=rates,
+            available=allowed - max(self.slack, int(MARGIN * allowed)),
+            resident=self.others() + self._to_come(first) + passing + self.surplus,
+            tail=self.tail(tokens),
+            host=self.host_bytes(),
+            ceiling=self.ceiling,
+            offload=self.offload is not None,
+            all_seen=all_seen,
+            keeps_weights=self.kept is not None,
+            launching=self.recordings.look(),
+            recorded=RECORDED if self.recordings.made else 1.0,
         )
 
     def others(self) -> int:
-        """Bytes in tensors before the step's first layer, beside what layers hold from step to step: recordings, weights."""
+        """Bytes in tensors before the step's first layer, without recordings and kept weights, which layers hold."""
         moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
         return max(0, self.present + moving - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
-        return sum(workspace(weight, tokens) for weight in self._heads())
+        return tail_bytes(self.head_weights(), tokens)
 
-    def _to_come(self) -> int:
+    def _to_come(self, first: bool) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
+        if not self.bounds_all:
+            return self.shards.to_come(self._ungraded(self.model), [])
         inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
-        beside = (
-            [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self._is_here(p)]
-            if self.bounds_all
-            else []
-        )
-        moments = (
-            moment_bytes(map(self.shards.at_rest, self._trained(self.model)))
-            if self.steps == 1 and self.bounds_all
-            else 0
-        )
+        beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self.is_here(p)]
+        moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if first else 0
         return self.shards.to_come(self._ungraded(self.model), beside) + moments
 
     def _coming(self, layers: Sequence[Any]) -> int:
@@ -114,15 +118,16 @@ class MemoryAccounting:
     def _trained(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad and self.shards.at_rest(p).device == self.device]
 
-    def _heads(self) -> list[torch.Tensor]:
-        """Weights of the heads here. (A head may be any module.)"""
-        return [
-            whole(weight)
-            for head in self.heads
-            if (weight := getattr(head.module, "weight", None)) is not None and self._is_here(weight)
-        ]
+    def trained_here(self) -> list[torch.Tensor]:
+        """Trained parameters as they are from step to step, those of this device's budget."""
+        at_rest = (self.shards.at_rest(p) for p in self.model.parameters() if p.requires_grad)
+        return [parameter for parameter in at_rest if self.is_here(parameter)]
 
-    def _is_here(self, tensor: torch.Tensor) -> bool:
+    def head_weights(self) -> list[torch.Tensor]:
+        """Weights of the heads here. (A head may be any module.)"""
+        return head_weights(self.heads, self.is_here)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
         """Not on another device of this kind, which has a budget of its own."""
         return tensor.device == self.device or tensor.device.type != self.device.type
 
@@ -143,8 +148,42 @@ class MemoryAccounting:
 
     def host_bytes(self) -> int | None:
         """That may leave the device; None for any number."""
-        return 0 if self.offload is None else None if self.offload.store.disk is not None else self.offload.pool.limit
+        return host_bytes(self.offload)
 
     def host_is_full(self, nbytes: int) -> bool:
         """Whether so many bytes more could not leave the device."""
         return self.offload is None or (self.offload.store.disk is None and self.offload.pool.room < nbytes)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """In which matrices are multiplied there."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def allowed_bytes(limit: int | str | None, gauge: Gauge) -> int:
+    """Bytes that torch's allocator may hold. limit: what `budget_bytes` made of the user's budget."""
+    return limit - gauge.outside() if isinstance(limit, int) else gauge.available()
+
+
+def host_bytes(offload: Offload | None) -> int | None:
+    """Bytes that may leave the device; None for any number."""
+    return 0 if offload is None else None if offload.store.disk is not None else offload.pool.limit
+
+
+def head_weights(heads: Iterable[Any], is_here: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """Weights of the heads on a device, whole where several processes share them."""
+    found = (getattr(head.module, "weight", None) for head in heads)
+    return [whole(weight) for weight in found if weight is not None and is_here(weight)]
+
+
+def tail_bytes(weights: Iterable[torch.Tensor], tokens: int) -> int:
+    """Bytes that heads of these weights and their loss need."""
+    return sum(workspace(weight, tokens) for weight in weights)
+
+
+def region_runs(layers: Sequence[Any], gradients: Callable[[list[Any]], int]) -> tuple[RegionRun, ...]:
+    """Layers of one region after another's are a run. gradients: bytes that each of a run's layers' backward brings."""
+    grouped = (list(run) for _, run in groupby(layers, key=lambda slot: id(slot.region)))
+    return tuple(RegionRun(id(run[0].region), len(run), gradients(run)) for run in grouped)

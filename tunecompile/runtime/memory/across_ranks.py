@@ -1,11 +1,12 @@
-"""How the plans of several ranks go together.
+"""Plans of several ranks.
 
-Every rank plans for its own device, budget and batch, and all plans are compatible: a plan says what lies on one device between a layer's forward and
-its backward. Weights are gathered and gradients reduced around layers, in the same order under any plan, and what is sent inside a layer is never
-sent again (`menu.sends`). So nobody has to wait for a plan to be agreed on.
+Every rank plans for its own device, budget and batch, and all plans are compatible: a plan decides what lies on one
+device between a layer's forward and its backward. Weights are gathered and gradients reduced around layers, in the same
+order under any plan, and communication inside a layer is never recomputed (`candidates.communicates`). So no rank has
+to wait for an agreement.
 
-Ranks of one training mostly need the same, though. What one finds out by running out of memory, the others take for theirs where their next step
-begins: from the same room follow the same plans, and none of them waits while the next one fails and computes again.
+Ranks of one training mostly need the same plan, though. When one runs out of memory, the others take over its room
+where their next step begins. The same plans follow, and no rank waits while the next one fails and recomputes.
 """
 
 from __future__ import annotations
@@ -13,34 +14,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tunecompile.integrations.rank_store import RankStore
+from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.budget import RuntimePlanner
 
-PLAN = "plan"  #: what ranks say on the board
+PLAN = "plan"  #: the key under which ranks publish their plans
 
 
 class RankPlans:
-    """Of one rank with the others."""
+    """One rank's exchange with the others."""
 
     def __init__(self, board: RankStore):
         self.board, self.told = board, 0
 
     def out_of_memory(self, budget: RuntimePlanner) -> None:
-        """This rank was, and has its new plan, if there could be any."""
+        """Tell the others that this rank ran out of memory, and the room of its new plan, if it has one."""
         if budget.admitted is not None:
             self.board.post(room=budget.admitted.room)
 
     def news(self) -> list[tuple[int, int]]:
-        """Where a step begins: ranks that ran out of memory since the last one, and bytes for layers, head and loss that each has from there on."""
+        """Ranks that ran out of memory since the last step, and bytes that each has for layers, head and loss."""
         return [(notice["rank"], notice["room"]) for notice in self.board.news()]
 
     def tell(self, budgets: Sequence[RuntimePlanner], plan: Callable[[], str]) -> None:
-        """The others, where the plan is another than before."""
+        """Publish the plan where it changed."""
         plans = sum(budget.plans for budget in budgets)
         if self.board.ranks > 1 and plans != self.told:
             self.told = plans
             self.board.publish(PLAN, plan())
 
-    def said(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[str]:
+    def said(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[Note]:
         """For the report."""
         if self.board.ranks == 1:
             return []
@@ -51,10 +53,8 @@ class RankPlans:
         known = "; ".join(apart[:SHOWN]) + (f"; and {len(apart) - SHOWN} ranks more" if len(apart) > SHOWN else "") or (
             "all ranks follow the same plan" if not silent else "no other plan is known"
         )
-        return [
-            f"rank {self.board.rank} of {self.board.ranks}: {known}"
-            + (f"; {silent} have not told theirs" if silent and others else "")
-        ]
+        known += f"; {silent} have not told theirs" if silent and others else ""
+        return [note("rank-plans", str(self.board.rank), known, ranks=self.board.ranks)]
 
 
-SHOWN = 3  #: ranks whose plans the report tells one by one
+SHOWN = 3  #: ranks whose plans the report lists one by one

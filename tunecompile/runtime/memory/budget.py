@@ -1,163 +1,150 @@
-"""The plan of one model: made when its first layer's graph is known, looked at again at every step, made anew when the batch outgrows it."""
+"""The plan of a model's layers on one device: made in the first training step, and again where a batch outgrows it.
+
+Survey, solve, compile. A kind of layers is surveyed before its first call, by a trace of its graph that generates no
+code. The plan of the whole step is solved from all surveys (tunecompile/planner/step_plan.py). Only then is a layer
+compiled, under the plan it follows.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph
 
-from tunecompile.compiler.weight_layout import growth, matrix_bytes
-from tunecompile.integrations.fsdp import Shards
+from tunecompile.compiler.partitioner import JointGraph, Look
+from tunecompile.compiler.survey import Surveys, survey
+from tunecompile.compiler.weight_layout import growth
+from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
-from tunecompile.planner.cost_model import Work, beside_layers
+from tunecompile.planner.cost_model import beside_layers
 from tunecompile.planner.device_memory import MARGIN, shown
 from tunecompile.planner.hardware import Rates, measure_rates
-from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Assignment, LayerRun, Plan, PlanOption, choose
-from tunecompile.runtime.memory.accounting import MemoryAccounting
-from tunecompile.runtime.memory.graph_allowance import RECORDED
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan, PlanOption
+from tunecompile.planner.step_plan import (
+    RECORDED,
+    AdmittedPlan,
+    RegionCandidates,
+    StepRequest,
+    count_options,
+    recomputed_names,
+    solve,
+)
+from tunecompile.runtime.memory.accounting import MemoryAccounting, compute_dtype
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace
+from tunecompile.runtime.variant import Traced
 
-SHRUNK = 0.75  #: tokens by those of a plan that costs time, down to which it is kept
-GROWN = 1.02  #: resident bytes by those at the last plan, from which on the plan is looked at again
-
-
-@dataclass(frozen=True)
-class RegionCandidates:
-    """What one region's layers may choose from, surveyed on a batch of so many tokens."""
-
-    rows: tuple[candidates.CandidateCost, ...]
-    tokens: int
-    names: tuple[str, ...] = ()  #: of the values that plans call by number
-    weights: int = 0  #: bytes a layer's frozen weights take as products read them
-    whole: bool = False  #: whether there is no more to survey
-    attention: float | None = None  #: its floating point operations a millisecond, where it was timed
-
-
-@dataclass(frozen=True)
-class AdmittedPlan:
-    """What a plan was made for: tokens, bytes that are there anyway, bytes it may use for layers, head and loss."""
-
-    tokens: int
-    resident: int
-    room: int
-    choice: Assignment
-    weights: int = 0  #: bytes of frozen weights kept dequantised
-    seen: bool = True  #: whether every layer's graph was known, or has no backward
-    launching: float = 0.0  #: milliseconds a step that launches took, as far as was known
-
-    @property
-    def peak(self) -> int:
-        """Predicted, of all tensors."""
-        return self.resident + self.weights + self.choice.peak
+SHRUNK = 0.75  #: share of the tokens of a plan that costs time, down to which it is kept
+GROWN = 1.02  #: times the resident bytes at the last plan, from which on it is reviewed
 
 
 @dataclass
-class RuntimePlanner(MemoryAccounting):
-    """Gives every layer its plan, within the bytes the user allows."""
+class Progress:
+    """The course of the training, as far as its plan depends on it."""
 
-    menus: dict[int, RegionCandidates] = field(default_factory=dict)
-    options: dict[int, PlanOption] = field(default_factory=dict)
-    admitted: AdmittedPlan | None = None
-    running: Any = None
-    tokens: int = (
-        0  #: of the step's first layer, which stand for the whole batch (a decoder may run on fewer than its encoder)
-    )
+    steps: int = 0  #: that began
+    layers_began: bool = False  #: whether the running step's first layer was called
+    tokens: int = 0  #: of the step's first layer, and so of the batch (a decoder may run on fewer than its encoder)
+    survey_step: int = 0  #: the step in which layers are surveyed; a kind without candidates after it has no backward
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
-    asked: bool = False
-    exceeded: bool = False
-    began: int = 0  #: the step in which all layers' graphs were seen, or will be
-    plans: int = 0
-    pressed: bool = False  #: whether a device was full under a plan, so that less than the budget is there
-    shortfall: str | None = None
-    notes: list[str] = field(default_factory=list)
+    exceeded: bool = False  #: whether the last step took more than the budget
+    pressed: bool = False  #: whether the device was ever full under a plan, so that less than the budget is there
+
+
+@dataclass
+class RuntimePlanner:
+    """Gives every layer on one device its plan, within the bytes the user allows."""
+
+    memory: MemoryAccounting
+    surveys: Surveys = field(default_factory=Surveys)
+    progress: Progress = field(default_factory=Progress)
+    options: dict[int, PlanOption] = field(default_factory=dict)  #: by slot
+    admitted: AdmittedPlan | None = None
+    plans: int = 0  #: that were admitted
+    shortfall: Note | None = None
+    notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.layers, self.device, self.offload = self.memory.layers, self.memory.device, self.memory.offload
         self.places = {id(slot): place for place, slot in enumerate(self.layers)}
+        self.regions = list(dict.fromkeys(id(slot.region) for slot in self.layers))
         self.offloading = False
-        self.trace = MemoryTrace(self.gauge)
+        self.trace = MemoryTrace(self.memory.gauge)
         self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
+    # The course of a step
+
     def forget_step(self) -> None:
-        """What the device held since the last step was not the training's."""
-        self.gauge.release()
-        self.gauge.forget_peak()
-        self.highest, self.steps = self.gauge.peak()[0], 0
+        """Forget the device's peak: other code than the training ran since the last step."""
+        self.memory.gauge.release()
+        self.memory.gauge.forget_peak()
+        self.progress.highest, self.progress.steps = self.memory.gauge.peak()[0], 0
 
     def begin(self) -> None:
-        """At the model's entry: look at what the last step needed."""
-        self.asked = False
-        self.steps += 1
+        """At the model's entry: learn how many bytes the last step needed."""
+        now, memory = self.progress, self.memory
+        now.layers_began = False
+        now.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
-        peak, held = self.gauge.peak()
+        peak, held = memory.gauge.peak()
         if self.admitted is None:
-            self.highest = peak  # of loading the model, say
+            now.highest = peak  # of loading the model, say
         elif (
-            peak != self.highest and peak - self.gauge.allocated() > self.admitted.choice.peak // 2
+            peak != now.highest and peak - memory.gauge.allocated() > self.admitted.choice.peak // 2
         ):  # a step's: nobody reset the count since
-            self.measured, self.highest = peak, peak
-            self.surplus += max(0, peak - self.admitted.peak - self.recordings.bytes)
-            self.slack = max(self.slack, held - peak)
-            self.exceeded = held > self.allowed()
+            now.measured, now.highest = peak, peak
+            memory.surplus += max(0, peak - self.admitted.peak - memory.recordings.bytes)
+            memory.slack = max(memory.slack, held - peak)
+            now.exceeded = held > memory.allowed()
 
-    def step_ms(self) -> float | None:
-        """Predicted milliseconds of a step under the plan, with AdamW and without data loading; None on a CPU, whose speed is another for every kernel."""
-        if self.admitted is None or not self.speed.launches:
-            return None
-        return self.admitted.choice.work + self._beside_layers(self.admitted.tokens).ms(self.speed)
+    def plan_for(
+        self, slot: Any, kind: Hashable, tokens: int, trace: Callable[[Look], Traced]
+    ) -> tuple[Plan, Look | None]:
+        """The plan that a layer follows in this step. Where its graph is not known, it is surveyed first.
 
-    def _beside_layers(self, tokens: int) -> Work:
-        trained = [
-            rest for p in self.model.parameters() if p.requires_grad and self._is_here(rest := self.shards.at_rest(p))
-        ]
-        return beside_layers(self._heads(), trained, tokens)
+        Args:
+            slot: of a layer on this device.
+            kind: the same for calls with the same graph.
+            tokens: of the batch that the layer is called on.
+            trace: shows the joint graph of the call, of which nothing runs.
 
-    def _layers_menus(self) -> list[RegionCandidates]:
-        """Each layer's; of those that nobody has surveyed yet, another's."""
-        known = next(iter(self.menus.values()))
-        return [self.menus.get(id(slot.region), known) for slot in self.layers]
+        Returns:
+            The plan; and a function that has to see the joint graph as the layer is compiled, where Dynamo traces it in
+            several pieces.
+        """
+        if not self.progress.layers_began:
+            self._begin_layers(tokens)
+        self.trace.note("forward", self.places[id(slot)])
+        look = self._survey(slot, kind, trace) if id(slot) not in self.options else None
+        option = self.options.get(id(slot))
+        return (_unplanned(slot) if option is None else option.plan), look
 
-    def _surveyed(self) -> list[RegionCandidates]:
-        """Of layers on this device; others' are surveyed where they are."""
-        return [
-            self.menus[region]
-            for region in dict.fromkeys(id(slot.region) for slot in self.layers)
-            if region in self.menus
-        ]
-
-    def option(self, slot: Any, tokens: int) -> PlanOption | None:
-        """What this layer does in this step; None where its graph has to be seen first."""
-        place = self.places[id(slot)]
-        if not self.asked:  # once a step, at its first layer
-            self.asked, self.tokens, self.present, self.moving = True, tokens, self.gauge.allocated(), {}
-            self.began = self.began or self.steps
-            self._review(tokens)
-            self.trace.begin(self.steps, self.admitted and self.admitted.choice.options, tokens)
-        self.trace.note("forward", place)
-        self.running = slot
-        return self.options.get(id(slot))
+    def _begin_layers(self, tokens: int) -> None:
+        """Once a step, at its first layer."""
+        now = self.progress
+        now.layers_began, now.tokens = True, tokens
+        now.survey_step = now.survey_step or now.steps
+        self.memory.begin_layers()
+        self._review()
+        self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
 
     def around(self, slot: Any) -> AbstractContextManager:
-        """A layer's call: what it saves goes to the host, where its plan says so. (The plan of the very first is made inside.)"""
-        if self.offload is None or not (self.offloading or id(slot) not in self.options):
+        """A context for a layer's call: saved tensors are offloaded, where its plan says so."""
+        if self.offload is None or not self.offloading:
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, partial(self._leaves, slot))
 
     def _leaves(self, slot: Any, saved: torch.Tensor) -> bool:
-        """Whether it goes to the host. The batch may be larger than the one that the plan was made for: bytes are taken as they were then."""
+        """Whether a saved tensor is offloaded. Its bytes are scaled to the batch that the plan was made for."""
         if (option := self.options.get(id(slot))) is None:
             return False
-        return option.offloads_tensor(
-            saved.untyped_storage().nbytes() * self.admitted.tokens // max(self.tokens, self.admitted.tokens)
-        )
+        made = self.admitted.tokens
+        return option.offloads_tensor(saved.untyped_storage().nbytes() * made // max(self.progress.tokens, made))
 
     def ran(self, slot: Any, output: Any) -> None:
         """After a layer's forward."""
@@ -169,133 +156,174 @@ class RuntimePlanner(MemoryAccounting):
             self.offload.settle()
         self.trace.note("tail")
 
-    def decide(self, graph: Graph, cut: candidates.Cut, attention: float | None = None) -> Plan:
-        """Inside the compilation of the running layer: survey its graph and plan for all layers. attention: as in its `RegionCandidates`."""
-        region, tokens = id(self.running.region), self.tokens
-        before = self.menus.get(region)
+    # Survey
+
+    def _survey(self, slot: Any, kind: Hashable, trace: Callable[[Look], Traced]) -> Look | None:
+        """Survey a layer before its call.
+
+        Returns the function that has to see its joint graph while it is compiled, where Dynamo traces it in several
+        pieces: its first call follows no plan then, and later calls of its kind do.
+        """
+        region = id(slot.region)
+        key = region, kind, tuple(parameter.requires_grad for parameter in slot.layer.parameters())
+        if not self.surveys.needs(region) or key in self.surveys.settled:
+            return None
+        look = partial(self._see, slot)
+        self.surveys.settled.add(key)
+        if region not in self.surveys.broken and trace(look) is not Traced.BROKEN:
+            return None
+        self.surveys.broken.add(region)
+        return look
+
+    def _see(self, slot: Any, joint: JointGraph) -> None:
+        """Survey a layer's graph, and plan for all layers."""
+        region, before = id(slot.region), self.surveys.candidates.get(id(slot.region))
+        found = error = None
         try:
-            weights = matrix_bytes(graph) if self.kept is not None else 0
-            self.moving[region] = growth(graph) if self.moves else 0
-            rows, names = [], tuple(map(candidates.describe, candidates.expensive_nodes(graph)))
-            for plans in candidates.candidate_stages(graph):
-                rows += candidates.survey(cut, plans)
-                self.menus[region] = RegionCandidates(tuple(rows), tokens, names, weights, attention=attention)
-                self._admit(tokens)
-                if self._satisfied():
-                    break
-            else:
-                self.menus[region] = replace(self.menus[region], whole=True)
-        except Exception as error:  # the step goes on with what was surveyed before, or without a plan
-            known = max(filter(None, (before, self.menus.get(region))), key=lambda found: len(found.rows), default=None)
-            missing = "no memory plan" if known is None else "not all memory plans"
-            self._note_failure(f"{missing} for {self.running.region.name}", error)
-            if known is None:
-                return self._without()
-            self.menus[region] = replace(known, whole=True)  # it would fail again
-            self._admit(tokens)
+            self.memory.moving[region] = growth(joint.graph) if self.memory.moves else 0
+            request = self._request(self.progress.tokens)
+            stages, weighs = candidates.candidate_stages(joint.graph), self.memory.kept is not None
+            result = survey(joint, self.progress.tokens, stages, partial(self._is_enough, request, region), weighs)
+            found, error = result.found, result.error
+        except Exception as failure:
+            error = failure
+        if error is not None:  # the step goes on with what was surveyed before, or without a plan
+            known = max(filter(None, (before, found)), key=lambda each: len(each.rows), default=None)
+            missing = "no-memory-plan" if known is None else "few-memory-plans"
+            self._note_failure(missing, slot.region.name, error)
+            found = known and replace(known, whole=True)  # it would fail again
+        self.surveys.reopened.discard(region)
+        if found is None:
+            self._follow_the_user()
+            return
+        self.surveys.candidates[region] = found
+        self._admit()
         if self.offloading:  # code is generated next, in which nothing else happens
             self.offload.expect(self.admitted.choice.waiting)
-        return self.options[id(self.running)].plan
 
-    def _note_failure(self, missing: str, error: Exception) -> None:
-        note = f"{missing}: {type(error).__name__}: {str(error)[:200]}"
-        self.notes += [note] if note not in self.notes else []
+    def _is_enough(self, request: StepRequest, region: int, found: RegionCandidates) -> bool:
+        """Whether the candidates found of a region so far are enough."""
+        known = {**request.candidates, region: found}
+        seen = self._all_seen(known)
+        return solve(replace(request, candidates=known, all_seen=seen)).settles(self._surveyed(known))
+
+    def _surveyed(self, known: dict[int, RegionCandidates]) -> list[RegionCandidates]:
+        """Candidates of this device's layers. Others are surveyed where they are."""
+        return [known[region] for region in self.regions if region in known]
+
+    def _all_seen(self, known: dict[int, RegionCandidates]) -> bool:
+        """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
+        return self.progress.steps > self.progress.survey_step or all(region in known for region in self.regions)
+
+    def _note_failure(self, code: str, subject: str, error: Exception) -> None:
+        made = note(code, subject, f"{type(error).__name__}: {str(error)[:200]}")
+        self.notes += [made] if made not in self.notes else []
+
+    def _follow_the_user(self) -> None:
+        """Without any candidates, layers do what the user asked for."""
+        for slot in self.layers:
+            self.options.setdefault(id(slot), PlanOption(_unplanned(slot), 0, 0, 0, 0.0))
+
+    def _survey_again(self) -> bool:
+        """Survey regions once more of which only a part of the plans is known. Returns whether there are any."""
+        known = self.surveys.candidates
+        partly = {region for region in self.regions if region in known and not known[region].whole}
+        self.surveys.reopen(partly)
+        if partly:
+            self.options = {
+                id(slot): self.options[id(slot)]
+                for slot in self.layers
+                if id(slot) in self.options and id(slot.region) not in partly
+            }
+            self.progress.survey_step = self.progress.steps
+        return bool(partly)
+
+    # Plans
 
     def retreat(self, missing: int | None) -> bool:
-        """The device was full: plan for less by so many bytes (None: for as little as possible), now and from here on. False where
-        there is no smaller plan."""
+        """The device was full: plan for less from here on.
+
+        Args:
+            missing: bytes that could not be allocated; None to plan for as little as possible.
+
+        Returns:
+            Whether there is a smaller plan.
+        """
         made = self.admitted
-        if made is None or not self.menus:
+        if made is None or not self.surveys.candidates:
             return False
-        self.highest = self.gauge.peak()[0]  # of a plan that is given up
+        self.progress.highest = self.memory.gauge.peak()[0]  # of a plan that is dropped
         target = (
             0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
         )
-        self.surplus += max(0, self._own_room(self._resident(self._stacks(self.tokens)[0])) - target)
+        request = self._request(self.progress.tokens)
+        room = request.available - request.beside_layers(request.layer_runs())
+        self.memory.surplus += max(0, room - target)
         return self._make_smaller()
 
     def give_way(self, room: int) -> bool:
-        """Another rank ran out of memory, and plans with so many bytes for layers, head and loss from here on: so does this one, if it has more. Whether
-        that takes another plan."""
-        self.ceiling = room if self.ceiling is None else min(room, self.ceiling)
+        """Another rank ran out of memory: plan with its room from here on, if that is less.
+
+        Args:
+            room: bytes for layers, head and loss.
+
+        Returns:
+            Whether that takes another plan.
+        """
+        ceiling = self.memory.ceiling
+        self.memory.ceiling = room if ceiling is None else min(room, ceiling)
         return (
             self.admitted is not None
-            and bool(self.menus)
-            and self.admitted.choice.peak > self.ceiling
+            and bool(self.surveys.candidates)
+            and self.admitted.choice.peak > self.memory.ceiling
             and self._make_smaller()
         )
 
     def _make_smaller(self) -> bool:
         before = self.admitted.choice.peak
-        self.pressed = True
-        self._admit(self.tokens)
+        self.progress.pressed = True
+        self._admit()
         if self.admitted.choice.fits or not self._survey_again():
             return self.admitted.choice.peak < before
         return True
 
     @property
     def tight(self) -> bool:
-        """Whether layers need more than half of what there is for them, as far as is known."""
+        """Whether layers need more than half of their room, as far as is known."""
         return self.admitted is None or 2 * self.admitted.choice.peak > self.admitted.room
 
-    def _without(self) -> Plan:
-        """For layers there is nothing to plan with: what the user asked for."""
-        for slot in self.layers:
-            self.options.setdefault(id(slot), PlanOption(RECOMPUTE if slot.checkpoint else KEEP, 0, 0, 0, 0.0))
-        return self.options[id(self.running)].plan
-
-    def _review(self, tokens: int) -> None:
+    def _review(self) -> None:
         """Before a step's first layer."""
-        if self.admitted is not None and (self.exceeded or tokens != self.admitted.tokens):
-            made = self.admitted
-            if self.recordings.make_way(
-                made.choice.peak * tokens // made.tokens, 0 if self.exceeded else made.room - made.weights
-            ):
-                self.gauge.release()
-        if not self.menus or (self.admitted is not None and self._still_serves(tokens) and self._finished()):
+        made, tokens = self.admitted, self.progress.tokens
+        if made is not None and (self.progress.exceeded or tokens != made.tokens):
+            room = 0 if self.progress.exceeded else made.room - made.weights
+            if self.memory.recordings.make_way(made.choice.peak * tokens // made.tokens, room):
+                self.memory.gauge.release()
+        if not self.surveys.candidates or (made is not None and self._still_serves(made) and self._is_final(made)):
             return
         try:
-            self._admit(tokens)
+            self._admit()
         except Exception as error:
             if self.admitted is not None:
                 raise
-            self._note_failure(
-                "no memory plan", error
-            )  # layers of this kind are on another device, too, and have menus by now
+            # layers of this kind are on another device, too, and were surveyed there
+            self._note_failure("no-memory-plan", str(self.device), error)
             return
-        if not self._satisfied():
+        if not self.admitted.settles(self._surveyed(self.surveys.candidates)):
             self._survey_again()
 
-    def _satisfied(self) -> bool:
-        """Whether no more plans have to be surveyed."""
-        seeking = self.recordings.short and any(
-            len(found.rows) == 1 for found in self._surveyed()
-        )  # the next course may leave them room
-        return self.admitted.choice.fits and not seeking
+    def _is_final(self, made: AdmittedPlan) -> bool:
+        """Whether no survey could change the plan: every kind of layer was seen, with all its plans where none fits."""
+        guessed = not made.seen and self.progress.steps > self.progress.survey_step
+        surveyed = self._surveyed(self.surveys.candidates)
+        return not guessed and (made.settles(surveyed) or all(found.whole for found in surveyed))
 
-    def _finished(self) -> bool:
-        """Whether the plan was made with all that there is to know: every kind of layer has been seen, and all their plans where none fits."""
-        guessed = not self.admitted.seen and self.steps > self.began
-        return not guessed and (self._satisfied() or all(found.whole for found in self._surveyed()))
-
-    def _all_seen(self) -> bool:
-        """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
-        return self.steps > self.began or all(id(slot.region) in self.menus for slot in self.layers)
-
-    def _survey_again(self) -> bool:
-        """Where not every plan there is was surveyed, the layers' graphs have to be seen once more."""
-        again = any(not found.whole for found in self._surveyed())
-        if again:
-            self.options.clear()
-            self.began = self.steps
-        return again
-
-    def _still_serves(self, tokens: int) -> bool:
-        """Whether the plan there is does for this batch: batches differ from step to step, and a plan for each would compile without end."""
-        made = self.admitted
-        if self.exceeded or self.others() > GROWN * made.resident:
+    def _still_serves(self, made: AdmittedPlan) -> bool:
+        """Whether the plan serves this batch, too: a plan for each size of batch would compile without end."""
+        tokens = self.progress.tokens
+        if self.progress.exceeded or self.memory.others() > GROWN * made.resident:
             return False
-        if RECORDED * made.choice.peak > made.room and not made.launching and self.recordings.look():
+        if RECORDED * made.choice.peak > made.room and not made.launching and self.memory.recordings.look():
             return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
@@ -303,122 +331,65 @@ class RuntimePlanner(MemoryAccounting):
             o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options
         )
 
-    def _admit(self, tokens: int) -> None:
-        if self.admitted is None or self.exceeded:
-            self.gauge.release()
-        self.exceeded = False
-        stacks, slots = self._stacks(tokens)
-        resident = self._resident(stacks)
-        room = self._room(resident)
-        tail = self.tail(tokens)
-        choice = self.recordings.weigh(
-            choose(stacks, room, tail, self.host_bytes()), stacks, room, tail, self._computing(tokens)
-        )
-        choice, weights = self._keep_weights(
-            choice, slots, room - int((RECORDED if self.recordings.made else 1) * choice.peak)
-        )
-        self.recordings.allow(choice, room - weights)
-        self.admitted = AdmittedPlan(
-            tokens, resident, room, choice, weights, self._all_seen(), self.recordings.launching
-        )
+    def _request(self, tokens: int) -> StepRequest:
+        known = self.surveys.candidates
+        if self.admitted is None or self.progress.exceeded:
+            self.memory.gauge.release()
+        self.speed = measure_rates(self.device, compute_dtype(self.device))  # while there is memory to measure with
+        return self.memory.request(tokens, known, self.speed, self._all_seen(known), self.progress.steps == 1)
+
+    def _admit(self) -> None:
+        """Make the plan that layers follow from here on."""
+        made = self.admitted = solve(self._request(self.progress.tokens))
+        self.progress.exceeded = False
         self.plans += 1
-        self.shortfall = None
-        self.offloading = choice.offloads
-        if self.offload is not None:
-            self.offload.ahead = choice.ahead
+        self._make_room_for(made)
+        chosen = (option for options in made.choice.options for option in options)
         self.options = {
-            id(slot): option
-            for layers, options in zip(slots, choice.options)
-            for slot, option in zip(layers, options)
-            if id(slot.region) in self.menus
+            id(slot): option for slot, option in zip(self.layers, chosen) if not self.surveys.needs(id(slot.region))
         }
-        if not choice.fits and not self.pressed:
-            self._note_shortfall(choice.peak - room)
+        missing = made.choice.peak - made.room
+        self.shortfall = None
+        if not made.choice.fits and not self.progress.pressed:
+            self.shortfall = note("over-budget", repr(self.memory.spec), shown(missing), tokens=made.tokens)
 
-    def _computing(self, tokens: int) -> float:
-        """Milliseconds of all layers' forwards."""
-        if not self.recordings.look():
-            return 0.0
-        return sum(each.rows[0].forward_work.ms(self._rates_of(each), tokens / each.tokens) for each in self._layers_menus())
+    def _make_room_for(self, made: AdmittedPlan) -> None:
+        """Let recordings, kept weights and copies take the bytes that the plan leaves them."""
+        memory = self.memory
+        if not made.weights and memory.kept is not None and memory.kept.matrices:
+            memory.kept.release()
+            if memory.replays is not None:
+                memory.replays.forget()  # recordings point at them
+        memory.recordings.allow(made.choice, made.room - made.weights)
+        self.offloading = made.choice.offloads
+        if self.offload is not None:
+            self.offload.ahead = made.choice.ahead
 
-    def _keep_weights(self, choice: Assignment, slots: list[list[Any]], left: int) -> tuple[Assignment, int]:
-        """Where there is room for all layers' frozen weights beside all else, they are dequantised once for all steps."""
-        needed = sum(
-            self.menus[id(slot.region)].weights for layers in slots for slot in layers if id(slot.region) in self.menus
-        )
-        kept = self._all_seen() and all(
-            option.plan == KEEP and not option.offloaded for options in choice.options for option in options
-        )
-        if self.kept is None or not needed or not kept or needed > left:
-            if self.kept is not None and self.kept.matrices:
-                self.kept.release()
-                if self.replays is not None:
-                    self.replays.forget()  # recordings point at them
-            return choice, 0
-        options = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in options) for options in choice.options)
-        return replace(choice, options=options), needed
+    # For the report
 
-    def _stacks(self, tokens: int) -> tuple[list[LayerRun], list[list[Any]]]:
-        """Layers of one region after another's are a stack. A region nobody has surveyed yet is taken for one that was, until a whole step has
-        passed: then none of its graphs has a backward, and its layers hold nothing."""
-        known = next(iter(self.menus.values()))
-        slots: list[list[Any]] = []
-        for slot in self.layers:
-            if not slots or slots[-1][-1].region is not slot.region:
-                slots.append([])
-            slots[-1].append(slot)
-        self.shards = Shards(self.model)
-        self.speed = self._rates()  # while there is memory to measure with: it may be needed when there is none
-        stacks = []
-        for layers in slots:
-            if id(layers[0].region) not in self.menus and self._all_seen():
-                stacks.append(LayerRun(len(layers), (PlanOption(KEEP, 0, 0, 0, 0.0),)))
-                continue
-            found = self.menus.get(id(layers[0].region), known)
-            options, coming = (
-                candidates.options(
-                    found.rows,
-                    tokens / found.tokens,
-                    self._rates_of(found),
-                    self.offload is not None and len(found.rows) > 1,
-                ),
-                self._coming(layers),
-            )
-            stacks.append(LayerRun(len(layers), tuple(replace(option, gradients=coming) for option in options)))
-        return stacks, slots
+    def step_ms(self) -> float | None:
+        """Predicted milliseconds of a step under the plan, with AdamW and without data loading.
 
-    def _rates(self) -> Rates:
-        return measure_rates(self.device, self._dtype())
+        None on a CPU, whose kernels have no common rate.
+        """
+        if self.admitted is None or not self.speed.launches:
+            return None
+        beside = beside_layers(self.memory.head_weights(), self.memory.trained_here(), self.admitted.tokens)
+        return self.admitted.choice.work + beside.ms(self.speed)
 
-    def _dtype(self) -> torch.dtype:
-        return (
-            torch.get_autocast_dtype(self.device.type)
-            if torch.is_autocast_enabled(self.device.type)
-            else torch.bfloat16
-            if self.device.type == "cuda"
-            else torch.float32
-        )
-
-    def _rates_of(self, found: RegionCandidates) -> Rates:
-        speed = self._rates()
-        return replace(speed, attention=found.attention) if found.attention else speed
-
-    def _note_shortfall(self, missing: int) -> None:
-        self.shortfall = f"the smallest plan for {self.admitted.tokens} tokens needs {shown(missing)} more than memory={self.spec!r} allows: it is run all the same"
-
-    def said(self) -> list[str]:
-        """For the report."""
+    def said(self) -> list[Note]:
+        """Notes."""
         return self.notes + ([self.shortfall] if self.shortfall else [])
 
     def summary(self) -> dict[str, Any] | None:
-        """For the report: device, budget, predicted and measured peak (bytes), the step's predicted milliseconds, and how many layers follow each plan."""
+        """Device, budget and peaks in bytes, the step's predicted milliseconds, and counts of layers by plan."""
         if self.admitted is None:
             return None
         return {
             "device": str(self.device),
-            "budget": self.allowed(),
+            "budget": self.memory.allowed(),
             "predicted_peak": self.admitted.peak,
-            "measured_peak": self.measured or None,
+            "measured_peak": self.progress.measured or None,
             "tokens": self.admitted.tokens,
             "predicted_ms": self.step_ms(),
             "recompute_ms": self.admitted.choice.ms,
@@ -429,28 +400,19 @@ class RuntimePlanner(MemoryAccounting):
         }
 
     def plans_by_layer(self) -> list[dict[str, Any]]:
-        """What so many layers do."""
-        return self.described([(slot, option) for slot in self.layers if (option := self.options.get(id(slot)))])
+        """How many layers follow each plan."""
+        chosen = ((slot, self.options.get(id(slot))) for slot in self.layers)
+        return count_options((option, self._names(slot)) for slot, option in chosen if option is not None)
 
-    def described(self, options: Sequence[tuple[Any, PlanOption]]) -> list[dict[str, Any]]:
-        """How many of these (slot, option) do what."""
-        counts = Counter(
-            (
-                self.again(slot, option.plan),
-                option.plan.tiles,
-                option.offloaded > 0,
-                bool(option.offloaded and option.held),
-            )
-            for slot, option in options
-        )
-        return [
-            {"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
-            for (again, tiles, offload, stays), count in counts.items()
-        ]
+    def recomputed(self, slot: Any, plan: Plan) -> Sequence[str]:
+        """The values that a layer recomputes under a plan, by name."""
+        return recomputed_names(plan, self._names(slot))
 
-    def again(self, slot: Any, plan: Plan) -> tuple[str, ...]:
-        """What a layer computes again, by name."""
-        if plan.recompute is None:
-            return ("everything", "attention") if plan.attention else ("everything",)
-        names = self.menus[id(slot.region)].names if id(slot.region) in self.menus else ()
-        return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
+    def _names(self, slot: Any) -> Sequence[str]:
+        found = self.surveys.candidates.get(id(slot.region))
+        return found.names if found is not None else ()
+
+
+def _unplanned(slot: Any) -> Plan:
+    """The plan of a layer that was not surveyed: the user's checkpointing."""
+    return RECOMPUTE if slot.checkpoint else KEEP

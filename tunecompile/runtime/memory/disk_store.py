@@ -1,4 +1,7 @@
-"""Where offloaded blocks lie: in host memory, and on disk what that cannot hold. A plain file for each, written and read by one thread."""
+"""Where offloaded blocks lie: in host memory, and on disk what that cannot hold.
+
+A plain file for each, written and read by one thread.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class StoredBlock:
 class BlockStore:
     """Host memory, and behind it the disk. Blocks are needed again last in, first out, so the oldest go to disk.
 
-    Writing begins when memory for two more layers is not there any longer, so that mostly it has been done when memory is needed.
+    Writing begins when memory for two more layers is missing, so that it is mostly done when that memory is needed.
     """
 
     def __init__(self, pool: PinnedPool, copier: CopyEngine, disk: Disk | None = None):
@@ -51,7 +54,7 @@ class BlockStore:
         self.failure: str | None = None
 
     def take(self, nbytes: int) -> StoredBlock | None:
-        """None where there is no place, neither in host memory nor on disk."""
+        """Memory for a block; None where neither host memory nor the disk has room."""
         room = self.pool.take(nbytes)
         while room is None and self._free_oldest():
             room = self.pool.take(nbytes)
@@ -61,7 +64,7 @@ class BlockStore:
         return self.pool.failure or self.failure or "host memory is full"
 
     def filled(self, stays: Sequence[StoredBlock], mark: CopyMark) -> None:
-        """Their bytes are there after the mark."""
+        """These blocks are filled behind the mark: the oldest ones may go to disk."""
         for stay in stays:
             stay.mark = mark
         self.stays.extend(stays)
@@ -75,7 +78,7 @@ class BlockStore:
                     ahead -= stay.nbytes
 
     def give(self, stay: StoredBlock) -> None:
-        """Nobody needs it any more."""
+        """Free a block."""
         if stay.file is not None:
             self._waiting(lambda: self.disk.delete(stay.file))
         if stay.room is not None:
@@ -84,7 +87,7 @@ class BlockStore:
             self.stays.remove(stay)
 
     def prepare(self, stay: StoredBlock) -> None:
-        """It will be loaded soon: begin to read it, if it is on disk and there is room."""
+        """A block will be loaded soon: begin to read it, if it is on disk and there is room."""
         if stay.room is None and (room := self.pool.take(stay.nbytes)) is not None:
             stay.room = room
             self.disk.read(stay.file, room, self.copier.fence())
@@ -94,10 +97,10 @@ class BlockStore:
         return stay.room is not None and not (stay.file is not None and stay.file.reading and not stay.file.job.done())
 
     def load(self, stay: StoredBlock) -> PinnedBlock:
-        """Its memory, filled.
+        """The block's memory, filled.
 
         Raises:
-            OSError: what was written cannot be read.
+            OSError: its file cannot be read.
         """
         self.prepare(stay)
         if stay.room is None:  # memory of its own, not pinned: slow, but never refused
@@ -106,12 +109,12 @@ class BlockStore:
         if stay.file is not None and stay.file.reading:
             self._waiting(stay.file.job.result)
             stay.file.reading = False
-        elif stay.file is not None and stay.file.job.cancel():  # it was to be written, and has not been: it stays here
+        elif stay.file is not None and stay.file.job.cancel():  # it was not written yet, and stays in memory
             stay.file = None
         return stay.room
 
     def _free_oldest(self) -> bool:
-        """Give the memory of the oldest block to others, as soon as it is on disk."""
+        """Free the memory of the oldest block, as soon as it is on disk. Returns whether that is possible."""
         if self.disk is None or self.failure is not None:
             return False
         stay = next((stay for stay in self.stays if stay.room is not None and stay.room.extents), None)
@@ -150,7 +153,7 @@ class BlockStore:
 class Disk:
     """Files in a folder of its own within `folder`, deleted one by one, and all at the interpreter's exit.
 
-    One thread, so that what is asked for first is done first. It waits for the device's copies; nobody else does.
+    One thread reads and writes, in the order of the calls. Only this thread waits for the device's copies.
 
     Raises:
         OSError: `folder` cannot be written to.
@@ -163,17 +166,17 @@ class Disk:
         self.files = 0
 
     def write(self, room: PinnedBlock, after: CopyMark) -> DiskFile:
-        """Write what `room` holds after the mark. The job fails with an OSError where the disk is full."""
+        """Write the bytes that `room` holds behind the mark. The job fails with an OSError where the disk is full."""
         self.files += 1
         path = Path(self.folder.name) / str(self.files)
         return DiskFile(path, self.worker.submit(_write, path, room.pieces, after))
 
     def read(self, file: DiskFile, room: PinnedBlock, after: Sequence[CopyMark]) -> None:
-        """Read into `room`, whose last owner's copies end with the marks."""
+        """Read into `room`. The copies of its last owner end with the marks."""
         file.job, file.reading = self.worker.submit(_read, file.path, room.pieces, after), True
 
     def delete(self, file: DiskFile) -> None:
-        """Once nobody needs it. Waits for a job that is being done: its memory is about to have another owner."""
+        """Delete a file that is not needed. Waits for its running job, since the job's memory gets another owner."""
         if not file.job.cancel():
             file.job.exception()
         file.path.unlink(missing_ok=True)

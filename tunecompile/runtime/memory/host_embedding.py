@@ -1,7 +1,8 @@
 """Embedding tables in host memory, from which the GPU reads the rows it needs.
 
-A step reads one row a token: 8,192 tokens of an 8B model are 64 MiB, a millisecond over PCIe, out of a table of 1 GiB. Pinned memory has an address
-on the GPU, so the parameter stays a tensor of the GPU, for lookups, `generate()`, saving and `model.device` alike; only its memory is the host's.
+A step reads one row a token: 8,192 tokens of an 8B model are 64 MiB, a millisecond over PCIe, out of a table of 1 GiB.
+Pinned memory has an address on the GPU, so the parameter stays a tensor of the GPU for lookups, `generate()`, saving
+and `model.device`; only its memory is the host's.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 
 SMALLEST = 16 << 20  #: bytes, below which a table is not worth a note
 
 
 class _Pinned:
-    """Pinned bytes, as CUDA's array interface shows them: torch makes a tensor of the GPU of it, which keeps this."""
+    """Pinned bytes behind CUDA's array interface: torch makes a GPU tensor of this object and keeps it alive."""
 
     def __init__(self, memory: Tensor):
         self.memory = memory
@@ -42,42 +44,38 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     return torch.as_tensor(_Pinned(pinned), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
-def tables(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[str]]:
-    """Frozen tables that only lookups read, by name, and what is said of those that stay where they are."""
+def tables(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[Note]]:
+    """Frozen tables that only lookups read, by name, and a note for each table that stays on its device."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     moved, notes = [], []
     for name, module in found:
         table = module.weight
-        reason = (
-            "it is trained"
-            if table.requires_grad
-            else "another module shares it"
-            if owners[id(table)] > 1
-            else "it is no plain tensor"
-            if type(table) is not nn.Parameter
-            else "it renormalises the rows it reads"
-            if module.max_norm is not None
-            else None
-        )
+        reasons = {
+            "it is trained": table.requires_grad,
+            "another module shares it": owners[id(table)] > 1,
+            "it is no plain tensor": type(table) is not nn.Parameter,
+            "it renormalises the rows it reads": module.max_norm is not None,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is None and table.nbytes >= SMALLEST:
             moved.append((f"{name}.weight", table))
         elif reason is not None:
-            notes.append(f"{name}.weight stays on the device: {reason}")
-    return moved, notes if found else ["host_embedding: the model has no nn.Embedding"]
+            notes.append(note("embedding-on-device", f"{name}.weight", reason))
+    return moved, notes if found else [note("no-embedding")]
 
 
 class HostEmbeddings:
-    """Which of a model's tables were moved, and how they come back."""
+    """The tables of a model that were moved."""
 
     def __init__(self, move: Callable[[Tensor], Tensor] = in_host_memory):
         self.move = move
         self.moved: dict[str, nn.Parameter] = {}
-        self.notes: list[str] = []
-        self.pending = True  #: whether there are some that may come to a GPU yet
+        self.notes: list[Note] = []
+        self.pending = True  #: whether more tables may come to a GPU
 
     def take(self, model: nn.Module) -> None:
-        """Move those that lie on a GPU. Call it again, while some are pending, once the model may be there."""
+        """Move the tables that lie on a GPU. Call it again, while some are pending, once the model may be there."""
         found, self.notes = tables(model)
         for name, table in found:
             if name not in self.moved and table.is_cuda:
@@ -90,8 +88,6 @@ class HostEmbeddings:
             table.data = table.data.clone()
         self.moved.clear()
 
-    def said(self) -> list[str]:
+    def said(self) -> list[Note]:
         """For the report."""
-        return self.notes + [
-            f"{name} ({shown(table.nbytes)}) lies in host memory" for name, table in self.moved.items()
-        ]
+        return self.notes + [note("embedding-on-host", name, shown(table.nbytes)) for name, table in self.moved.items()]

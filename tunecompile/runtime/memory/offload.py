@@ -1,12 +1,13 @@
-"""What layers save for the backward pass waits in host memory, and is back before it is needed.
+"""Saved tensors are offloaded to host memory, and copied back before the backward pass needs them.
 
-Autograd's hooks for saved tensors see what one layer's forward saves. Each storage among it is a block: copied out when the layer
-has run, freed on the device one layer later, and copied back when the backward pass is `ahead` layers away. All of it is ordered by
-events between streams; the host waits for the disk only. Which layer comes next is known from the order of the forward
-calls, last in, first out: so a layer may run several times, under several losses, and be left without a backward.
+Autograd's hooks for saved tensors see the tensors that one layer's forward saves. Each storage is a block: copied out
+when the layer has run, freed on the device one layer later, and copied back when the backward pass is `ahead` layers
+away. Events between streams order all copies; the host waits for the disk only. The order of the forward calls tells
+which layer comes next, last in, first out. So a layer may run several times, under several losses, and have no backward
+at all.
 
-As autograd does, it refuses a backward through what was changed in place, as long as the change could reach the copy; later
-changes leave the copy, and so the gradients, right.
+As autograd does, a backward through tensors that were changed in place is refused, as long as the change could reach
+the copy. Later changes leave the copy, and so the gradients, right.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,11 @@ from tunecompile.runtime.memory.pinned_pool import (
     available,
 )
 
-SMALLEST = 1 << 20  #: bytes; smaller storages stay
+SMALLEST = 1 << 20  #: bytes; smaller storages stay on the device
 
 
 class LayerCall:
-    """One run of one layer's forward. It lives as long as something it saved."""
+    """One run of one layer's forward. It lives as long as any tensor that it saved."""
 
     def __init__(self, number: int, layer: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None):
         self.number, self.layer, self.module, self.offloads = number, layer, module, offloads
@@ -60,10 +61,10 @@ class OffloadedBlock:
             storage, 0, (storage.nbytes(),), (1,)
         )
         self.mark: CopyMark | None = None  #: of the last copy; before it, nobody may write to `device`, or free it
-        self.watched: list[tuple[Tensor, int]] = []  #: with their versions, until the copy is behind whatever comes
-        self.modified: str | None = None
+        self.watched: list[tuple[Tensor, int]] = []  #: with their versions, until no change can reach the copy
+        self.modified: str | None = None  #: which tensor was changed in place
         self.handles = 0
-        self.pending: set[int] = set()  #: handles that have not asked for `device` yet
+        self.pending: set[int] = set()  #: handles that were not unpacked yet
 
     def add(self, tensor: Tensor) -> int:
         if self.device is not None:
@@ -82,7 +83,7 @@ class OffloadedBlock:
 
 
 class SavedHandle:
-    """What autograd holds in place of a tensor of a block."""
+    """Autograd holds it in the place of a tensor of a block."""
 
     def __init__(self, call: LayerCall, block: OffloadedBlock, tensor: Tensor):
         self.call, self.block, self.number = call, block, block.add(tensor)
@@ -93,7 +94,7 @@ class SavedHandle:
 
 
 class ResidentTensor:
-    """What autograd holds in place of a tensor that stays: the tensor, with the check that hooks take from autograd."""
+    """Autograd holds it in the place of a tensor that stays, with the version check that hooks take from autograd."""
 
     def __init__(self, call: LayerCall, tensor: Tensor):
         self.call, self.tensor, self.version = call, tensor, tensor._version
@@ -102,17 +103,18 @@ class ResidentTensor:
 class Offload:
     """The saved tensors of one model, on one device.
 
-    Not offloaded are: weights, tensors on other devices or of other classes (4-bit parameters), storages below `smallest` bytes, what
-    outlived the step before, and what neither host nor disk has room for. A storage that is saved several times is copied once.
-    Tensors that a `torch.autograd.Function` keeps as an attribute of its context are invisible here, as they are to autograd.
+    Not offloaded are: weights, tensors on other devices or of other classes (4-bit parameters), storages below
+    `smallest` bytes, tensors that outlived the step before, and those that neither host nor disk has room for. A
+    storage that is saved several times is copied once. Tensors that a `torch.autograd.Function` keeps as an attribute
+    of its context are invisible here, as they are to autograd.
 
     Args:
-        device: where the layers run. On a CPU nothing is copied, but counted as if.
-        host_bytes: bytes of host memory (pinned) that may be taken; half of what is available, if None.
-        folder: where files go that hold what host memory cannot; None for no files.
-        ahead: so many layers before their backward tensors are copied back.
+        device: where the layers run. On a CPU copies are only counted.
+        host_bytes: bytes of pinned host memory that may be taken; None for half of what is available.
+        folder: for files, where host memory is full; None for no files.
+        ahead: layers before their backward that tensors are copied back.
         smallest: bytes; smaller storages stay on the device.
-        copier: who copies; chosen by `device` if None.
+        copier: the copy engine; None to choose it by `device`.
 
     Raises:
         OSError: `folder` cannot be written to.
@@ -155,15 +157,16 @@ class Offload:
         ).atexit = False  # copies may still be under way
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes of a step's will wait in host memory: begin to allocate it."""
+        """Begin to allocate host memory for the bytes that a step will offload."""
         if self.copier.moves:
             self.pool.expect(nbytes)
 
     @contextmanager
     def layer(self, index: int, module: nn.Module, offloads: Callable[[Tensor], bool] | None = None) -> Iterator[None]:
-        """Around one forward call of a layer: what autograd saves inside is offloaded.
+        """A context for one forward call of a layer: tensors that autograd saves inside are offloaded.
 
-        Wrap layers that keep everything too (`offloads` always false): their backward is when the next ones are fetched.
+        Wrap layers that keep everything too (`offloads` always false): their backward starts the copies of the next
+        ones.
 
         Args:
             index: of the layer, for the report.
@@ -186,7 +189,7 @@ class Offload:
         self._send(call)
 
     def begin_step(self) -> None:
-        """At the model's entry. Copies that nobody came for are dropped on the device, and all counts begin anew.
+        """At the model's entry: drop copies on the device that no backward used, and begin all counts anew.
 
         A forward whose backward may still come is left as it is: autograd drops it, with its loss.
         """
@@ -199,15 +202,15 @@ class Offload:
         self._forget_step()
 
     def settle(self) -> None:
-        """Free on the device all that was copied out: before the head and loss, say, whose memory is the peak."""
+        """Free all blocks on the device that were copied out, before head and loss, whose memory may be the peak."""
         self._free(all_but=0)
         self._sweep()
 
     def report(self) -> dict[str, Any]:
-        """Of the step since `begin_step`, in bytes and milliseconds. Waits for its copies.
+        """Counts of the step since `begin_step`, in bytes and milliseconds. Waits for its copies.
 
-        `exposed_ms` is how long the device waited for copies, `blocked_ms` the host for the disk. `refusals` are bytes by reason, or 0
-        where a layer was not looked into.
+        `exposed_ms` is how long the device waited for copies, `blocked_ms` the host for the disk. `refusals` are bytes
+        by reason, or 0 where a layer could not be hooked.
         """
         self._sweep()
         return {
@@ -264,7 +267,7 @@ class Offload:
         return block
 
     def _send(self, call: LayerCall) -> None:
-        """Copy out what the layer was the first to save."""
+        """Copy out the blocks that this layer was the first to save."""
         call.module = call.weights = call.offloads = None
         self.flying.append(call.blocks)  # even none: the layer before is freed when the next one comes
         blocks = [block for block in _alive(call.blocks) if block.mark is None]
@@ -283,7 +286,7 @@ class Offload:
                 self._drop(block)
 
     def _drop(self, block: OffloadedBlock) -> None:
-        """Free it on the device, if it is away from it."""
+        """Free a block on the device, if it is also on the host."""
         if block.mark is None or block.device is None:
             return
         block.check()
@@ -323,11 +326,11 @@ class Offload:
         return tensor
 
     def _reach(self, call: LayerCall) -> None:
-        """The backward pass has come to this call: fetch it, if that was not done, and those that it needs next."""
+        """The backward pass has come to this call: fetch its blocks and those needed next, if that was not done."""
         self.reached = call.number
         self._sweep()
         self._fetch([block for block in _alive(call.blocks) if block.device is None])
-        earlier = sorted((number for number in self.calls.keys() if number < call.number), reverse=True)
+        earlier = sorted((number for number in self.calls if number < call.number), reverse=True)
         for distance, number in enumerate(earlier[: max(1, 2 * self.ahead)], 1):
             if (other := self.calls.get(number)) is not None:
                 absent = [block for block in _alive(other.blocks) if block.device is None]
@@ -355,7 +358,7 @@ class Offload:
 def _give_back(
     dead: deque[tuple[StoredBlock, Tensor | None, CopyMark | None]], store: BlockStore, copier: CopyEngine
 ) -> None:
-    """What dead blocks held."""
+    """Free the memory of dead blocks."""
     while dead:
         stay, device, mark = dead.popleft()
         if device is not None and mark is not None:
@@ -368,15 +371,11 @@ def _alive(refs: Sequence[weakref.ref[OffloadedBlock]]) -> list[OffloadedBlock]:
 
 
 def _addresses(module: nn.Module) -> set[int]:
-    """Of the storages of its parameters and buffers."""
+    """Addresses of the storages of a module's parameters and buffers."""
     found = set()
     with plain_tensors():
         for tensor in (*module.parameters(), *module.buffers()):
-            try:
+            # a wrapper without memory raises: it is saved as a wrapper, too
+            with suppress(RuntimeError, NotImplementedError):
                 found.add(tensor.untyped_storage().data_ptr())
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # a wrapper without memory: what it wraps is saved as a wrapper, too
-                pass
     return found

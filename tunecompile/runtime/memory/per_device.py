@@ -1,4 +1,4 @@
-"""A budget for each device that a model's layers are on (`device_map`). Devices run one after the other, and each is full by itself."""
+"""One budget for each device of a model's layers (`device_map`): devices run in turn, each with its own memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from tunecompile._torch.cuda import grow_segments
+from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head import Head
+from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
@@ -23,7 +25,7 @@ from tunecompile.runtime.region import Region
 
 
 class Planned(Protocol):
-    """What a model's state says of the memory that its layers may take."""
+    """The part of a model's state that decides how much memory its layers may take."""
 
     model: nn.Module
     memory: Spec
@@ -35,15 +37,19 @@ class Planned(Protocol):
     regions: list[Region]
     replays: GraphReplays
     kept: WeightCache
-    notes: list[str]
+    notes: list[Note]
 
 
 def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
-    """As `memory=` has it: the same for each device, and host memory in equal shares. Empty where nothing can be planned."""
+    """Planners by `memory=`: the same budget for each device, and host memory in equal shares.
+
+    Empty where none can plan.
+    """
     placed = by_device(state.slots)
     if left := len(state.slots) - sum(map(len, placed.values())):
         where = " or ".join(map(str, placed)) or "any device"
-        state.notes.append(f"no memory plan for {left} layers: between calls their weights are not on {where}")
+        reason = f"between calls their weights are not on {where}"
+        state.notes.append(note("no-memory-plan", f"{left} layers", reason))
     on_gpus = any(device.type == "cuda" for device in placed)
     if not placed or (state.memory == "auto" and not on_gpus):
         return ()
@@ -55,25 +61,29 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
     kept = state.kept if alone and state.precision is None and not any(map(sharded, state.model.parameters())) else None
     made = [
         RuntimePlanner(
-            state.memory,
-            state.model,
-            gauge_of(device),
-            device,
-            slots,
-            state.heads,
-            _offload(state, device, len(placed)),
-            state.replays if alone else None,
-            kept,
+            MemoryAccounting(
+                state.memory,
+                state.model,
+                gauge_of(device),
+                device,
+                slots,
+                state.heads,
+                _offload(state, device, len(placed)),
+                state.replays if alone else None,
+                kept,
+            )
         )
         for device, slots in placed.items()
     ]
     for budget in made[1:]:
-        budget.menus = made[0].menus  # layers of one kind are surveyed once, wherever they are
+        budget.surveys.candidates = made[
+            0
+        ].surveys.candidates  # layers of one kind are surveyed once, wherever they are
     return tuple(made)
 
 
 def by_device(slots: Sequence[LayerSlot]) -> dict[torch.device, list[LayerSlot]]:
-    """Layers whose weights stay somewhere. Where there are GPUs, those on them: a CPU has no bounds to keep."""
+    """Layers by the device of their weights. Where there are GPUs, only those on them: a CPU has no budget to keep."""
     found: dict[torch.device, list[LayerSlot]] = {}
     for slot in slots:
         if (device := slot.device) is not None:
@@ -83,7 +93,7 @@ def by_device(slots: Sequence[LayerSlot]) -> dict[torch.device, list[LayerSlot]]
 
 
 def _offload(state: Planned, device: torch.device, devices: int) -> Offload | None:
-    """On a CPU there is nowhere else to go."""
+    """The offloading of one device; None on a CPU, and where no host memory may be taken."""
     if device.type != "cuda" or state.host_bytes == 0:
         return None
     host = (
@@ -95,8 +105,9 @@ def _offload(state: Planned, device: torch.device, devices: int) -> Offload | No
 
 
 def _leave_out_recordings(state: Planned, devices: Iterable[torch.device]) -> None:
-    """A budget counts their memory on its own device only."""
+    """Record no CUDA graphs: a budget would count their memory on its own device only."""
     for region in state.regions:
         region.replays = None
     if any(device.type == state.replays.recorder.device for device in devices):
-        state.replays.failures.append("no CUDA graph: layers are on several devices, each with a budget of its own")
+        reason = "layers are on several devices, each with a budget of its own"
+        state.replays.failures.append(note("no-cuda-graph", detail=reason))

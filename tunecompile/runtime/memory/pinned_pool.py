@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-GRANULE = 2 << 20  #: bytes; what blocks are rounded up to
+GRANULE = 2 << 20  #: bytes, to which blocks are rounded up
 SLAB = 512 << 20  #: bytes allocated at once; a power of two, since torch rounds pinned memory up to the next
 
 
@@ -35,7 +35,10 @@ class PinnedBlock:
 
 
 class Ahead:
-    """Slabs that a thread allocates, one after the other, in the order in which they are taken. Waits for nobody at the process's end."""
+    """Slabs that a thread allocates, one after the other, in the order in which they are taken.
+
+    The thread is a daemon.
+    """
 
     def __init__(self, count: int, allocate: Callable[[], Tensor]):
         self.left, self._made = count, SimpleQueue()
@@ -48,15 +51,15 @@ class Ahead:
         for _ in range(count):
             try:
                 made.put(allocate())
-            except Exception as error:  # whoever takes it learns of it
+            except Exception as error:  # raised by `take`
                 made.put(error)
                 return
 
     def take(self) -> Tensor:
-        """The next one; waits until it is there.
+        """The next slab; waits until it is there.
 
         Raises:
-            Exception: as it was raised in the thread, which ended by it.
+            Exception: as it was raised in the thread, which ended then.
         """
         made, self.left = self._made.get(), self.left - 1
         if isinstance(made, Exception):
@@ -66,7 +69,7 @@ class Ahead:
 
 
 class PinnedPool:
-    """Host memory, allocated when first needed, or ahead where more is expected, and kept for the next step.
+    """Host memory, allocated when first needed, or ahead where bytes are expected, and kept for the next step.
 
     A block may lie in several pieces, so free memory is never too scattered to be used.
 
@@ -84,13 +87,13 @@ class PinnedPool:
         self.ahead: Ahead | None = None
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes will be taken in all: begin to allocate them, in whole slabs. Pinning takes 0.5 to 1 s a GiB, in which the host can do other things."""
+        """Begin to allocate bytes, in whole slabs, in another thread: to pin memory takes 0.5 to 1 s a GiB."""
         missing = (min(nbytes, self.limit) - self.reserved) // self.slab
         if missing > 0 and not self._coming and self.failure is None:
             self.ahead = Ahead(missing, lambda: self.allocate(self.slab))
 
     def take(self, nbytes: int) -> PinnedBlock | None:
-        """None where it does not fit."""
+        """Memory for a block; None where there is too little."""
         need = -(-nbytes // self.granule) * self.granule
         while self.reserved - self.used < need:
             if not self._grow(need - (self.reserved - self.used)):
@@ -105,7 +108,7 @@ class PinnedPool:
         return PinnedBlock(nbytes, extents, pieces)
 
     def give(self, room: PinnedBlock) -> None:
-        """Take it back. Copies that are still to come must have been ordered before the next owner's."""
+        """Take a block back. Its pending copies must be ordered before those of the next owner."""
         self.used -= sum(end - begin for _, begin, end in room.extents)
         merged: list[tuple[int, int, int]] = []
         for slab, begin, end in sorted(self.free + room.extents):
@@ -157,7 +160,7 @@ class PinnedPool:
 
 
 def available() -> int:
-    """Bytes of host memory that could be taken now, by the machine and by the container; 0 where the system does not say."""
+    """Bytes of host memory that machine and container leave free now; 0 where that is not known."""
     found = []
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -179,11 +182,11 @@ def _read(path: str) -> str:
 
 @dataclass
 class CopyMark:
-    """The end of a batch of copies. `stream` is the one that computes: what is copied was made there, or will be used there."""
+    """The end of a batch of copies."""
 
     begin: Any = None
     end: Any = None
-    stream: Any = None
+    stream: Any = None  #: that computes: it made the tensors that are copied, or will use them
     waited: bool = False  #: whether `stream` comes after it already
 
     def synchronize(self) -> None:
@@ -195,34 +198,35 @@ class CopyMark:
 class CopyEngine(Protocol):
     """Copies blocks, in order in each direction, while the device computes."""
 
-    moves: bool  #: whether a block's bytes are anywhere but where they were
+    moves: bool  #: whether copies take place
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Host memory."""
+        """New host memory of this many bytes."""
 
     def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
-        """Copy to the host what the device has computed by now."""
+        """Copy to the host, behind the work that the device was given up to now."""
 
     def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
-        """Copy to new memory on the device, which may be used, or freed, once `wait` was called."""
+        """Copy to new memory on the device. It may be used, or freed, once `wait` was called."""
 
     def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
-        """What is computed from now on comes after the mark. `used` is what it uses."""
+        """Order all work of the device from now on behind the mark. used: the memory that the work uses."""
 
     def order(self, mark: CopyMark) -> None:
-        """What is copied out from now on comes after the mark."""
+        """Order all copies to the host from now on behind the mark."""
 
     def fence(self) -> list[CopyMark]:
-        """The end of all copies asked for up to now, in each direction."""
+        """The end of all copies up to now, in each direction."""
 
     def times(self) -> dict[str, float]:
-        """Milliseconds since `reset`: copied_out_ms, copied_back_ms, and exposed_ms in which the device waited for copies."""
+        """Milliseconds since `reset`: copied_out_ms, copied_back_ms, and exposed_ms of the device's waits."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Begin to count the times anew."""
 
 
 class ResidentCopyEngine:
-    """Copies nothing, everything stays where it is: so that plans can be run where there is no device."""
+    """Copies nothing: every tensor stays where it is, so that plans can run without a device."""
 
     moves = False
 
@@ -251,34 +255,13 @@ class ResidentCopyEngine:
     def reset(self) -> None: ...
 
 
-class HostCopyEngine(ResidentCopyEngine):
-    """Copies at once, from host memory to host memory: the runtime's logic, without streams."""
-
-    moves = True
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
-        for device, room in pairs:
-            for piece, part in room.beside(device):
-                piece.copy_(part)
-        return CopyMark()
-
-    def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
-        devices = [torch.empty(room.nbytes, dtype=torch.uint8) for room in rooms]
-        for device, room in zip(devices, rooms):
-            for piece, part in room.beside(device):
-                part.copy_(piece)
-        return devices, CopyMark()
-
-
 @dataclass
 class CudaCopyEngine:
     """One stream out and one back, since a GPU copies in both directions at once. The host never waits.
 
-    The host is far ahead of the device, so asking an event whether it has passed would say no, and nothing would be freed: the
-    computing stream waits for events instead, one layer after the copy was asked for, when it is long done.
+    The host is far ahead of the device. A query of an event would nearly always say that it has not passed, so that no
+    memory would be freed. So the computing stream waits for events instead, one layer after a copy was launched, when
+    it is long done.
     """
 
     moves = True
@@ -291,7 +274,7 @@ class CudaCopyEngine:
         self.outward, self.inward = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def allocate(self, nbytes: int) -> Tensor:
-        with torch.cuda.device(self.device):  # a new thread's is the first, where it would make a context
+        with torch.cuda.device(self.device):  # a new thread begins on the first GPU, where it would make a context
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
@@ -300,8 +283,9 @@ class CudaCopyEngine:
         )
 
     def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
-        # Of the computing stream's memory: blocks freed there, whose last use is still to come on the device, are taken again at once,
-        # and `_copy` begins after what that stream was asked for up to now.
+        # The memory is the computing stream's. The allocator may reuse blocks at once whose last use on the device is
+        # still pending:
+        # `_copy` begins behind all work that this stream has been given.
         devices = [torch.empty(room.nbytes, dtype=torch.uint8, device=self.device) for room in rooms]
         pairs = [(part, piece) for device, room in zip(devices, rooms) for piece, part in room.beside(device)]
         return devices, self._copy("back", self.inward, pairs)
@@ -323,10 +307,8 @@ class CudaCopyEngine:
 
     def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if (
-            stream != mark.stream and used is not None
-        ):  # the allocator has to know, before it gives the memory to `mark.stream` again
-            used.record_stream(stream)
+        if stream != mark.stream and used is not None:
+            used.record_stream(stream)  # or the allocator would give the memory to `mark.stream` again too early
         elif mark.waited:
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,9 +1,11 @@
-"""A layer's call that can be made again: one node of the caller's autograd graph. The layer's own graph lies behind it and can be dropped at any time,
-since the node keeps what the layer was called with.
+"""A layer's call that can be repeated: one node of the caller's autograd graph.
 
-Why a node for each layer, and not one for the model: its gradients are handed to the caller's graph by one layer at a time and `.grad` is touched
-by nobody else, so there is nothing to restore. Accumulation, full fine-tuning, optimizers in hooks after accumulation, DDP and
-`torch.autograd.grad` see what they saw. One layer is repeated, not the step. And what a layer is called with is known, whoever computes the loss.
+The layer's own graph lies behind the node. It can be dropped at any time, since the node keeps the layer's arguments.
+
+Why a node for each layer, and not one for the model? Each layer hands its gradients to the caller's graph, and no other
+code writes to `.grad`, so there is nothing to restore. Accumulation, full fine-tuning, optimizers in hooks after
+accumulation, DDP and `torch.autograd.grad` work as without it. One layer is repeated, not the step. And a layer's
+arguments are known, wherever the loss is computed.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class RecomputeHost(Protocol):
-    """What a call reports to, and asks when memory runs out: `oom_recovery.Recovery`."""
+    """The owner of a call, which helps when memory runs out: `oom_recovery.Recovery`."""
 
-    anchor: Tensor  #: a leaf that requires a gradient, so that what is cut off has a node
-    looked: set[int]  #: slots whose first call was looked at
+    anchor: Tensor  #: a leaf that requires a gradient, so that detached tensors have a node
+    looked: set[int]  #: slots whose first call was examined
     calls: Any  #: a weak set of calls whose graphs can be dropped
     open: int  #: calls whose backward pass is still to come
     running: Any  #: the budget of the layer whose backward runs
@@ -41,7 +43,7 @@ class RecomputeHost(Protocol):
         ...
 
     def full(self, error: torch.OutOfMemoryError) -> Any:
-        """Whose device is full."""
+        """The budget of the full device."""
         ...
 
     def make_room(self, missing: int, tries: int, full: Any) -> bool:
@@ -49,11 +51,11 @@ class RecomputeHost(Protocol):
         ...
 
     def given_up(self, missing: int) -> Exception:
-        """What to raise where it does not."""
+        """The error where there is no smaller plan."""
         ...
 
     def tell(self) -> None:
-        """Note what happened, once the step went on."""
+        """Report the recovery, once the step went on."""
         ...
 
 
@@ -62,20 +64,24 @@ class NotExact(Exception):
 
 
 def requested(error: torch.OutOfMemoryError) -> int:
-    """Bytes that could not be had; 0 where the error does not tell."""
+    """Bytes that could not be allocated; 0 where the error does not say."""
     found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def full_gpu(error: torch.OutOfMemoryError) -> int | None:
-    """Its number; None where the error does not tell."""
+    """The number of the full GPU; None where the error does not say."""
     found = re.search(r"\bGPU (\d+) has a total capacity", str(error))
     return int(found[1]) if found else None
 
 
 class _Cut(torch.autograd.Function):
-    """The tensors, without their history: in a list, as arguments of their own would be behind the node, and weights that an earlier layer shares be
-    found there. They have a node, at which gradients are taken, and are no leaves: those would be kept by their node."""
+    """Detaches the layer's inputs, so that its graph can be freed and rebuilt.
+
+    Tensors go in as a list: as direct arguments they would become inputs of the node, and a weight shared with an
+    earlier layer would be reached through them. The outputs are no leaves on purpose: a leaf would be kept alive by its
+    AccumulateGrad node.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -83,7 +89,10 @@ class _Cut(torch.autograd.Function):
 
 
 class _Node(torch.autograd.Function):
-    """A layer's call in the caller's graph. What it was called with is saved where the layer's own tensors are: on the host, under some plans."""
+    """A layer's call in the caller's graph.
+
+    Its arguments are saved with the layer's own tensors: on the host, under some plans.
+    """
 
     @staticmethod
     def forward(
@@ -102,10 +111,12 @@ class _Node(torch.autograd.Function):
 
 
 class RecomputeCall:
-    """One forward of one layer. While `edges` are there, so is the layer's own graph. Where the layer wrote to an argument or a buffer, it stays.
+    """One forward of one layer.
+
+    `edges` hold the layer's own graph. It is never dropped if the layer wrote to an argument or buffer.
 
     Raises:
-        NotExact: an argument may hold tensors that cannot be seen, or change while the layer runs.
+        NotExact: an argument may hold hidden tensors, or change while the layer runs.
     """
 
     def __init__(self, recovery: RecomputeHost, slot: Any, start: RngAutocastState, args: tuple, kwargs: dict):
@@ -116,22 +127,25 @@ class RecomputeCall:
         self.inside = slot.inside
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
         self.repeatable = True
-        self.edges: list[GradientEdge] | None = None  #: of what the layer returned
-        self.outputs = 0  #: how many these are
-        self.sources: list[GradientEdge] = []  #: of what it was called with
+        self.edges: list[GradientEdge] | None = None  #: of the layer's outputs
+        self.outputs = 0  #: their number
+        self.sources: list[GradientEdge] = []  #: of its arguments
         self.weights: list[tuple[GradientEdge, int]] = []  #: that it trains, with their versions
 
     def _writable(self) -> list[Tensor]:
-        """What a layer might write to."""
+        """Tensors that a layer might write to."""
         return self.given + self.inside.buffers()
 
     def through(self) -> tuple[tuple, dict]:
-        """The layer's arguments for its first call, in the caller's graph: nothing has to be undone where it turns out that it cannot be repeated. Cut off, it
-        would have to run again, and leave something behind each time: a loss in a list, a count in a buffer."""
+        """The layer's arguments for its first call, as part of the caller's graph.
+
+        So nothing has to be undone where the layer turns out not to be repeatable. With detached arguments it would
+        have to run again, with its side effects: a loss in a list, a count in a buffer.
+        """
         return self._called([tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in self.given])
 
     def cut(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
-        """The layer's arguments, cut off from whoever made them."""
+        """The layer's arguments, detached."""
         moving = [tensor for tensor in given if tensor.requires_grad]
         cut = list(_Cut.apply(self.recovery.anchor, moving)) if moving else []
         return self._called([cut.pop(0) if tensor.requires_grad else tensor for tensor in given])
@@ -142,7 +156,7 @@ class RecomputeCall:
         return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
 
     def first(self, output: Any) -> Any:
-        """What the layer returned in its first call, as the caller sees it: as it is, where it cannot be repeated."""
+        """The output of the layer's first call: a node of the caller's graph, or the output if not repeatable."""
         self.recovery.looked.add(id(self.slot))
         self.recovery.open += 1
         try:
@@ -158,26 +172,26 @@ class RecomputeCall:
         return self._joined(output, made)
 
     def _shares(self) -> bool:
-        """Whether weights of it are behind its arguments, too, as those of a layer before it: gradients that they get from there would be counted as its own."""
+        """Whether an earlier layer shares its weights, whose gradients would then count as its own."""
         behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
         return not {id(leaf) for leaf in behind}.isdisjoint(id(edge.node.variable) for edge, _ in self.weights)
 
     def join(self, output: Any) -> Any:
-        """What the layer returned in a later call.
+        """The output of a later call for the caller.
 
         Raises:
             NotExact: it is part of a graph beyond its arguments and the layer's parameters.
         """
         made = self._look(output)
-        if not self.repeatable:  # from the next call on; this one was cut off, and keeps its graph
+        if not self.repeatable:  # from the next call on; this one's arguments are detached, and it keeps its graph
             self.recovery.refuse(self.slot, _WRITE)
         return self._joined(output, made)
 
     def _look(self, output: Any) -> list[Tensor]:
-        """What of the output has a gradient, and whether the layer can be repeated.
+        """Outputs with a gradient. Also finds out whether the layer can be repeated.
 
         Raises:
-            NotExact: it cannot be told apart from what is around it.
+            NotExact: its graph is connected to others beside its arguments and parameters.
         """
         made = _differentiable(_flat(output, "return")[0])
         after = self._writable()
@@ -213,7 +227,7 @@ class RecomputeCall:
         """The leaves that the layer's graph ends in.
 
         Raises:
-            NotExact: parts of it can be reached otherwise than by what the layer returned, or it cannot be told.
+            NotExact: parts of the graph can be reached beside the layer's outputs, or that is not known.
         """
         found, reached = walk(self.edges, self.sources)
         compiled = [
@@ -229,7 +243,10 @@ class RecomputeCall:
     def backward(
         self, given: Callable[[], Sequence[Tensor]], grads: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Gradients of what the layer was called with, and of its parameters. Where the caller retains their graph, so is the layer's, until memory runs out."""
+        """Gradients of the layer's arguments and parameters.
+
+        Its graph is retained with the caller's, until memory runs out.
+        """
         tries, self.recovery.running = 0, self.slot.budget
         while True:
             try:
@@ -241,7 +258,7 @@ class RecomputeCall:
                 raise
             except torch.OutOfMemoryError as error:
                 missing, full = requested(error), self.recovery.full(error)
-            self.edges = None  # of which a part is used up
+            self.edges = None  # a part of the graph is used up
             tries += 1
             if not self.recovery.make_room(missing, tries, full) or not self.repeatable:
                 raise self.recovery.given_up(missing)
@@ -278,14 +295,14 @@ class RecomputeCall:
             raise LayerChanged(layer=name, what="other weights of it are trained")
 
     def drop(self) -> bool:
-        """Give up the layer's graph, if it can be made again. Whether there was one."""
+        """Drop the layer's graph, if it can be made again. Returns whether there was one."""
         dropped = self.edges is not None and self.repeatable
         self.edges = None if dropped else self.edges
         return dropped
 
 
 def _flat(value: Any, verb: str) -> tuple[list, Any]:
-    """Tensors and plain values, and the form they are in. Nothing else is looked into, or rebuilt."""
+    """Tensors and plain values, and their structure. No other containers are entered or rebuilt."""
     leaves, form = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN) and type(leaf) not in (Tensor, nn.Parameter):
@@ -298,7 +315,7 @@ def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Tensor], dict[Node, set[int]]]:
-    """The leaves that a graph ends in, and its nodes, each with its outputs that are used. Nothing behind `stops`."""
+    """The leaves that a graph ends in, and its nodes, each with its used outputs. Does not go beyond `stops`."""
     leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
     reached = {stop.node: set() for stop in stops}
     while pending:

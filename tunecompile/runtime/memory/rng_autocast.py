@@ -1,4 +1,4 @@
-"""What a forward depends on beside its arguments and weights, so that it can be repeated with the same result."""
+"""Random state and autocast, on which a forward depends beside arguments and weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class RngAutocastState:
         return RngAutocastState(devices, torch.get_rng_state(), there, autocast, torch.is_autocast_cache_enabled())
 
     def rewind(self) -> None:
-        """Random numbers are those of then."""
+        """Set the random state back to that moment."""
         torch.set_rng_state(self.host)
         for device, state in self.there.items():
             torch.cuda.set_rng_state(state, device)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In the backward pass: as it was then, and after it as it is now."""
+        """Inside, in the backward pass, random state and autocast are those of that moment; afterwards those of now."""
         present = RngAutocastState.now(*self.devices)
         with ExitStack() as stack:
             stack.callback(present.rewind)

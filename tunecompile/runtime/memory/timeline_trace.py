@@ -1,7 +1,7 @@
-"""What was allocated while a step ran: sampled where each layer's forward and backward begin, in a few steps of each plan.
+"""Bytes allocated as each layer's forward and backward begin, sampled in a few steps of each plan.
 
-Asking torch's allocator costs the host some 0.1 ms, since it makes a dictionary of all its counts: too much for every layer of every
-step, and nothing for three steps of a plan.
+A query of torch's allocator costs the host some 0.1 ms, since it makes a dictionary of all its counts. That is too much
+for every layer of every step, and little for three steps of a plan.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from torch import Tensor
 
 from tunecompile.planner.device_memory import Gauge
 
-STEPS = 3  #: of a plan that are sampled, the last one kept: the first compiles, the second is the first with the optimizer's moments
+#: steps of a plan that are sampled, the last one kept: the first compiles, the second is the first with the optimizer's
+#: moments
+STEPS = 3
 Kind = Literal["forward", "tail", "backward"]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes in tensors when this part of the step began. `place`: of the layer among all, in running order; None for head and loss."""
+    """Bytes in tensors when one part of the step began."""
 
     kind: Kind
-    place: int | None
-    allocated: int
+    place: int | None  #: of the layer among all, in running order; None for head and loss
+    allocated: int  #: bytes
 
 
 @dataclass
@@ -32,15 +34,21 @@ class MemoryTrace:
     """The samples of the last step that was sampled."""
 
     gauge: Gauge
-    step: int = 0  #: whose samples these are, counted from 1
+    step: int = 0  #: that was sampled, counted from 1
     tokens: int = 0  #: of that step's batch
     samples: list[Sample] = field(default_factory=list)
     plan: Any = None  #: that step's
-    left: int = 0
+    left: int = 0  #: steps of the plan that will be sampled
     sampling: bool = False
 
     def begin(self, step: int, plan: Any, tokens: int) -> None:
-        """At a step's first layer. `plan` is what all layers do, or None in the step that makes it. Bigger batches are sampled, too."""
+        """Start a step, at its first layer. Bigger batches than before are sampled, too.
+
+        Args:
+            step: its number, from 1.
+            plan: all layers' options; None in the step that makes them.
+            tokens: of the batch.
+        """
         if plan is None or plan != self.plan:
             self.plan, self.left = plan, STEPS
         self.sampling = self.left > 0 or tokens > self.tokens
@@ -52,7 +60,7 @@ class MemoryTrace:
             self.samples.append(Sample(kind, place, self.gauge.allocated()))
 
     def follow(self, output: Any, place: int) -> None:
-        """Have the layer's backward sampled, by a hook before the node that made its output."""
+        """Sample the layer's backward, by a hook before the node that made its output."""
         if not self.sampling:
             return
         first = output[0] if isinstance(output, (tuple, list)) and output else output

@@ -1,8 +1,11 @@
-"""Frozen weights in one matrix with their adapters: 4-bit ones stay dequantised where a budget leaves room for that, dense ones move in (moved.py).
+"""Frozen weights in one matrix with their adapters.
 
-Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]: its upper part is what the forward pass multiplies by, its
-left part what the backward pass does. W is written once. A and B change at every optimizer step, so they are written before a step's
-first layer, all of them in one launch. The compiled graphs take the matrix in the place of the first weight it holds. That of dense weights is [W; A].
+4-bit weights stay dequantised there, where a budget leaves room for that. Dense weights move in (weight_move.py).
+
+Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]. The forward pass multiplies by its upper
+part, the backward pass by its left part. W is written once. A and B change at every optimizer step, so they are written
+before a step's first layer, all in one launch. The compiled graphs take the matrix in the place of the first weight
+that it holds. The matrix of dense weights is [W; A].
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ Run = Callable[[list], Sequence[Any]]
 
 
 class FusedWeight:
-    """Whose values are in one product's matrix. It lives as long as the tensor does, also where only a pending backward holds that."""
+    """The weights in one product's matrix.
+
+    It lives as long as the matrix, also where only a pending backward holds that.
+    """
 
     def __init__(self, weights: Sequence[Tensor], columns: int):
         self.columns = columns
@@ -54,13 +60,13 @@ class FusedWeight:
 
     def adapt(self, values: Tensor, a: list[Tensor], b: list[Tensor], scales: tuple[float, ...]) -> None:
         self.a, self.b, self.scales = a, b, scales
-        values = values.data  # behind autograd's back: what a pending backward reads is what is written again
+        values = values.data  # unseen by autograd: a pending backward reads the same values as they are written again
         values[:, self.columns :] = 0
         values[sum(m.shape[0] for m in b) :] = 0
         writer(self.pieces(values))()
 
     def pieces(self, values: Tensor) -> list[tuple[Tensor, Tensor, float]]:
-        """(adapter, where it stands, factor)."""
+        """(adapter, its place in the matrix, factor)."""
         found, row, column = [], 0, self.columns
         height, target = sum(m.shape[0] for m in self.b), values.data
         for a, b, scale in zip(self.a, self.b, self.scales):
@@ -78,28 +84,28 @@ class WeightCache:
 
     def __init__(self, moves: bool | None = None) -> None:
         self.moves = moves  #: whether dense weights may move; None as long as that is not known
-        self.last = 0  #: place of the layer that ran last; more than any other's before a step
+        self.last = 0  #: place of the layer that ran last; above all places before a step
         self.matrices: dict[
             tuple, Tensor
         ] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
         self.moved: dict[
             tuple, FusedWeight
         ] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
-        self.write_all: Callable[[], None] | None = None
-        self.addresses: list[int] = []  #: of what it writes
+        self.write_all: Callable[[], None] | None = None  #: writes all adapters
+        self.addresses: list[int] = []  #: of the adapters that it writes
 
     @property
     def bytes(self) -> int:
-        """That are there beside the weights."""
+        """Bytes of matrices beside the weights."""
         return sum(values.nbytes for values in self.matrices.values())
 
     def release(self) -> None:
-        """A backward that is still to come keeps what it needs."""
+        """Drop all matrices. A pending backward keeps those that it needs."""
         self.matrices.clear()
         self.write_all = None
 
     def move_out(self) -> None:
-        """Dense weights are as they were."""
+        """Give dense weights memory of their own again."""
         for key, matrix in self.moved.items():
             for weight in [ref() for ref in matrix.weights] if _stands(key, matrix) else []:
                 move_out(weight)
@@ -111,13 +117,13 @@ class WeightCache:
         self.last = sys.maxsize
 
     def enter(self, place: int) -> None:
-        """Before a layer's call: whether it is a step's first (layers may be called by themselves) tells its place among them."""
+        """Before a layer's call. Its place tells whether it is the step's first: layers may be called by themselves."""
         if place <= self.last and not in_backward():  # checkpoints call layers in the backward pass
             self.begin()
         self.last = place
 
     def begin(self) -> None:
-        """Before a step's first layer: the optimizer may have stepped. (Some do so without autograd's version counters.)"""
+        """Before a step's first layer: write adapters. Optimizers step, some without autograd's version counters."""
         if not self.matrices and not self.moved:
             return
         with plain_tensors():  # 4-bit parameters would answer each question in Python
@@ -136,7 +142,7 @@ class WeightCache:
             self.write_all()
 
     def _prune(self) -> None:
-        """Weights may have been replaced, or moved; memory of adapters may have been taken away."""
+        """Drop matrices whose weights were replaced or moved, or whose adapters lost their memory."""
         for found in (self.matrices, self.moved):
             for key, held in list(found.items()):
                 matrix = held if found is self.moved else held._matrix
@@ -146,7 +152,7 @@ class WeightCache:
                     self.write_all = None
 
     def forward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
-        kept = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+        kept = weakref.ref(self)  # Dynamo's cache holds the code that it runs, out of reach of Python's collector
 
         def call(inputs: list) -> Sequence[Any]:
             with plain_tensors():
@@ -157,7 +163,7 @@ class WeightCache:
         return call
 
     def backward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
-        """Matrices come as what the forward saved; another adapter may have run in between."""
+        """Matrices come as saved tensors of the forward. Another adapter may have run in between."""
         kept = weakref.ref(self)
 
         def call(inputs: list) -> Sequence[Any]:
@@ -206,14 +212,14 @@ class WeightCache:
 
 
 def _at(key: tuple, matrix: FusedWeight) -> bool:
-    """Whether the weights are where they were."""
+    """Whether no weight moved."""
     return all(
         (weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0])
     )
 
 
 def _stands(key: tuple, matrix: FusedWeight) -> bool:
-    """Whether dense weights are, in the matrix that they were in."""
+    """Whether dense weights are still in their matrix."""
     return _at(key, matrix) and matrix.weights[0]().untyped_storage().nbytes() == math.prod(key[1]) * key[3].itemsize
 
 
@@ -222,7 +228,7 @@ def _key(position: FusedWeightSlots, weights: Sequence[Tensor]) -> tuple:
 
 
 def _adapt(values: Tensor, position: FusedWeightSlots, inputs: list) -> bool:
-    """Let the matrix hold these adapters. Whether it held others."""
+    """Write these adapters into the matrix. Returns whether it held others."""
     a, b = ([inputs[i] for i in places] for places in (position.a, position.b))
     matrix = getattr(values, "_matrix", None)
     if matrix is None or matrix.adapted(a, b, position.scales):
@@ -232,8 +238,8 @@ def _adapt(values: Tensor, position: FusedWeightSlots, inputs: list) -> bool:
 
 
 def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
-    """Into rows `row`.. and the first columns. Returns how many rows."""
-    packed, absmax, code, scale, offset, rows, _, blocksize, quant_type, dtype = weight
+    """Dequantise into the first columns, from row `row` on. Returns the number of rows."""
+    packed, absmax, code, scale, offset, rows, _, blocksize, quant_type, _ = weight
     if out.is_cuda and has_triton():
         from tunecompile.templates import nf4
 
@@ -251,7 +257,7 @@ def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
 
 
 def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]:
-    """A function that writes adapters where they stand, times their factors, whenever it is called."""
+    """A function that writes all adapters into their places, times their factors."""
     if pieces and pieces[0][0].is_cuda and has_triton():
         from tunecompile.templates import lora
 

@@ -1,9 +1,10 @@
-"""Frozen dense weights that move together, at the first training step.
+"""Frozen dense weights that move into one matrix, at the first training step.
 
-The products of adapted linears read siblings' weights below each other, and the backward A below them: [W; A] (tunecompile/ops/lora.py). Parameters that are
-views of one such matrix need not be copied into one at every call. They stay contiguous, so nothing else knows. (With B beside them, forward products would
-not copy them either; but strided parameters cannot be saved by transformers, nor flattened by `view(-1)`.) What is written into a parameter is in the
-matrix, and one that was given other memory moves in again when it is next used.
+The products of adapted linears read siblings' weights below each other, and the backward reads A below them: [W; A]
+(tunecompile/ops/lora.py). Parameters that are views of one such matrix need not be copied into one at every call. They
+stay contiguous, so no other code sees a difference. (With B beside them, forward products would not copy them either;
+but transformers cannot save strided parameters, and `view(-1)` cannot flatten them.) Writes to a parameter reach the
+matrix, and a parameter that got other memory moves in again when it is next used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def stand(weights: Sequence[Tensor], shape: tuple[int, int]) -> bool:
-    """Whether all of them are rows of one matrix of this shape, below each other from the first on."""
+    """Whether the weights are rows of one matrix of this shape, below each other from its first row on."""
     first = weights[0]
     storage, pitch = first.untyped_storage(), shape[1] * first.element_size()
     if storage.nbytes() != shape[0] * pitch:
@@ -29,12 +30,15 @@ def stand(weights: Sequence[Tensor], shape: tuple[int, int]) -> bool:
 
 
 def matrix_of(shape: tuple[int, int], first: Tensor) -> Tensor:
-    """The matrix whose first rows these are. (No view: AOTAutograd would save another tensor for the backward.)"""
+    """The matrix whose first rows are `first`.
+
+    It is no view: AOTAutograd would save another tensor for the backward.
+    """
     return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage(), 0, shape)
 
 
 def move_in(weights: Sequence[Tensor], shape: tuple[int, int]) -> None:
-    """Make a matrix of them, with zeros below. They give back what they were in."""
+    """Move weights into a new matrix, with zeros below them, and free the memory they had."""
     values, row = weights[0].data.new_zeros(shape), 0
     for weight in weights:
         place = values[row : row + weight.shape[0]]
@@ -42,9 +46,9 @@ def move_in(weights: Sequence[Tensor], shape: tuple[int, int]) -> None:
         weight.data = place
         row += weight.shape[0]
     if values.is_cuda:
-        torch.cuda.empty_cache()  # what they were in has other sizes than what is to come
+        torch.cuda.empty_cache()  # no later allocation has the sizes of the old blocks
 
 
 def move_out(weight: Tensor) -> None:
-    """Into memory of its own."""
+    """Give a weight memory of its own."""
     weight.data = weight.data.clone()

@@ -1,0 +1,220 @@
+"""The plan of a whole training step: a pure function of what layers may choose from and of what their device holds.
+
+`RuntimePlanner` solves it before a step runs, and `DryRunPlanner` for a step that will not run. Both only gather the
+numbers of a `StepRequest`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tunecompile.planner.candidates import CandidateCost, options
+from tunecompile.planner.hardware import Rates
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Assignment, LayerRun, Plan, PlanOption, choose
+
+#: times the bytes of a step are those of its CUDA graphs: scratch of forwards and backwards lies apart (8B on 2x512
+#: tokens: 4.1 GiB for 2.8)
+RECORDED = 1.5
+SHARES = (
+    0.9,
+    0.8,
+    1 / RECORDED,
+)  #: of the room, for a plan that leaves some of it to recordings; the last leaves room for all of them
+
+
+@dataclass(frozen=True)
+class RegionCandidates:
+    """The plans that one region's layers may follow, surveyed on a batch of so many tokens."""
+
+    rows: tuple[CandidateCost, ...]
+    tokens: int
+    names: tuple[str, ...] = ()  #: of the values that plans call by number
+    weights: int = 0  #: bytes that a layer's frozen weights take in the layout that products read
+    whole: bool = False  #: whether every plan was surveyed
+    attention: float | None = None  #: its floating point operations a millisecond, where it was timed
+
+    def rates(self, machine: Rates) -> Rates:
+        """The machine's, with this region's attention."""
+        return replace(machine, attention=self.attention) if self.attention else machine
+
+
+@dataclass(frozen=True)
+class RegionRun:
+    """Consecutive layers of one region."""
+
+    region: int  #: its key among the candidates
+    layers: int
+    gradients: int = 0  #: bytes that the backward of each of these layers brings and leaves
+    only: Plan | None = None  #: the plan that they follow, whether it fits or not
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a plan is made from: one step's layers and the memory of their device, in bytes."""
+
+    tokens: int  #: of the batch
+    runs: tuple[RegionRun, ...]  #: in running order
+    candidates: Mapping[int, RegionCandidates]  #: by region; at least one
+    rates: Rates
+    available: int  #: that tensors may take, without the allocator's margin
+    resident: int  #: that are there whatever layers do, and gradients that backwards bring
+    tail: int  #: that head and loss need while all layers hold theirs
+    host: int | None = None  #: that may go to the host; None for any number
+    ceiling: int | None = None  #: for layers, head and loss, as another rank found; None for what is available
+    offload: bool = False  #: whether anything may go to the host
+    all_seen: bool = True  #: whether each region was surveyed, or has had its step without showing a backward
+    keeps_weights: bool = False  #: whether frozen weights may stay dequantised
+    launching: float = 0.0  #: milliseconds in which the host launches the step's forwards, if kernels wait for that
+    recorded: float = 1.0  #: times what layers need is what they need once recorded as CUDA graphs
+
+    def layers(self) -> list[RegionCandidates]:
+        """Each layer's candidates, in running order.
+
+        A region without any is taken to be like the first that has some.
+        """
+        known = next(iter(self.candidates.values()))
+        return [self.candidates.get(run.region, known) for run in self.runs for _ in range(run.layers)]
+
+    def layer_runs(self) -> list[LayerRun]:
+        """The options of each run of layers. A region that was seen and shows no backward holds nothing."""
+        known = next(iter(self.candidates.values()))
+        found = []
+        for run in self.runs:
+            if run.region not in self.candidates and self.all_seen:
+                found.append(LayerRun(run.layers, (PlanOption(KEEP, 0, 0, 0, 0.0),)))
+                continue
+            each = self.candidates.get(run.region, known)
+            choices = options(
+                each.rows, self.tokens / each.tokens, each.rates(self.rates), self.offload and len(each.rows) > 1
+            )
+            allowed = (option for option in choices if run.only is None or option.plan == run.only)
+            found.append(LayerRun(run.layers, tuple(replace(o, gradients=run.gradients) for o in allowed)))
+        return found
+
+    def beside_layers(self, runs: Sequence[LayerRun]) -> int:
+        """Bytes that are there whatever layers do, while their gradients are not."""
+        return self.resident - sum(run.layers * run.options[0].gradients for run in runs)
+
+    def computing(self) -> float:
+        """Milliseconds of all layers' forwards themselves."""
+        return sum(
+            each.rows[0].forward_work.ms(each.rates(self.rates), self.tokens / each.tokens) for each in self.layers()
+        )
+
+
+@dataclass(frozen=True)
+class AdmittedPlan:
+    """A plan for each layer, and the batch and bytes that it was made for."""
+
+    tokens: int  #: of the batch
+    resident: int  #: bytes that are there whatever layers do
+    room: int  #: bytes for layers, head and loss
+    choice: Assignment
+    weights: int = 0  #: bytes of frozen weights kept dequantised
+    seen: bool = True  #: whether every layer's graph was known, or has no backward
+    launching: float = 0.0  #: milliseconds a step that launches took, as far as was known
+    short: bool = False  #: whether no plan was known that leaves room for all CUDA graphs
+
+    @property
+    def peak(self) -> int:
+        """Predicted, of all tensors."""
+        return self.resident + self.weights + self.choice.peak
+
+    def settles(self, surveyed: Iterable[RegionCandidates]) -> bool:
+        """Whether no more plans have to be surveyed.
+
+        Where CUDA graphs lack room, the next stage may leave them some.
+        """
+        return self.choice.fits and not (self.short and any(len(found.rows) == 1 for found in surveyed))
+
+
+def solve(request: StepRequest) -> AdmittedPlan:
+    """The fastest plan that fits, or the smallest where none does.
+
+    Args:
+        request: layers, their candidates and the device's bytes.
+
+    Returns:
+        A plan for each layer. Where all layers keep everything and there is room beside, frozen weights stay
+        dequantised, too.
+    """
+    runs = request.layer_runs()
+    resident = request.beside_layers(runs)
+    room = request.available - resident
+    room = room if request.ceiling is None else min(room, request.ceiling)
+    gain = 2 * (request.launching - request.computing()) if request.launching else 0.0  # as much in backwards
+    choice, short = leave_room_for_graphs(
+        choose(runs, room, request.tail, request.host), runs, room, request.tail, gain
+    )
+    weights = _kept_weights(request, choice, room - int(request.recorded * choice.peak))
+    if weights:
+        kept = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in run) for run in choice.options)
+        choice = replace(choice, options=kept)
+    return AdmittedPlan(request.tokens, resident, room, choice, weights, request.all_seen, request.launching, short)
+
+
+def leave_room_for_graphs(
+    choice: Assignment, runs: Sequence[LayerRun], room: int, tail: int, gain: float
+) -> tuple[Assignment, bool]:
+    """Of this choice and smaller ones, the one whose step is shortest with CUDA graphs.
+
+    A plan that just fits leaves no room for recordings. Where launches take longer than the kernels they launch, a plan
+    that holds less and computes more may be faster.
+
+    Args:
+        choice: the fastest that fits without recordings.
+        runs, room, tail: what it was chosen from, as for `choose`.
+        gain: milliseconds a step that recording all layers saves.
+
+    Returns:
+        The choice, and whether no plan is known that leaves room for all recordings.
+    """
+    if RECORDED * choice.peak <= room or not choice.fits or gain <= 0:
+        return choice, False
+    staying = [  # a graph's saved tensors lie in its own memory, which stays on the device
+        replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs
+    ]
+    smaller = [found for share in SHARES if (found := choose(staying, int(share * room), tail)).fits]
+    short = not any(RECORDED * found.peak <= 1.01 * room for found in smaller)
+
+    def step_ms(made: Assignment) -> float:
+        recorded = 0 if made.offloads else min(1.0, (room / made.peak - 1) / (RECORDED - 1))
+        return made.ms - gain * recorded
+
+    return min([choice, *smaller], key=step_ms), short
+
+
+def _kept_weights(request: StepRequest, choice: Assignment, left: int) -> int:
+    """Bytes of all layers' frozen weights, if they are dequantised once for all steps; 0 if not."""
+    needed = sum(
+        run.layers * request.candidates[run.region].weights for run in request.runs if run.region in request.candidates
+    )
+    plain = all(o.plan == KEEP and not o.offloaded for run in choice.options for o in run)
+    return needed if request.keeps_weights and request.all_seen and plain and needed <= left else 0
+
+
+def recomputed_names(plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
+    """What a layer recomputes under a plan. names: of the values that plans call by number."""
+    if plan.recompute is None:
+        return ("everything", "attention") if plan.attention else ("everything",)
+    return tuple(names[i] for i in sorted(plan.recompute) if i < len(names))
+
+
+def count_options(chosen: Iterable[tuple[PlanOption, Sequence[str]]]) -> list[dict[str, Any]]:
+    """How many layers follow each plan, for the report. chosen: a layer each, its option and its region's names."""
+    counts = Counter(
+        (
+            recomputed_names(option.plan, names),
+            option.plan.tiles,
+            option.offloaded > 0,
+            bool(option.offloaded and option.held),
+        )
+        for option, names in chosen
+    )
+    return [
+        {"recompute": list(again), "tiles": tiles, "offload": offload, "largest_stays": stays, "layers": count}
+        for (again, tiles, offload, stays), count in counts.items()
+    ]
