@@ -27,7 +27,7 @@ from tunecompile.notes import (
 
 TABLES = (compiling, memory, padding, providers, running, verifying)
 #: calls that make a note of a code, subject and detail: `note` itself, and what hands these on to it
-MAKERS = {"note", "CannotFlatten", "_note"}
+MAKERS = {"note", "CannotFlatten", "_note", "_note_failure"}
 
 
 def sources():
@@ -99,7 +99,7 @@ def _faults(call: ast.Call):
         return
     given = {name for name, _ in zip(("code", "subject", "detail"), call.args)}
     given |= {keyword.arg for keyword in call.keywords}
-    if _name(call.func) == "_note":
+    if _name(call.func) in ("_note", "_note_failure"):
         given |= {"subject", "detail"}
     for code in _codes(call.args[0]):
         if code not in KINDS:

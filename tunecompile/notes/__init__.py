@@ -29,7 +29,9 @@ def _joined(tables: list[dict[str, NoteKind]]) -> dict[str, NoteKind]:
 
 
 NOTES = _joined([compiling.NOTES, running.NOTES, padding.NOTES, memory.NOTES, verifying.NOTES])
-REASONS = _joined([compiling.REASONS, providers.REASONS, running.REASONS, padding.REASONS, verifying.REASONS])
+REASONS = _joined(
+    [compiling.REASONS, providers.REASONS, running.REASONS, padding.REASONS, memory.REASONS, verifying.REASONS]
+)
 KINDS = _joined([NOTES, REASONS])  #: code -> words, and what the user can do
 
 

@@ -40,3 +40,30 @@ NOTES = {
     "no-embedding": NoteKind("host_embedding: the model has no nn.Embedding", "Leave host_embedding= out."),
     "on-device": NoteKind("{subject}: {detail}"),
 }
+
+REASONS = {
+    "weights-not-on-device": NoteKind(
+        "between calls their weights are not on {subject}",
+        "Load the model so that these layers' weights stay on a device.",
+    ),
+    # what is known of other ranks' plans
+    "same-plan": NoteKind("all ranks follow the same plan"),
+    "no-other-plan": NoteKind("no other plan is known"),
+    "other-plans": NoteKind("{detail}", "Nothing: plans are compatible. Batches or free memory of the ranks differ."),
+    # why a layer's call cannot be repeated
+    "share-parameters": NoteKind("share their parameters with other processes, which would have to repeat it, too"),
+    "exchange-keys": NoteKind("exchange keys and values with other processes, which would have to repeat it, too"),
+    "have-hooks": NoteKind("have hooks, which may keep what is inside", "Remove the hooks for training steps."),
+    "write-in-place": NoteKind("write to their arguments or buffers"),
+    "outside-tensors": NoteKind("use tensors with a gradient that are neither arguments nor parameters of theirs"),
+    "parameter-hooks": NoteKind("have hooks on their parameters"),
+    "several-graphs": NoteKind("are not compiled as one graph, beside which other values with a gradient are not seen"),
+    "expose-tensors": NoteKind("expose tensors with a gradient beside what they return"),
+    "given-object": NoteKind("are given a {subject}"),
+    "return-object": NoteKind("return a {subject}"),
+    # why a table stays on the device
+    "table-trained": NoteKind("it is trained"),
+    "table-shared": NoteKind("another module shares it"),
+    "table-not-plain": NoteKind("it is no plain tensor"),
+    "table-renormalises": NoteKind("it renormalises the rows it reads"),
+}

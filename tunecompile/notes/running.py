@@ -68,6 +68,11 @@ NOTES = {
 REASONS = {
     "loop-computes-loss": NoteKind("the loop computes the loss"),
     "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
+    # why a layer is not recorded
+    "weights-of-several-processes": NoteKind(
+        "several processes share the layers' weights, which are elsewhere at every call"
+    ),
+    "budgets-of-several-devices": NoteKind("layers are on several devices, each with a budget of its own"),
     # why logits are computed
     "logits-computed": NoteKind(
         "logits are computed: {subject} uses them before the cross-entropy",

@@ -98,7 +98,7 @@ def planned(state: State) -> list[RuntimePlanner]:
     if found := [each for each in state.step.budgets if each.admitted is not None]:
         return found
     if state.memory is None:
-        reason = next((note for note in state.notes if note.startswith("no memory plan")), None)
+        reason = next((note for note in state.notes if note.code == "no-memory-plan"), None)
         raise NoPlan(
             reason=reason or 'there is no budget. Call tunecompile.optimize(model, memory="20GiB"); "auto" is for GPUs'
         )

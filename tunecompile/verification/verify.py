@@ -301,7 +301,7 @@ def _switch_one_off(state: State, right: Callable[[], bool]) -> dict[str, Any]:
     """Find one rewrite at fault, and switch it off."""
     passes, before = (
         state.passes,
-        [each for each in state.notes if isinstance(each, Note) and each.code == "rewrite-switched-off"],
+        [each for each in state.notes if each.code == "rewrite-switched-off"],
     )
     places = {place for tally in state.matches() for place in tally.places}
 

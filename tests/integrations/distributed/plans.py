@@ -14,6 +14,7 @@ from tests.integrations.distributed.common import DEVICE, alike
 from tests.integrations.distributed.ranks import slow
 from tests.support.memory.budgets import LAYERS
 from tests.support.memory.full_device import WHERE, Full, build, graphs, loss, needed
+from tests.support.notes import find, has
 from tunecompile.errors import RankLost
 from tunecompile.planner.device_memory import HostGauge, part_bytes
 from tunecompile.runtime.memory.accounting import MemoryAccounting
@@ -27,10 +28,6 @@ def _sharded(made):
 
 def _plans(made):
     return [(plan["layers"], bool(plan["recompute"])) for plan in tunecompile.report(made).memory["plans"]]
-
-
-def _said(made, text):
-    return [note for note in tunecompile.report(made).notes if text in note]
 
 
 def _train(wrapped, *batches):
@@ -51,10 +48,8 @@ def each_for_its_own_batch(rank, ranks):
             _train(each, rows, rows)
         alike(ours, one)
         assert _plans(made) == [(4, rank == 1)]
-        assert _said(
-            made,
-            f"rank {rank} of 2: rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'recompute'}",
-        )
+        theirs = f"rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'recompute'}"
+        assert has(made, "rank-plans", subject=str(rank), ranks=2, reason="other-plans", detail=theirs)
 
 
 def _finds_out(where, rank):
@@ -70,16 +65,11 @@ def _finds_out(where, rank):
     for each in (ours, one):
         _train(each, 4)
     alike(ours, one)
-    assert _plans(made) == [(1, True), (3, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
-    assert (
-        len(
-            _said(
-                made,
-                "rank 1 ran out of memory: the plan was 4 layers keep" if rank == 0 else "the step ran out of memory",
-            )
-        )
-        == 1
+    assert _plans(made) == [(1, True), (3, False)] and has(
+        made, "rank-plans", subject=str(rank), ranks=2, reason="same-plan"
     )
+    who, before = ("rank 1", "4 layers keep") if rank == 0 else ("the step", "")
+    assert len(find(made, "ran-out-of-memory", subject=who, before=before)) == 1
 
 
 def what_one_finds_out(rank, ranks):
@@ -104,7 +94,7 @@ def a_small_batch_has_room(rank, ranks):
     for _ in range(2):
         _train(ours, 4 - 2 * rank)
     assert _plans(made) == ([(1, True), (3, False)] if rank == 0 else [(4, False)]) and not (
-        rank and _said(made, "ran out of memory")
+        rank and find(made, "ran-out-of-memory", "smallest-plan-ran-out")
     )
 
 
@@ -123,8 +113,8 @@ def what_one_of_gathered_layers_finds_out(rank, ranks):
             _train(each, 4)
         alike(ours, one)
         assert [fault.raised for fault in faults] == [1, 1, 2][: len(faults)] and not graphs(made)
-    assert _plans(made) != [(4, False)] and _said(made, f"rank {rank} of 2: all ranks follow the same plan")
-    assert _said(made, f"{'the step' if rank else 'rank 1'} ran out of memory: the plan was 4 layers keep")
+    assert _plans(made) != [(4, False)] and has(made, "rank-plans", subject=str(rank), ranks=2, reason="same-plan")
+    assert has(made, "ran-out-of-memory", subject="the step" if rank else "rank 1", before="4 layers keep")
 
 
 @slow
@@ -169,7 +159,7 @@ def a_board_that_is_gone(rank, ranks):
     board = made._tunecompile.store
     board.store = Gone()
     _train(made, 4)
-    assert board.store is None and _said(made, f"rank {rank} of 2: no other plan is known")
+    assert board.store is None and has(made, "rank-plans", subject=str(rank), ranks=2, reason="no-other-plan")
 
 
 def gradients_of_shards(rank, ranks):
@@ -200,7 +190,7 @@ def gradients_of_shards(rank, ranks):
             part if sent else whole
         }
         assert budget.admitted.resident == budget.memory.present + root + 2 * shards + whole
-        assert not _said(made, "without rewrites")
+        assert not find(made, "compiled-without-rewrites")
 
 
 def _bytes(parameters):

@@ -8,6 +8,7 @@ import torch
 
 import tunecompile
 from tests.support.memory.full_device import WHERE, Full, Tiny, gradients, ids
+from tests.support.notes import has
 from tunecompile.errors import NothingFits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -69,7 +70,7 @@ def test_an_allocation_fails(where, host_memory, monkeypatch):
     full = Full(model, 1, where)
     for _ in range(3):
         near(gpu_step(model), expected)
-    assert full.raised == 1 and any("ran out of memory" in note for note in tunecompile.report(model).notes)
+    assert full.raised == 1 and has(model, "ran-out-of-memory")
 
 
 def test_a_smaller_gpu_than_was_said(limited):
@@ -81,7 +82,7 @@ def test_a_smaller_gpu_than_was_said(limited):
     limited(present + int(0.75 * (most - beside)))
     for _ in range(3):
         near(gpu_step(model), expected)
-    assert any("ran out of memory" in note for note in tunecompile.report(model).notes)
+    assert has(model, "ran-out-of-memory")
     limited(present + int(0.1 * (most - beside)))
     with pytest.raises(NothingFits, match="Most would help"):
         gpu_step(model)

@@ -6,6 +6,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.notes import has
 from tunecompile.runtime.memory.budget import RuntimePlanner
 
 pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def test_a_loss_of_what_a_hook_keeps(family, loss, first):
         found, mine = train(model, loss, batch)
         torch.testing.assert_close(found, expected)
         assert set(mine) == set(gradients) and max(zoo.errors(mine, gradients).values()) < 1e-5
-    assert not first or any("may keep what is inside" in note for note in tunecompile.report(model).notes)
+    assert not first or has(model, "layers-not-repeated", reason="have-hooks")
 
 
 class Layer(nn.Module):
@@ -109,7 +110,7 @@ def test_a_loss_in_an_attribute(auxiliary):
     reference, model = make(), tunecompile.optimize(make(), memory=BUDGET, executor="eager")
     for _ in range(2):
         assert max(zoo.errors(run(model), run(reference)).values()) < 1e-5
-    assert any("beside what they return" in note for note in tunecompile.report(model).notes) == auxiliary
+    assert has(model, "layers-not-repeated", reason="expose-tensors") == auxiliary
 
 
 class Listed(nn.Module):
@@ -158,7 +159,4 @@ def test_losses_in_a_list(which, broken, monkeypatch):
     for _ in range(3):
         assert max(zoo.errors(run(model), run(reference)).values()) < 1e-5
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
-    assert any(
-        "not compiled as one graph" if broken else "beside what they return" in note
-        for note in tunecompile.report(model).notes
-    )
+    assert has(model, "layers-not-repeated", reason="several-graphs" if broken else "expose-tensors")

@@ -30,6 +30,7 @@ from tests.support.memory.full_device import (
     recovery,
     step,
 )
+from tests.support.notes import has, logged
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
@@ -55,8 +56,8 @@ def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
         assert_equal(step(model), plain())
     assert full.raised == 1 and peak(model) < before and not graphs(model)
     (record,) = [record for record in caplog.records if record.name == "tunecompile"]
-    assert "ran out of memory: the plan was 4 layers keep" in record.message and "and is now" in record.message
-    assert any("ran out of memory" in note for note in tunecompile.report(model).notes)
+    assert has(record.args, "ran-out-of-memory", subject="the step", before="4 layers keep")
+    assert has(model, "ran-out-of-memory", before="4 layers keep")
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
@@ -156,7 +157,7 @@ def test_without_a_budget_the_user_hears_what_makes_room(where, monkeypatch, cap
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "tunecompile"), pytest.raises(torch.OutOfMemoryError, match="2.00 KiB"):
             step(model)
-    assert sum('memory="auto"' in record.message for record in caplog.records) == 1
+    assert logged(caplog.records) == ["no-budget"]
 
 
 # -- gradients that are there already, and those who watch them ---------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_adapters_and_batches_without_their_padding(few_plans):
         full = Full(model, 1, where)
         assert_equal(run(model), reference)
         assert full.raised == 1
-    assert any(note.startswith("padding is left out of the layers (") for note in tunecompile.report(model).notes)
+    assert has(model, "padding-removed")
 
 
 @pytest.mark.slow

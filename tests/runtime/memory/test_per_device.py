@@ -11,6 +11,7 @@ import tunecompile
 from tests.support.compare import assert_equal
 from tests.support.memory.budgets import LAYERS
 from tests.support.memory.full_device import Block, Full, Tiny, build, graphs, needed, plain, step
+from tests.support.notes import has
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
@@ -88,7 +89,7 @@ def test_the_device_that_is_full_plans_for_less(layer, where):
     smaller = [budget.admitted.choice.peak < peak for budget, peak in zip(budgets, before)]
     assert full.raised == 1 and smaller == [layer < HALF, layer >= HALF], "the other device keeps its plan"
     assert [budget.progress.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
-    assert any("cpu:1" in note and "ran out of memory" in note for note in tunecompile.report(model).notes)
+    assert has(model, "ran-out-of-memory", detail="cpu:1")
 
 
 def test_the_error_says_which_device_is_full(monkeypatch):
@@ -216,9 +217,7 @@ def test_nothing_is_recorded(monkeypatch):
     model._tunecompile.replays.recorder.device = "cpu"
     step(model)
     assert all(region.replays is None for region in model._tunecompile.regions)
-    assert (
-        "no CUDA graph: layers are on several devices, each with a budget of its own" in tunecompile.report(model).notes
-    )
+    assert has(model, "no-cuda-graph", reason="budgets-of-several-devices")
 
 
 def test_host_memory_is_shared(monkeypatch):

@@ -176,8 +176,7 @@ class GraphReplays:
     def leave_out(self, device: torch.device) -> None:
         """Note why layers are not recorded."""
         if device.type == self.recorder.device:
-            reason = "several processes share the layers' weights, which lie elsewhere at every call"
-            self.failures.append(note("no-cuda-graph", detail=reason))
+            self.failures.append(note("no-cuda-graph", detail=note("weights-of-several-processes")))
 
     def notes(self) -> list[Note]:
         """Recordings, and why others were not made."""

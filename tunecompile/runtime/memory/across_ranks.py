@@ -50,10 +50,12 @@ class RankPlans:
         others = {rank: theirs for rank, theirs in self.board.published(PLAN).items() if rank != self.board.rank}
         apart = [f"rank {rank} follows another plan ({theirs})" for rank, theirs in others.items() if theirs != plan]
         silent = self.board.ranks - 1 - len(others)
-        known = "; ".join(apart[:SHOWN]) + (f"; and {len(apart) - SHOWN} ranks more" if len(apart) > SHOWN else "") or (
-            "all ranks follow the same plan" if not silent else "no other plan is known"
-        )
-        known += f"; {silent} have not told theirs" if silent and others else ""
+        if not others or not (apart or silent):
+            known = note("same-plan" if others else "no-other-plan")
+        else:
+            more = [f"and {len(apart) - SHOWN} ranks more"] if len(apart) > SHOWN else []
+            unknown = [f"{silent} have not told theirs"] if silent else []
+            known = note("other-plans", detail="; ".join([*apart[:SHOWN], *more, *unknown]))
         return [note("rank-plans", str(self.board.rank), known, ranks=self.board.ranks)]
 
 

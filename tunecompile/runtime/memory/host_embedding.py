@@ -52,16 +52,16 @@ def tables(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[Note]
     for name, module in found:
         table = module.weight
         reasons = {
-            "it is trained": table.requires_grad,
-            "another module shares it": owners[id(table)] > 1,
-            "it is no plain tensor": type(table) is not nn.Parameter,
-            "it renormalises the rows it reads": module.max_norm is not None,
+            "table-trained": table.requires_grad,
+            "table-shared": owners[id(table)] > 1,
+            "table-not-plain": type(table) is not nn.Parameter,
+            "table-renormalises": module.max_norm is not None,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is None and table.nbytes >= SMALLEST:
             moved.append((f"{name}.weight", table))
         elif reason is not None:
-            notes.append(note("embedding-on-device", f"{name}.weight", reason))
+            notes.append(note("embedding-on-device", f"{name}.weight", note(reason)))
     return moved, notes if found else [note("no-embedding")]
 
 

@@ -44,7 +44,6 @@ _SHARDED = (
     "_fsdp_flattened",
 )  #: attributes of FSDP's, DeepSpeed's and tensor-parallel parameters
 TRIES = 16  #: to make room on one device for one call
-_SHARES = "share their parameters with other processes, which would have to repeat it, too"
 
 
 def sharded(parameter: Tensor) -> bool:
@@ -64,7 +63,7 @@ class Recovery:
         self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes detached arguments part of a graph
         self.looked: set[int] = set()  #: slots whose layers are known to be repeatable or not
-        self.refused: dict[int, str] = {}  #: by slot: why its layer cannot be repeated
+        self.refused: dict[int, Note] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers drop their graphs as soon as they have them
         self.open = 0  #: layers of this step whose backward was not seen
@@ -72,7 +71,7 @@ class Recovery:
         self.before: str | None = None  #: the plan under which memory ran out, until that is reported
         self.cause = "the step"  #: that ran out of memory
         self.agreement = RankPlans(RankStore(None, 0, 1))  #: with other ranks
-        self.bound: str | None = None  #: why no part of a step can be repeated by this process alone
+        self.bound: Note | None = None  #: why no part of a step can be repeated by this process alone
         #: whether parts of the forward are gathered one by one, so that it cannot begin again; None as long as that is
         #: not known
         self.gathers: bool | None = None
@@ -87,7 +86,7 @@ class Recovery:
         slots = [budget.layers[0] for budget in self.budgets] or self.slots
         return list(dict.fromkeys(device for slot in slots if (device := slot.device) is not None))
 
-    def refuse(self, slot: Any, reason: str) -> None:
+    def refuse(self, slot: Any, reason: Note) -> None:
         """From here on this slot's layer is not repeated."""
         self.refused[id(slot)] = reason
 
@@ -138,8 +137,8 @@ class Recovery:
             if id(slot) not in self.looked:
                 return slot.compiled(*call.through(), call.first)
             return slot.compiled(*call.cut(call.given), call.join)
-        except NotExact as reason:
-            self.refuse(slot, str(reason))
+        except NotExact as inexact:
+            self.refuse(slot, inexact.reason)
         start.rewind()
         self.open += 1
         return slot.compiled(args, kwargs)
@@ -215,7 +214,7 @@ class Recovery:
 
     def lost(self, missing: int) -> StepLost | RankLost:
         """The error for a step that this process cannot repeat by itself."""
-        told = {"missing": _short(missing), "reason": self.bound or _SHARES, "plan": self.in_words()}
+        told = {"missing": _short(missing), "reason": self.bound or note("share-parameters"), "plan": self.in_words()}
         if self.agreement.board.ranks == 1:
             return StepLost(**told)
         return RankLost(
@@ -259,17 +258,17 @@ class Recovery:
         )
         return " / ".join(said) or "yet to be made"
 
-    def _bound(self) -> str | None:
+    def _bound(self) -> Note | None:
         if is_shared():
-            return "exchange keys and values with other processes, which would have to repeat it, too"
+            return note("exchange-keys")
         parameters = [next(slot.layer.parameters(), None) for slot in self.slots if not slot.gathers]
-        return _SHARES if any(parameter is None or sharded(parameter) for parameter in parameters) else None
+        shared = any(parameter is None or sharded(parameter) for parameter in parameters)
+        return note("share-parameters") if shared else None
 
     def said(self) -> list[Note]:
         """For the report."""
-        reasons = dict.fromkeys(
-            (*self.refused.values(), *(["have hooks, which may keep what is inside"] if self.watched else []))
-        )
+        watched = [note("have-hooks")] if self.watched else []
+        reasons: dict[Note, None] = dict.fromkeys([*self.refused.values(), *watched])
         return (
             self.notes
             + self.agreement.said(self.budgets, self.in_words())

@@ -48,7 +48,7 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
     placed = by_device(state.slots)
     if left := len(state.slots) - sum(map(len, placed.values())):
         where = " or ".join(map(str, placed)) or "any device"
-        reason = f"between calls their weights are not on {where}"
+        reason = note("weights-not-on-device", where)
         state.notes.append(note("no-memory-plan", f"{left} layers", reason))
     on_gpus = any(device.type == "cuda" for device in placed)
     if not placed or (state.memory == "auto" and not on_gpus):
@@ -109,5 +109,4 @@ def _leave_out_recordings(state: Planned, devices: Iterable[torch.device]) -> No
     for region in state.regions:
         region.replays = None
     if any(device.type == state.replays.recorder.device for device in devices):
-        reason = "layers are on several devices, each with a budget of its own"
-        state.replays.failures.append(note("no-cuda-graph", detail=reason))
+        state.replays.failures.append(note("no-cuda-graph", detail=note("budgets-of-several-devices")))

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch.autograd import differentiable_outputs, keeps_graph
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
+from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_WRITE = "write to their arguments or buffers"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -38,7 +38,7 @@ class RecomputeHost(Protocol):
     running: Any  #: the budget of the layer whose backward runs
     bare: bool  #: whether graphs are dropped as soon as they are made
 
-    def refuse(self, slot: Any, reason: str) -> None:
+    def refuse(self, slot: Any, reason: Note) -> None:
         """From now on this layer is not repeated."""
         ...
 
@@ -60,7 +60,15 @@ class RecomputeHost(Protocol):
 
 
 class NotExact(Exception):
-    """A layer that could not be repeated with the same result; the message says why."""
+    """A layer that could not be repeated with the same result.
+
+    Args:
+        reason: a note.
+    """
+
+    def __init__(self, reason: Note):
+        super().__init__(reason)
+        self.reason = reason
 
 
 def requested(error: torch.OutOfMemoryError) -> int:
@@ -121,7 +129,7 @@ class RecomputeCall:
 
     def __init__(self, recovery: RecomputeHost, slot: Any, start: RngAutocastState, args: tuple, kwargs: dict):
         self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
-        self.leaves, self.form = _flat((args, kwargs), "are given")
+        self.leaves, self.form = _flat((args, kwargs), "given-object")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
         self.inside = slot.inside
@@ -162,9 +170,9 @@ class RecomputeCall:
         try:
             made = self._look(output)
             if made and not self.repeatable:
-                raise NotExact(_WRITE)
-        except NotExact as reason:
-            self.recovery.refuse(self.slot, str(reason))
+                raise NotExact(note("write-in-place"))
+        except NotExact as inexact:
+            self.recovery.refuse(self.slot, inexact.reason)
             return output
         if self._shares():
             return output
@@ -184,7 +192,7 @@ class RecomputeCall:
         """
         made = self._look(output)
         if not self.repeatable:  # from the next call on; this one's arguments are detached, and it keeps its graph
-            self.recovery.refuse(self.slot, _WRITE)
+            self.recovery.refuse(self.slot, note("write-in-place"))
         return self._joined(output, made)
 
     def _look(self, output: Any) -> list[Tensor]:
@@ -193,7 +201,7 @@ class RecomputeCall:
         Raises:
             NotExact: its graph is connected to others beside its arguments and parameters.
         """
-        made = _differentiable(_flat(output, "return")[0])
+        made = _differentiable(_flat(output, "return-object")[0])
         after = self._writable()
         self.repeatable = len(after) == len(self.before) and all(
             new is old and new._version == version for new, (old, version) in zip(after, self.before)
@@ -201,11 +209,11 @@ class RecomputeCall:
         self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
         weights = self._weights() if made else []
         if not self.inside.owns(weights):
-            raise NotExact("use tensors with a gradient that are neither arguments nor parameters of theirs")
+            raise NotExact(note("outside-tensors"))
         if any(
             weight._backward_hooks for weight in weights
         ):  # they would be called here, and once more in the caller's graph
-            raise NotExact("have hooks on their parameters")
+            raise NotExact(note("parameter-hooks"))
         self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
         return made
 
@@ -220,7 +228,7 @@ class RecomputeCall:
         seen = {id(inner): outer for inner, outer in zip(made, _Node.apply(self, given, made, *inputs))}
         if self.recovery.bare:
             self.drop()
-        leaves, form = _flat(output, "return")
+        leaves, form = _flat(output, "return-object")
         return tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
 
     def _weights(self) -> list[Tensor]:
@@ -234,10 +242,10 @@ class RecomputeCall:
             (made, used) for node, used in reached.items() if (made := differentiable_outputs(node)) is not None
         ]
         if len(compiled) != 1:
-            raise NotExact("are not compiled as one graph, beside which nobody sees what they hand out")
+            raise NotExact(note("several-graphs"))
         if any(made - used for made, used in compiled):
             # A loss that uses them (a router's, left in an attribute) goes through the layer's own graph.
-            raise NotExact("hand out tensors with a gradient beside what they return")
+            raise NotExact(note("expose-tensors"))
         return found
 
     def backward(
@@ -285,7 +293,7 @@ class RecomputeCall:
             raise LayerChanged(layer=name, what="it was switched between training and evaluation")
         with self.start.again():
             args, kwargs = self.cut(given)
-            made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return")[0])
+            made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return-object")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]
         found, _ = walk(self.edges, self.sources)
         if len(made) != self.outputs or {id(leaf) for leaf in found} != {
@@ -301,12 +309,12 @@ class RecomputeCall:
         return dropped
 
 
-def _flat(value: Any, verb: str) -> tuple[list, Any]:
+def _flat(value: Any, refusal: str) -> tuple[list, Any]:
     """Tensors and plain values, and their structure. No other containers are entered or rebuilt."""
     leaves, form = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN) and type(leaf) not in (Tensor, nn.Parameter):
-            raise NotExact(f"{verb} a {type(leaf).__name__}")
+            raise NotExact(note(refusal, type(leaf).__name__))
     return leaves, form
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tunecompile.notes import Note
 from tunecompile.runtime.memory.host_embedding import HostEmbeddings
 from tunecompile.runtime.model_state import ModelCall, Part, State
 
@@ -25,7 +26,7 @@ class HostEmbedding(Part):
         if self.tables is not None and self.tables.pending:
             self.tables.take(state.model)
 
-    def notes(self, state: State) -> list[str]:
+    def notes(self, state: State) -> list[Note]:
         return self.tables.said() if self.tables is not None else []
 
     def detach(self, state: State) -> None:
