@@ -3,8 +3,9 @@
 import torch
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import is_mutation, value
+from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match
+from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.rewrite import apply, rewrite
 from tunecompile.ops import add_rms_norm, rms_norm
 

@@ -7,7 +7,8 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import is_barrier, is_mutation, value
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import is_barrier, is_mutation
 from tunecompile.ir.rewrite import annotate
 from tunecompile.ops import gated_activation, lora_linear
 
@@ -43,8 +44,9 @@ PURE = {
 
 
 def _siblings(graph: Graph) -> list[list[Node]]:
-    """Adapted linears by what they read, their adapters' dtype, whether they have biases and inputs of their own, and which gated activation reads them:
-    where attention and MLP read the same norm, gate|up are a group of their own, whose gradient the activation's backward writes as it is needed."""
+    """Adapted linears by what they read, their adapters' dtype, whether they have biases and inputs of their own, and
+    which gated activation reads them: where attention and MLP read the same norm, gate|up are a group of their own,
+    whose gradient the activation's backward writes as it is needed."""
     groups: dict[tuple, list[Node]] = {}
     epoch = 0
     for node in graph.nodes:
@@ -83,7 +85,7 @@ def _changed_in_place(y: Node) -> bool:
 
 
 def _leads_to_gradient(y: Node) -> bool:
-    """Whether anything returned depends on y by way of autograd. One that does not must keep its adapters' gradients None."""
+    """Whether an output depends on y through autograd. Otherwise its adapters' gradients have to stay None."""
     seen, pending = set(), [y]
     while pending:
         for user in pending.pop().users:

@@ -1,12 +1,14 @@
 """Adapted gate|up, gated activation, adapted down: one op, where a provider joins their backward."""
 
 from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import is_barrier, value
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import is_barrier
 from tunecompile.ir.rewrite import annotate, erase_dead, where_from
 from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
 
@@ -39,7 +41,7 @@ def _half(node: Node) -> tuple[Node, int] | None:
     return (y.args[0], index) if len(y.args[0].users) == 1 else None
 
 
-def _members(linear: Node) -> dict[str, list]:
+def _members(linear: Node) -> dict[str, Any]:
     """An adapted linear's arguments by the names of `lora_mlp`, with what must agree under "same"."""
     if linear.target is lora_linear.overload:
         x, inputs, weights, biases, a, b, scales, dtype = linear.args
@@ -95,16 +97,27 @@ def _match(down: Node) -> tuple | str | None:
         or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1
     ):
         return None
-    halves = [_half(_through_casts(side)) for side in act.args[:2]]
-    if None in halves or halves[0][0] is not halves[1][0]:
+    gate, up = (_half(_through_casts(side)) for side in act.args[:2])
+    if gate is None or up is None or gate[0] is not up[0]:
         return "gate and up are no group of adapted linears, or are read elsewhere too"
-    if [index for _, index in halves] != [0, 1]:
+    if (gate[1], up[1]) != (0, 1):
         return "up stands before gate"
-    wide, narrow = _members(halves[0][0]), _members(down)
+    wide, narrow = _members(gate[0]), _members(down)
     if len(wide["rows"]) != 2:
         return None  # one projection, cut in two afterwards
-    if _mode_changes(halves[0][0], down):
-        return "autograd or autocast is switched, or a value changed in place, between them"
+    reason = _mismatch(down, act, wide, narrow) if not _mode_changes(gate[0], down) else _SWITCHED
+    if reason is not None:
+        return reason
+    names = ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")
+    joined = [[*wide[name], *narrow[name]] for name in names]
+    return (wide["x"], *joined, *wide["same"][1:], act.args[2])
+
+
+_SWITCHED = "autograd or autocast is switched, or a value changed in place, between them"
+
+
+def _mismatch(down: Node, act: Node, wide: dict[str, Any], narrow: dict[str, Any]) -> str | None:
+    """Why the members of gate|up and of down cannot be one op, or None."""
     if wide["own"] or narrow["own"]:
         return "a projection has a bias, or its adapter dropout"
     if (
@@ -117,11 +130,7 @@ def _match(down: Node) -> tuple | str | None:
         return "adapters or activation are computed in another dtype, or the activation is read elsewhere too"
     if any(user.target is not getitem or user.args[1] != 0 for user in down.users):
         return "the inner product of down's adapter is read elsewhere too"
-    joined = [
-        [*wide[name], *narrow[name]]
-        for name in ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")
-    ]
-    return (wide["x"], *joined, *wide["same"][1:], act.args[2])
+    return None
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -151,7 +160,7 @@ def _replace(graph: Graph, down: Node, args: tuple) -> None:
     for user in outputs:
         user.replace_all_uses_with(y)
     dead, pending = {*outputs, down}, [down]
-    while pending:  # what only the old nodes read, back to gate|up
+    while pending:  # inputs that only the old nodes use, back to gate|up
         for source in pending.pop().all_input_nodes:
             if source.op in ("call_function", "call_method") and set(source.users) <= dead and source not in dead:
                 dead.add(source)

@@ -8,7 +8,8 @@ from torch.fx import Graph, Node
 from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import dtype_of, is_barrier, value
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.nodes import is_barrier
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES

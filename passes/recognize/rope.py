@@ -8,6 +8,7 @@ import torch
 from tunecompile.compiler.pass_manager import recognize
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match, cast
+from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import rope as op
 
@@ -214,14 +215,14 @@ def complex_numbers(x, turns, start, end):
 
 
 def _is_turned(node):
-    product = node.args[0] if node.target is torch.view_as_real else None
-    return getattr(product, "target", None) is operator.mul and any(
-        getattr(side, "target", None) is torch.view_as_complex for side in product.args
-    )
+    product = node_arg(node, 0) if node.target is torch.view_as_real else None
+    if product is None or product.target is not operator.mul:
+        return False
+    return any(getattr(side, "target", None) is torch.view_as_complex for side in product.args)
 
 
 def anchors(graph):
-    """Two tensors joined, one of them negated, or a difference and a sum; or what complex numbers were multiplied by others."""
+    """Nodes that suggest a rotation: joined halves, one negated, or a difference and a sum; or complex products."""
     found = []
     for node in graph.nodes:
         if node.target in (torch.cat, torch.stack) and len(node.args[0]) == 2:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.passes.run import Recorder, check, random
-from tunecompile.ir.canonicalize import is_barrier
+from tunecompile.ir.nodes import is_barrier
 
 
 def graph(fn, *args):

@@ -1,13 +1,11 @@
-"""One spelling for each operation, so that a pattern need not know whether the model wrote x.float() or x.to(torch.float32).
+"""One spelling for each operation: a pattern need not know whether a model wrote x.float() or x.to(torch.float32).
 
-The table maps what Dynamo records to a function that returns the canonical (op, target, args, kwargs). Patterns pass through
-the same table, so whatever is spelled the same way here is the same thing to the matcher.
+`TABLE` maps the target of a node, as Dynamo records it, to a function that returns the canonical (op, target, args,
+kwargs). Patterns pass through the same table, so two calls with one canonical spelling match each other.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +15,24 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.modules import linear
+from tunecompile.ir.nodes import is_barrier, is_mutation, node_arg
 from tunecompile.ir.op import HALF
 
-__all__ = ["TABLE", "canonicalize", "dtype_of", "is_barrier", "is_mutation", "name_of", "value"]
+__all__ = ["TABLE", "canonicalize", "dtype_of", "name_of", "value"]
 
-Spelling = tuple[str, Any, tuple, dict]
+Spelling = tuple[str, Any, tuple, dict]  #: op, target, args and kwargs of a node
+Spell = Callable[[Node], "Spelling | None"]
 
 #: binary operations: method, function and operator all become the operator
-_BINARY = {
+_BINARY: dict[Any, tuple] = {
     operator.add: ("add", torch.add),
     operator.sub: ("sub", torch.sub),
     operator.mul: ("mul", torch.mul, torch.multiply, "multiply"),
     operator.truediv: ("div", torch.div, "true_divide", torch.true_divide),
     operator.pow: ("pow", torch.pow),
 }
-_UNARY = {
+#: unary operations: method and function become the function, or the operator
+_UNARY: dict[Any, tuple] = {
     operator.neg: ("neg", torch.neg, "negative"),
     torch.rsqrt: ("rsqrt",),
     torch.sqrt: ("sqrt",),
@@ -42,54 +43,47 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 
 def value(node: Any) -> Any:
-    """What a guard knows of an argument, before autograd.
+    """Return the value of an argument, as far as it is known before autograd.
 
     Args:
-        node: of the recognize stage, or a constant.
+        node: a node of the recognize stage, or a constant.
 
     Returns:
-        The fake value that Dynamo recorded for the node (None if it did not), or the constant itself.
+        The fake value that Dynamo recorded for the node (None if it recorded none), or the constant itself.
     """
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype of a node's value.
+    """Return the dtype of a node's value, or None if it is no tensor.
 
     Args:
-        node: of the recognize stage, or a constant.
-
-    Returns:
-        Its dtype; None for what is no tensor.
+        node: a node of the recognize stage, or a constant.
     """
     return getattr(value(node), "dtype", None)
 
 
 def name_of(target: Any) -> str:
-    """What a node calls, in few words.
+    """Return a short name of the operation that a node calls.
 
     Args:
-        target: of the node.
+        target: the node's target.
 
     Returns:
-        `mul`, `silu`, `to`; an op with its namespace, as `aten.mul`.
+        `mul`, `silu`, `to`; an operator with its namespace, as `aten.mul`.
     """
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".")
-    return (
-        target
-        if isinstance(target, str)
-        else _BINARY[target][0]
-        if target in _BINARY
-        else getattr(target, "__name__", str(target))
-    )
+    if isinstance(target, str):
+        return target
+    return _BINARY[target][0] if target in _BINARY else getattr(target, "__name__", str(target))
 
 
-_ALIASES = {"axis": "dim", "keepdims": "keepdim"}  #: numpy's names, which torch takes as well
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}  #: numpy's names of parameters, which torch accepts, too
 
 
 def _arguments(node: Node, **defaults: Any) -> list | None:
-    """The call's arguments in the order of `defaults`, by position or by name; None if it has others, or lacks a needed one (`...`)."""
+    """The call's arguments in the order of `defaults`; None if it has others, or lacks a required one (`...`)."""
     given = dict(zip(defaults, node.args))
     named = {_ALIASES.get(name, name): item for name, item in node.kwargs.items()}
     if len(node.args) > len(defaults) or named.keys() - defaults.keys() or named.keys() & given.keys():
@@ -98,21 +92,30 @@ def _arguments(node: Node, **defaults: Any) -> list | None:
     return None if any(item is ... for item in values) else values
 
 
-def _binary(target: Callable) -> Callable[[Node], Spelling | None]:
+def _in_order(op: str, target: Any, **defaults: Any) -> Spell:
+    """Spell a call with all arguments by position, in the order of `defaults`."""
+
+    def spell(node: Node) -> Spelling | None:
+        found = _arguments(node, **defaults)
+        return None if found is None else (op, target, tuple(found), {})
+
+    return spell
+
+
+def _binary(target: Callable) -> Spell:
     def spell(node: Node) -> Spelling | None:
         if node.kwargs or len(node.args) != 2:  # alpha=, rounding_mode=, out=: another operation
             return None
         left, right = node.args
-        if (
-            target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF
-        ):  # CUDA's autocast takes powers, alone, in fp32
+        # not in half precision: CUDA's autocast computes powers in fp32, and products as they are
+        if target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF:
             return "call_function", operator.pow, (left, 2), {}
         return "call_function", target, (left, right), {}
 
     return spell
 
 
-def _unary(target: Callable) -> Callable[[Node], Spelling | None]:
+def _unary(target: Callable) -> Spell:
     def spell(node: Node) -> Spelling | None:
         return None if node.kwargs or len(node.args) != 1 else ("call_function", target, node.args, {})
 
@@ -121,7 +124,7 @@ def _unary(target: Callable) -> Callable[[Node], Spelling | None]:
 
 def _square(node: Node) -> Spelling | None:
     found = _arguments(node, input=...)
-    return found and ("call_function", operator.pow, (found[0], 2), {})
+    return None if found is None else ("call_function", operator.pow, (found[0], 2), {})
 
 
 def _mean(node: Node) -> Spelling | None:
@@ -140,7 +143,7 @@ def _to(node: Node) -> Spelling | None:
     return None
 
 
-def _cast(dtype: torch.dtype) -> Callable[[Node], Spelling | None]:
+def _cast(dtype: torch.dtype) -> Spell:
     return lambda node: None if node.kwargs or len(node.args) > 1 else ("call_method", "to", (node.args[0], dtype), {})
 
 
@@ -151,18 +154,18 @@ def _type_as(node: Node) -> Spelling | None:
     return None
 
 
-def _cat(node: Node) -> Spelling | None:
-    found = _arguments(node, tensors=..., dim=0)
-    return found and ("call_function", torch.cat, (tuple(found[0]), found[1]), {})
+def _joined(target: Callable) -> Spell:
+    """`torch.cat` and `torch.stack`: the tensors in a tuple."""
+
+    def spell(node: Node) -> Spelling | None:
+        found = _arguments(node, tensors=..., dim=0)
+        return None if found is None else ("call_function", target, (tuple(found[0]), found[1]), {})
+
+    return spell
 
 
-def _linear(node: Node) -> Spelling | None:
-    found = _arguments(node, input=..., weight=..., bias=None)
-    return found and ("call_function", linear, tuple(found), {})
-
-
-#: how a matrix is transposed -> with which arguments (those that say "the last two" are used for stacks of matrices)
-_TRANSPOSES = {
+#: ways to transpose a matrix -> their arguments (negative dims are left out: models use them for batches of matrices)
+_TRANSPOSES: dict[Any, tuple] = {
     getattr: (("T",),),
     "t": ((),),
     torch.t: ((),),
@@ -172,18 +175,20 @@ _TRANSPOSES = {
 
 
 def _transposed(node: Any) -> Node | None:
-    """The matrix of which this is the transpose. (Of a pattern, which knows no shapes, whatever is spelled so.)"""
+    """The matrix of which this node is the transpose. (In a pattern, shapes are unknown, and the spelling decides.)"""
     if not isinstance(node, Node) or node.kwargs or node.args[1:] not in _TRANSPOSES.get(node.target, ()):
         return None
     matrix = value(node.args[0])
-    return node.args[0] if matrix is None or (isinstance(matrix, torch.Tensor) and matrix.dim() == 2) else None
+    is_matrix = matrix is None or (isinstance(matrix, torch.Tensor) and matrix.dim() == 2)
+    return node_arg(node, 0) if is_matrix else None
 
 
 def _product(node: Node) -> Spelling | None:
-    """With a transposed matrix on the right, a linear: that is how torch computes one without bias."""
+    """Spell a product with a transposed matrix as a linear, which is how torch computes one without bias."""
     turned = node.args[1] if len(node.args) == 2 and not node.kwargs else None
     weight = _transposed(turned)
-    if weight is None or _barrier_between(turned, node):  # under no_grad, the transpose of what is trained is not
+    # a transpose that was taken under no_grad requires no gradient, even where the matrix does
+    if weight is None or not isinstance(turned, Node) or _barrier_between(turned, node):
         return None
     return "call_function", linear, (node.args[0], weight, None), {}
 
@@ -199,13 +204,11 @@ def _rms_norm(node: Node) -> Spelling | None:
     if found is None:
         return None
     if found[3] is None and (dtype := dtype_of(found[0])) is not None:
-        found[3] = torch.finfo(
-            torch.promote_types(dtype, torch.float32)
-        ).eps  # that of the arithmetic, not of the tensor
+        found[3] = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # of the arithmetic, not of the tensor
     return "call_function", F.rms_norm, tuple(found), {}
 
 
-def _activation(target: Callable) -> Callable[[Node], Spelling | None]:
+def _activation(target: Callable) -> Spell:
     def spell(node: Node) -> Spelling | None:
         found = _arguments(node, input=..., inplace=False)
         return None if not found or found[1] else ("call_function", target, (found[0],), {})
@@ -215,7 +218,9 @@ def _activation(target: Callable) -> Callable[[Node], Spelling | None]:
 
 def _gelu(node: Node) -> Spelling | None:
     found = _arguments(node, input=..., approximate="none")
-    return found and ("call_function", F.gelu, (found[0],), {} if found[1] == "none" else {"approximate": found[1]})
+    if found is None:
+        return None
+    return "call_function", F.gelu, (found[0],), {} if found[1] == "none" else {"approximate": found[1]}
 
 
 def _dropout(node: Node) -> Spelling | None:
@@ -223,49 +228,30 @@ def _dropout(node: Node) -> Spelling | None:
     return None if not found or found[3] else ("call_function", F.dropout, tuple(found[:3]), {})
 
 
-def _stack(node: Node) -> Spelling | None:
-    found = _arguments(node, tensors=..., dim=0)
-    return found and ("call_function", torch.stack, (tuple(found[0]), found[1]), {})
-
-
-def _flatten(node: Node) -> Spelling | None:
-    found = _arguments(node, input=..., start_dim=0, end_dim=-1)
-    return found and ("call_method", "flatten", tuple(found), {})
-
-
 def _reshape(node: Node) -> Spelling | None:
-    """What joins the last two dims of what was stacked, or of complex numbers' parts, flattens; what splits the last dim into such parts unflattens.
-    (Other shapes say what they mean.)"""
-    source = node.args[0] if node.args else None
+    """Spell reshapes of pairs, as rotary embeddings use them, by the dims that they join or split.
+
+    One that joins the last two dims of a stack, or of complex numbers' parts, flattens; one that splits the last dim
+    into such parts unflattens. Other reshapes keep their spelling."""
+    source = node_arg(node, 0)
     before, after = value(source), value(node)
-    if not isinstance(source, Node) or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+    if source is None or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
-    if source.target in (torch.stack, torch.view_as_real) and tuple(after.shape) == (
-        *before.shape[:-2],
-        before.shape[-2] * before.shape[-1],
-    ):
+    pairs_joined = (*before.shape[:-2], before.shape[-2] * before.shape[-1]) if before.dim() > 1 else None
+    if source.target in (torch.stack, torch.view_as_real) and tuple(after.shape) == pairs_joined:
         return "call_method", "flatten", (source, -2, -1), {}
-    if any(user.target is torch.view_as_complex for user in node.users) and tuple(after.shape) == (
-        *before.shape[:-1],
-        before.shape[-1] // 2,
-        2,
-    ):
+    to_complex = any(user.target is torch.view_as_complex for user in node.users)
+    if to_complex and tuple(after.shape) == (*before.shape[:-1], before.shape[-1] // 2, 2):
         return "call_method", "unflatten", (source, -1, (-1, 2)), {}
     return None
 
 
-def _chunk(node: Node) -> Spelling | None:
-    found = _arguments(node, input=..., chunks=..., dim=0)
-    return found and ("call_function", torch.chunk, tuple(found), {})
+_flatten = _in_order("call_method", "flatten", input=..., start_dim=0, end_dim=-1)
+_chunk = _in_order("call_function", torch.chunk, input=..., chunks=..., dim=0)
+_unsqueeze = _in_order("call_method", "unsqueeze", input=..., dim=...)
 
-
-def _unsqueeze(node: Node) -> Spelling | None:
-    found = _arguments(node, input=..., dim=...)
-    return found and ("call_method", "unsqueeze", tuple(found), {})
-
-
-#: what a node calls -> (node) -> its canonical op, target, args and kwargs; None to leave it as it is
-TABLE: dict[Any, Callable[[Node], Spelling | None]] = {}
+#: target of a node -> function that returns its canonical op, target, args and kwargs; None to leave it unchanged
+TABLE: dict[Any, Spell] = {}
 for _table, _make in ((_BINARY, _binary), (_UNARY, _unary)):
     for _target, _names in _table.items():
         TABLE.update({name: _make(_target) for name in (_target, *_names)})
@@ -279,9 +265,9 @@ TABLE.update(
         "to": _to,
         "type": _to,
         "type_as": _type_as,
-        torch.cat: _cat,
-        torch.concat: _cat,
-        linear: _linear,
+        torch.cat: _joined(torch.cat),
+        torch.concat: _joined(torch.cat),
+        linear: _in_order("call_function", linear, input=..., weight=..., bias=None),
         F.silu: _activation(F.silu),
         F.gelu: _gelu,
         F.dropout: _dropout,
@@ -290,7 +276,7 @@ TABLE.update(
         F.relu: _activation(F.relu),
         torch.relu: _activation(F.relu),
         "relu": _activation(F.relu),
-        torch.stack: _stack,
+        torch.stack: _joined(torch.stack),
         "flatten": _flatten,
         torch.flatten: _flatten,
         **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
@@ -304,19 +290,20 @@ TABLE.update(
 
 
 def canonicalize(gm: GraphModule) -> None:
-    """Respell every node in place, drop casts to the dtype a value already has and dropout that drops nothing.
+    """Give every node its canonical spelling, and remove casts and dropout that change nothing.
 
     Args:
-        gm: as Dynamo made it. Bodies of checkpoints and autograd functions are respelled too.
+        gm: a graph from Dynamo, changed in place. Bodies of checkpoints and autograd functions are respelled, too.
     """
     for child in gm.children():
-        if isinstance(child, GraphModule):  # bodies of checkpoint and autograd-function nodes
+        if isinstance(child, GraphModule):
             canonicalize(child)
     canonicalize_graph(gm.graph)
     gm.recompile()
 
 
 def canonicalize_graph(graph: Graph) -> None:
+    """Do the same for one `graph`, without the bodies that its nodes call."""
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -339,9 +326,10 @@ def canonicalize_graph(graph: Graph) -> None:
 
 
 def _drop_clones(graph: Graph) -> None:
-    """PEFT clones 4-bit results "defensively". Where nothing is mutated, a copy that only arithmetic reads is its original.
+    """Remove clones that only arithmetic reads, in a graph without mutations: PEFT clones 4-bit results "defensively".
 
-    (What else reads it may hand on its memory: the caller may change what a region returns, and must not change two things.)
+    A clone with other users stays: they may return its memory, and a caller who then mutates a region's result must not
+    mutate a second one with it.
     """
     for node in list(graph.nodes):
         clones = node.target in ("clone", torch.clone) and len(node.args) == 1 and not node.kwargs
@@ -351,77 +339,11 @@ def _drop_clones(graph: Graph) -> None:
 
 
 def _identity(node: Node) -> Node | None:
-    """The node whose value this one repeats, if any."""
-    if node.op == "call_method" and node.target == "to" and len(node.args) == 2 and isinstance(node.args[0], Node):
-        if isinstance(node.args[1], torch.dtype) and dtype_of(node.args[0]) == node.args[1]:
-            return node.args[0]
-    if node.target is F.dropout and (found := _arguments(node, input=..., p=0.5, training=True, inplace=False)):
-        if (found[1] == 0 or found[2] is False) and isinstance(found[0], Node):
-            return found[0]
-    return None
-
-
-_IN_PLACE_NAMES = (
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "ilshift",
-    "irshift",
-    "imatmul",
-    "setitem",
-    "delitem",
-)
-_IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_NAMES}
-_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE_NAMES}
-
-
-@functools.cache
-def _inplace_position(target: Any) -> int | None:
-    """Where a function of torch.nn.functional takes `inplace`, if it does."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin has no signature
+    """The input of a cast to the same dtype, or of dropout without effect; None for other nodes."""
+    if node.op == "call_method" and node.target == "to" and len(node.args) == 2:
+        same = isinstance(node.args[1], torch.dtype) and dtype_of(node.args[0]) == node.args[1]
+        return node_arg(node, 0) if same else None
+    found = _arguments(node, input=..., p=0.5, training=True, inplace=False) if node.target is F.dropout else None
+    if found is None or not isinstance(found[0], Node):
         return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def is_mutation(node: Node) -> bool:
-    """Whether a node changes a tensor in place.
-
-    Args:
-        node: of any graph.
-
-    Returns:
-        True for `add_`, `setitem`, `out=`, `inplace=True` and ops whose schema says so.
-    """
-    if node.op == "call_method":
-        return node.target in _IN_PLACE_METHODS or (node.target.endswith("_") and not node.target.endswith("__"))
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if node.target in _IN_PLACE or "out" in node.kwargs:
-        return True
-    name, position = getattr(node.target, "__name__", ""), _inplace_position(node.target)
-    inplace = node.kwargs.get("inplace", position is not None and position < len(node.args) and node.args[position])
-    return inplace is True or (name.endswith("_") and not name.startswith("_"))
-
-
-def is_barrier(node: Node) -> bool:
-    """Whether nothing may be matched across a node.
-
-    Args:
-        node: of the recognize stage.
-
-    Returns:
-        True for a mutation, and for a change of grad, inference or autocast mode.
-    """
-    modes = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
-    return is_mutation(node) or (node.op == "call_function" and getattr(node.target, "__name__", "") in modes)
+    return found[0] if found[1] == 0 or found[2] is False else None

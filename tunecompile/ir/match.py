@@ -1,4 +1,4 @@
-"""Find a small graph inside a large one: commutative operands, captured scalars, optional casts, no foreign user of an inner value."""
+"""Subgraph matching: commutative operands, captured scalars, optional casts, no outside user of an inner value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from torch import fx
 from torch.fx import Graph, Node
 
-from tunecompile.ir.canonicalize import canonicalize_graph, is_barrier
+from tunecompile.ir.canonicalize import canonicalize_graph
+from tunecompile.ir.nodes import is_barrier
 
 __all__ = ["Match", "Matcher", "Miss", "Pattern", "cast"]
 
@@ -19,13 +20,13 @@ COMMUTATIVE = {operator.add, operator.mul}
 
 
 def cast(x):
-    """In a pattern: a cast that may be absent.
+    """Mark an optional cast in a pattern.
 
     Args:
         x: a value of the pattern.
 
     Returns:
-        What matches x, and x cast to any dtype.
+        A value that matches x, and x cast to any dtype.
     """
     return x.tracer.create_proxy("call_function", cast, (x,), {})
 
@@ -35,18 +36,16 @@ class Pattern:
     """A traced pattern function."""
 
     graph: Graph  #: canonical, without fake values
-    parameters: tuple[str, ...]  #: what it binds: tensors, scalars, dtypes or None alike
-    outputs: tuple[Node, ...]  #: what the function returns
+    parameters: tuple[str, ...]  #: names that a match binds, to tensors, scalars, dtypes or None
+    outputs: tuple[Node, ...]  #: the values that the function returns
 
     @staticmethod
     def trace(fn: Callable) -> Pattern:
         """Make a pattern of a function.
 
         Args:
-            fn: traced with `torch.fx`: parameters stay symbolic, so a slice bound or an epsilon is a capture like any other.
-
-        Returns:
-            Its pattern.
+            fn: is traced with `torch.fx`. Its parameters stay symbolic, so a slice bound or an epsilon is captured like
+                any other argument.
         """
         graph = _Tracer().trace(fn)
         canonicalize_graph(graph)
@@ -57,15 +56,17 @@ class Pattern:
 
     @property
     def anchor(self) -> tuple[str, Any]:
-        """What a node calls (op, target) at which the pattern may be found: its first output."""
+        """The (op, target) of the pattern's first output; a match is looked for at each node that calls it."""
         return self.outputs[0].op, self.outputs[0].target
 
     def calls(self, node: Node) -> list[Node]:
-        """The pattern's nodes that call what this `node` of a graph does."""
+        """Return the pattern's nodes with the same op and target as `node`, a node of a graph."""
         return [inner for inner in self.graph.nodes if (inner.op, inner.target) == (node.op, node.target)]
 
 
 class _Tracer(fx.Tracer):
+    """Traces no module's inside."""
+
     def is_leaf_module(self, module, name):
         return True
 
@@ -74,41 +75,41 @@ class _Tracer(fx.Tracer):
 class Match:
     """Where a pattern was found."""
 
-    pattern: Pattern  #: which one
+    pattern: Pattern  #: the pattern that was found
     bound: dict[str, Any]  #: parameters to nodes or constants
     nodes: dict[Node, Node]  #: the pattern's nodes to the graph's
 
     @property
     def outputs(self) -> tuple[Node, ...]:
-        """The graph's nodes that the pattern returns."""
+        """The graph's nodes that correspond to the pattern's outputs."""
         return tuple(self.nodes[node] for node in self.pattern.outputs)
 
     def node(self, name: str) -> Node:
-        """The graph's node for one of the pattern's, by the `name` that torch.fx gave it ("rsqrt", "linear_1", ...)."""
+        """Return the graph's node for the pattern's node `name`, as torch.fx named it ("rsqrt", "linear_1", ...)."""
         return next(found for node, found in self.nodes.items() if node.name == name)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Where an attempt to read a pattern failed."""
+    """Where an attempt to match a pattern failed."""
 
-    bound: dict[Node, Any]  #: by then, the pattern's nodes to the graph's
-    expected: Any  #: what the pattern has next: a node or a constant
-    found: Any  #: what the graph has there
+    bound: dict[Node, Any]  #: the pattern's nodes to the graph's, as far as they had been matched
+    expected: Any  #: the pattern's next item: a node or a constant
+    found: Any  #: the graph's item in its place
 
     @property
     def depth(self) -> int:
-        """How many of the pattern's operations were found."""
+        """How many of the pattern's operations were matched."""
         return sum(node.op != "placeholder" for node in self.bound)
 
     @property
     def is_news(self) -> bool:
-        """Whether a value was found that has no place in the pattern yet. (Where operands were exchanged in vain, it often has.)"""
+        """Whether the value found is not yet bound in the pattern. (After a vain exchange of operands it often is.)"""
         return isinstance(self.found, Node) and not any(self.found is other for other in self.bound.values())
 
 
 class Matcher:
-    """Matches patterns against one `graph`, canonical. Make a new one after the graph changed."""
+    """Matches patterns against one canonical graph. Make a new matcher after the graph changed."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -121,21 +122,26 @@ class Matcher:
             self.by_target.setdefault((node.op, node.target), []).append(node)
 
     def anchors(self, pattern: Pattern) -> list[Node]:
-        """The nodes that may be the first output of `pattern`."""
+        """Return the nodes that may be the first output of `pattern`."""
         return list(self.by_target.get(pattern.anchor, ()))
 
     def find(self, pattern: Pattern) -> Iterator[Match]:
-        """One match of `pattern` at each anchor that has any."""
+        """Yield one match of `pattern` for each anchor that has one."""
         for anchor in self.anchors(pattern):
             yield from itertools.islice(self.at(pattern, anchor), 1)
 
     def at(self, pattern: Pattern, anchor: Node) -> Iterator[Match]:
-        """All ways to read `pattern` with `anchor` as its first output (operands may be exchanged) that have no `flaw`."""
+        """Yield every match without a `flaw` whose first output is `anchor`; operands may be exchanged."""
         return (match for match in _whole(pattern, _unify(pattern.outputs[0], anchor, {})) if self.flaw(match) is None)
 
     def around(self, pattern: Pattern, node: Node, missed: list[Miss]) -> Iterator[Match]:
-        """All ways to read `pattern` with `node` anywhere in it, whether or not they have a `flaw`. `missed` gathers where the others failed: those
-        that begin at the node, or where the pattern has no such operation, at one that reads it."""
+        """Yield every match that contains `node`, with or without a `flaw`.
+
+        Args:
+            pattern: to match.
+            node: of the graph. Where the pattern has no such operation, matching begins at the node's users.
+            missed: failed attempts are appended to it.
+        """
         starts = [(inner, node) for inner in pattern.calls(node)] or [
             (inner, user) for user in node.users for inner in pattern.calls(user)
         ]
@@ -144,8 +150,10 @@ class Matcher:
                 yield from _whole(pattern, _climb(pattern, inner, found, env, missed))
 
     def flaw(self, match: Match) -> tuple[str, Node] | None:
-        """What forbids a reading, `match`, and the node that does: a barrier between its first and its last node, or a foreign user of an inner
-        value. None where nothing does."""
+        """Return why `match` must not be rewritten, and the node at fault; None where it may be.
+
+        Faults are a barrier between the first and the last node of the match, and an outside user of an inner value.
+        """
         inside, outputs = set(match.nodes.values()), set(match.outputs)
         epochs = {self.epoch[node] for node in inside}
         if len(epochs) > 1:
@@ -155,7 +163,7 @@ class Matcher:
 
 
 def _whole(pattern: Pattern, readings: Iterator[dict[Node, Any]]) -> Iterator[Match]:
-    """Those that bind every parameter and output."""
+    """The readings that bind every parameter and output, as matches."""
     for env in readings:
         bound = {node.target: env[node] for node in env if node.op == "placeholder"}
         nodes = {node: found for node, found in env.items() if node.op != "placeholder"}
@@ -166,7 +174,7 @@ def _whole(pattern: Pattern, readings: Iterator[dict[Node, Any]]) -> Iterator[Ma
 def _climb(
     pattern: Pattern, node: Node, found: Node, env: dict[Node, Any], missed: list[Miss]
 ) -> Iterator[dict[Node, Any]]:
-    """All ways to read the rest of the pattern, once `node` and what it reads are bound: from reader to reader."""
+    """All ways to match the rest of the pattern, from user to user, once `node` and its inputs are bound."""
     if node is pattern.outputs[0]:
         yield env
         return
@@ -181,7 +189,7 @@ def _climb(
 def _unify(
     pattern: Any, found: Any, env: dict[Node, Any], missed: list[Miss] | None = None
 ) -> Iterator[dict[Node, Any]]:
-    """All ways to read `found` as `pattern`, given what is bound already. `missed`, if given, gathers what could not be read."""
+    """All ways to match `found` with `pattern`, given the bindings `env`; failed attempts are appended to `missed`."""
     if isinstance(pattern, Node):
         yield from _unify_node(pattern, found, env, missed)
     elif isinstance(pattern, (tuple, list)) and isinstance(found, (tuple, list)) and len(found) == len(pattern):
@@ -231,7 +239,7 @@ def _unify_all(
 
 
 def _fits(pattern: Node, found: Any) -> bool:
-    """Whether the operation alone would do: a parameter is anything, a cast may be absent, a call needs the same with as many arguments."""
+    """Whether the operation itself matches: a parameter matches anything, a call one of the same form."""
     if pattern.op == "placeholder" or pattern.target is cast:
         return True
     return (
@@ -243,7 +251,7 @@ def _fits(pattern: Node, found: Any) -> bool:
 
 
 def _equal(pattern: Any, found: Any) -> bool:
-    """Whether a constant is the one that the pattern demands."""
+    """Whether a constant equals the pattern's."""
     if isinstance(found, Node):
         return False
     numbers = isinstance(pattern, (int, float)) and isinstance(found, (int, float)) and not isinstance(found, bool)

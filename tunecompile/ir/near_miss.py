@@ -1,4 +1,4 @@
-"""Near misses: what a family's patterns expected, and found, where the best attempt to read the user's code as one of them failed."""
+"""Near misses: where the best attempt to match an op family's patterns failed, and on which values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from tunecompile.ir.rewrite import where_from
 
 
 def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[Node, str]:
-    """Why each of these nodes of one graph is part of none of the patterns. Those whose reason a guard has told already are left out."""
+    """Return why each anchor is part of no pattern. Anchors that do match, and that a guard refused, are left out.
+
+    Args:
+        patterns: of one op family, the widest first.
+        anchors: nodes of one graph, at least one, that suggest the family.
+    """
     matcher = Matcher(anchors[0].graph)
     return {anchor: reason for anchor in anchors if (reason := _near_miss(matcher, patterns, anchor)) is not None}
 
@@ -22,32 +27,30 @@ def near_misses(patterns: Sequence[Pattern], anchors: Sequence[Node]) -> dict[No
 def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> str | None:
     missed: list[Miss] = []
     reasons: list[str] = []
-    for pattern in [
-        pattern for pattern in patterns if pattern.calls(anchor)
-    ] or patterns:  # one that has no such operation is read around it at best
+    calling = [pattern for pattern in patterns if pattern.calls(anchor)]
+    for pattern in calling or patterns:  # without such an operation, a pattern is matched at the anchor's users
         for match in matcher.around(pattern, anchor, missed):
             if (flaw := matcher.flaw(match)) is None:
                 return None
-            what, node = flaw
-            reasons.append(f"`{name_of(node.target)}` {what}{where_from(node)}")
-    best = max(
-        missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None
-    )  # then the first: patterns come widest first
-    reason = reasons[0] if reasons else "part of no known pattern" if best is None else _told(best)
+            fault, node = flaw
+            reasons.append(f"`{name_of(node.target)}` {fault}{where_from(node)}")
+    # of equal ones the first, since patterns come widest first
+    best = max(missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None)
+    reason = reasons[0] if reasons else "part of no known pattern" if best is None else _describe(best)
     return f"`{name_of(anchor.target)}`{where_from(anchor)}: {reason}"
 
 
-def _told(miss: Miss) -> str:
+def _describe(miss: Miss) -> str:
     expected, found = miss.expected, miss.found
     if isinstance(expected, Node) and expected in miss.bound:
         return f"expected {_shown(miss.bound[expected])} once more, found {_shown(found)}{_line(miss)}"
-    if not (_is_call(expected) and _is_call(found)):  # of a constant, or an input, the call that has it says more
+    if not (_is_call(expected) and _is_call(found)):  # for a constant or an input, show the call that reads it
         expected, found = _owner(miss) or (expected, found)
     return f"expected {_shown(expected)}, found {_shown(found)}{_line(miss)}"
 
 
 def _line(miss: Miss) -> str:
-    """Of what was found, or of what reads it."""
+    """The user's line of the value that was found, or of the call that reads it."""
     if _is_call(miss.found):
         return where_from(miss.found)
     owner = _owner(miss)
@@ -55,7 +58,7 @@ def _line(miss: Miss) -> str:
 
 
 def _owner(miss: Miss) -> tuple[Node, Node] | None:
-    """The calls, in pattern and graph, among whose arguments the attempt failed."""
+    """The calls, one of the pattern and one of the graph, among whose arguments the attempt failed."""
     calls = [
         (node, found) for node, found in miss.bound.items() if node.op != "placeholder" and node.target is not cast
     ]
@@ -66,14 +69,14 @@ def _owner(miss: Miss) -> tuple[Node, Node] | None:
 
 
 def _has(node: Node, item: Any) -> bool:
-    """Whether it is one of the node's arguments, at any depth."""
+    """Whether `item` is one of the node's arguments, at any depth."""
     leaves: list[Any] = []
     map_aggregate((node.args, node.kwargs), lambda leaf: leaves.append(_uncast(leaf)))
     return any(leaf is item or (not isinstance(item, Node) and leaf == item) for leaf in leaves)
 
 
 def _uncast(item: Any) -> Any:
-    """Of a pattern, what is behind a cast that may be absent."""
+    """The operand of an optional cast of a pattern; any other item unchanged."""
     while isinstance(item, Node) and item.target is cast:
         item = item.args[0]
     return item
@@ -84,7 +87,7 @@ def _is_call(item: Any) -> bool:
 
 
 def _shown(item: Any) -> str:
-    """A call with its arguments, of which those that are calls are only named."""
+    """A call with its arguments, as text; arguments that are calls are only named."""
     item = _uncast(item)
     if not _is_call(item):
         return _argument(item)

@@ -1,7 +1,7 @@
-"""A GPU that is not there: graphs of fake CPU tensors are lowered as if these lay on one, for estimates on any machine.
+"""Lower graphs of fake CPU tensors as if they were on a GPU, for estimates on any machine.
 
-Fake tensors may claim to lie on a GPU, but a torch without CUDA ends the process when one of them needs a gradient. So they stay on the CPU, and what
-chooses between a GPU's code and a CPU's asks here.
+A fake tensor may have a CUDA device, but a torch without CUDA ends the process when one of them requires a gradient. So
+these stay on the CPU, and code that chooses between GPU and CPU calls `on_gpu`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 import torch
 
-_imagined = contextvars.ContextVar("imagined", default=False)
+_pretending = contextvars.ContextVar("pretending", default=False)
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether it lies on a GPU, or is to be taken for one that does."""
-    return tensor.is_cuda or _imagined.get()
+    """Return whether a tensor is on a GPU, or is to be treated as if it were."""
+    return tensor.is_cuda or _pretending.get()
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Inside, all tensors are taken to lie on a GPU. Nothing that is compiled inside may run."""
-    before = _imagined.set(True)
+    """Treat all tensors as if they were on a GPU. Code that is compiled inside must not run."""
+    before = _pretending.set(True)
     try:
         with _driver():
             yield
     finally:
-        _imagined.reset(before)
+        _pretending.reset(before)
 
 
 class _Target:
-    """What torch asks Triton's driver for, to find out which of its arguments a kernel writes: no more than that is ever asked."""
+    """A stand-in for Triton's driver. torch reads no more of it to find out which arguments a kernel writes."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -47,13 +47,13 @@ class _Target:
 
 @contextlib.contextmanager
 def _driver() -> Iterator[None]:
-    """Triton has no driver on a machine without a GPU."""
+    """Install `_Target` where there is no GPU, since Triton has no driver there."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
     from triton.runtime import driver
 
-    before = vars(driver).get("_active", vars(driver).get("active"))  # as Triton 3.9 and older ones call it
+    before = vars(driver).get("_active", vars(driver).get("active"))  # `_active` in Triton 3.9, `active` before
     driver.set_active(_Target())
     try:
         yield

@@ -1,16 +1,17 @@
-"""A rewrite: a plain PyTorch function says what to look for, another what to put there.
+"""Rewrites: a plain PyTorch function is the pattern to look for, another one builds the replacement.
 
     @rewrite("silu_gate", to=lambda gate, up: gated_activation(gate, up, "silu"))
     def _(gate, up):
         return F.silu(gate) * up
 
-The pattern is traced by `torch.fx`, as the model is by Dynamo, and both pass through `tunecompile.ir.canonicalize`: `x.float()` and `x.to(torch.float32)`
-are one thing, `a * b` and `b * a` as well. Its parameters capture what stands there, tensors, numbers, dtypes and None alike; what is written in it
-(`mean(-1, keepdim=True)`, a 2) has to stand there. `tunecompile.ir.match.cast` marks a cast that may be absent. A pattern of several outputs returns
-a tuple, and is found from the first.
+The pattern is traced by `torch.fx`, the model by Dynamo, and both pass through `tunecompile.ir.canonicalize`. So
+`x.float()` matches `x.to(torch.float32)`, and `a * b` matches `b * a`. A pattern's parameters capture any value:
+tensors, numbers, dtypes and None. Constants in the pattern (`mean(-1, keepdim=True)`, a 2) match only themselves.
+`tunecompile.ir.match.cast` marks an optional cast. A pattern with several outputs returns a tuple, and is looked for
+from the first of them.
 
-A match is left alone, with the reason in the report, where `where` says so; where somebody else reads an inner value; where a mutation, or a change of
-grad or autocast mode, comes in between; and where the replacement would have another shape or dtype.
+A match is not rewritten, and the report shows the reason, in four cases: `where` refuses it; an inner value has another
+user; a mutation, or a change of grad or autocast mode, lies inside it; or the replacement has another shape or dtype.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ from torch.fx import Graph, Node
 
 from tunecompile._torch.fake_tensors import enable_python_dispatcher, fake_mode_of
 from tunecompile.errors import InvalidRewrite
-from tunecompile.ir.canonicalize import is_mutation, value
+from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match, Matcher, Pattern
+from tunecompile.ir.nodes import is_mutation
 
 __all__ = ["Rewrite", "annotate", "apply", "erase_dead", "replace", "rewrite", "where_from"]
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What to look for, and what to put there. Made by `rewrite`."""
+    """A pattern and its replacement. Made by `rewrite`."""
 
-    name: str  #: as reports and verification call it
-    pattern: Pattern  #: what to look for
-    to: Callable[..., Any]  #: builds the replacement of what the pattern binds
-    where: Callable[[Match], str | None]  #: None if a match holds, else the reason why it does not
+    name: str  #: shown in reports and by verification
+    pattern: Pattern  #: the subgraph to look for
+    to: Callable[..., Any]  #: builds the replacement from the values that the pattern binds
+    where: Callable[[Match], str | None]  #: the reason why a match must not be rewritten, or None
 
 
 def rewrite(
@@ -48,17 +50,19 @@ def rewrite(
     """Make a `Rewrite` of a pattern function.
 
     Args:
-        name: as reports and verification call it.
-        to: takes parameters of the pattern by name (or `match`, the whole match), and returns what the pattern returns: one value, or a tuple.
-            Inside, tensors are symbolic values of the graph under rewriting: use ops, operators and torch functions as usual.
-        where: of a match: None if it holds, else the reason why it does not, for the report. Shapes and dtypes are those of
-            `tunecompile.ir.canonicalize.value`. One that raises costs this match alone. None: all hold.
+        name: shown in reports and by verification.
+        to: builds the replacement. It takes parameters of the pattern by name (or `match`, the whole match), and
+            returns as many values as the pattern. Inside, tensors are symbolic values of the graph: use ops,
+            operators and torch functions as usual.
+        where: a guard: returns the reason why a match must not be rewritten, for the report, or None. Shapes and
+            dtypes are those of `tunecompile.ir.canonicalize.value`. If it raises, only this match is refused. None
+            accepts all.
 
     Returns:
         A decorator that makes a `Rewrite` of a plain function.
 
     Raises:
-        InvalidRewrite: `to` takes what the pattern does not bind.
+        InvalidRewrite: `to` has a parameter that the pattern does not bind.
     """
 
     def make(fn: Callable) -> Rewrite:
@@ -74,19 +78,19 @@ def rewrite(
 def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
     """Rewrite every match in place.
 
-    What a replacement is made of is not matched again: one call applies a rewrite once to each place.
+    Nodes of a replacement are not matched again: one call applies a rewrite once to each place.
 
     Args:
         rewrite: to apply.
         graph: of the recognize stage, canonical.
 
     Returns:
-        (places, reasons): "name at file:line" of each that was rewritten, and why others were refused.
+        (places, reasons): "name at file:line" of each match that was rewritten, and why others were refused.
     """
     matcher, made, reasons, places = Matcher(graph), set(), {}, []
     nodes = set(graph.nodes)
     for anchor in matcher.anchors(rewrite.pattern):
-        if anchor not in nodes:  # an earlier match took it
+        if anchor not in nodes:  # an earlier match replaced it
             continue
         for match in matcher.at(rewrite.pattern, anchor):
             if made & set(match.nodes.values()):
@@ -104,10 +108,10 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
 
 
 def _judge(rewrite: Rewrite, match: Match) -> str | None:
-    """Why the match does not hold, or None."""
+    """Why the match must not be rewritten, or None."""
     try:
         return rewrite.where(match) or _used_early(match) or _changed_later(match)
-    except Exception as error:  # a guard that did not think of this graph costs one match, not the region
+    except Exception as error:  # an error in a guard refuses one match, not the region
         return f"its guard failed ({type(error).__name__}: {error})"
 
 
@@ -117,16 +121,18 @@ def _bound(rewrite: Rewrite, match: Match) -> dict[str, Any]:
 
 
 def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], bound: dict[str, Any]) -> str | None:
-    """Build new nodes just before the last of `outputs`, and let them take its users' place; the old nodes die unused.
+    """Build new nodes just before the last of `outputs`, and redirect the users of `outputs` to them.
+
+    The old nodes stay in the graph; `erase_dead` removes them.
 
     Args:
         graph: of the recognize stage.
         outputs: nodes whose values are replaced.
-        build: called with `bound` by name, nodes as symbolic values; returns as many values as there are outputs.
-        bound: nodes and constants.
+        build: is called with `bound` by name, nodes as symbolic values; returns as many values as there are outputs.
+        bound: nodes and constants, by name.
 
     Returns:
-        None; or, with nothing changed, the reason: the new values have another shape or dtype than the old ones.
+        None; or, with the graph unchanged, the reason: the new values have another shape or dtype than the old ones.
     """
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
 
@@ -135,7 +141,7 @@ def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], 
 
     last = max(outputs, key={node: i for i, node in enumerate(graph.nodes)}.__getitem__)
     before = set(graph.nodes)
-    with graph.inserting_before(last):  # every input exists there; users of earlier outputs stand below
+    with graph.inserting_before(last):  # all inputs exist there, and users of earlier outputs come later
         built = build(**{name: lift(item) for name, item in bound.items()})
     news = [item.node for item in (built if isinstance(built, (tuple, list)) else (built,))]
     made = [node for node in graph.nodes if node not in before]
@@ -160,10 +166,10 @@ def _difference(old: Any, new: Any) -> str | None:
 
 
 def annotate(node: Node, origin: Node) -> None:
-    """Give a new node its fake value (`meta["example_value"]`), which later guards read, and the source line of the node it replaces.
+    """Give a new node its fake value (`meta["example_value"]`), which guards read, and its origin's source line.
 
     Args:
-        node: new, of the recognize stage, whose arguments have fake values.
+        node: a new node of the recognize stage, with arguments that have fake values.
         origin: a node that it replaces.
     """
     for key in ("stack_trace", "nn_module_stack"):
@@ -173,20 +179,17 @@ def annotate(node: Node, origin: Node) -> None:
         return
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     mode = fake_mode_of((args, kwargs))
-    with (
-        mode if mode is not None else contextlib.nullcontext(),
-        enable_python_dispatcher(),
-    ):  # symbolic sizes need the latter
-        call = getattr(args[0], node.target) if node.op == "call_method" else node.target
+    with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher():  # for symbolic sizes
+        call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
 
 
 def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
-    """Erase nodes that nobody uses. (fx's own dead code elimination would drop in-place methods too.)
+    """Erase nodes without users. (fx's own dead code elimination would remove in-place methods, too.)
 
     Args:
-        graph: that they belong to.
-        candidates: nodes, of which those without users are erased, until none is left.
+        graph: the nodes' graph.
+        candidates: those without users are erased, repeatedly, until none is left.
     """
     pending = set(candidates)
     while dead := [node for node in pending if not node.users]:
@@ -196,21 +199,17 @@ def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
 
 
 def _used_early(match: Match) -> str | None:
-    """Several outputs become one op, which stands where the last of them stood."""
-    nodes = list(match.outputs[0].graph.nodes) if len(match.outputs) > 1 else []
-    last = max((nodes.index(node) for node in match.outputs), default=-1) if nodes else -1
-    early = (
-        any(
-            nodes.index(user) < last and user not in match.nodes.values() for out in match.outputs for user in out.users
-        )
-        if nodes
-        else False
-    )
+    """Refuse a match whose outputs are used too early: one op computes all of them, in the place of the last."""
+    if len(match.outputs) == 1:
+        return None
+    place = {node: i for i, node in enumerate(match.outputs[0].graph.nodes)}
+    last, inside = max(place[node] for node in match.outputs), set(match.nodes.values())
+    early = any(place[user] < last and user not in inside for out in match.outputs for user in out.users)
     return "an output is used before all of them are computed" if early else None
 
 
 def _changed_later(match: Match) -> str | None:
-    """An op saves its inputs for its backward. The model may save other values, and be free to change these."""
+    """Refuse a match where an input is mutated afterwards: an op saves its inputs, the model's own code might not."""
     inputs = [bound for bound in match.bound.values() if isinstance(bound, Node)]
     changed = any(
         is_mutation(user) and user.args[0] is node and user > match.outputs[0]
@@ -222,20 +221,13 @@ def _changed_later(match: Match) -> str | None:
 
 
 def where_from(node: Node) -> str:
-    """The line of the user's code that made a node.
-
-    Args:
-        node: any.
-
-    Returns:
-        " at file:line", or "" where nobody knows.
-    """
+    """Return the line of the user's code that made a node, as " at file:line"; "" where it is unknown."""
     line, _ = user_line(node)
     return f" at {line}" if line else ""
 
 
 def user_line(node: Node) -> tuple[str, str]:
-    """('file:line', what stands there) of the user's code that made the node, or empty."""
+    """Return ("file:line", the line's text) of the user's code that made a node; empty where they are unknown."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
     if last is None:

@@ -1,7 +1,7 @@
-"""What the shape rule of an op, or a provider's graph, depends on: so that what is known of one call serves for its like.
+"""Cache the fake results of ops, keyed by everything that a shape rule or a provider's graph depends on.
 
-An op's reference is its shape rule. Run on fake tensors it takes as long as the model's own code would, several times a compilation.
-"""
+An op's reference is its shape rule. On fake tensors it takes as long as the model's own code, several times a
+compilation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from tunecompile._torch.fake_tensors import FakeTensor, fake_mode_of, free_unbac
 
 
 def signature(values: Any) -> Hashable | None:
-    """Of arguments: of tensors all but the numbers in them. Equal ones have equal results, under one fake mode. Symbolic sizes are told apart
-    by their expressions. None where something in them is neither."""
+    """Return a key of arguments. Under one fake mode, equal keys give equal results.
+
+    Args:
+        values: a pytree of fake tensors, symbolic sizes and constants.
+
+    Returns:
+        Of tensors dtype, device, sizes, strides and offset, of symbolic sizes their expressions, and the constants.
+        None where the pytree contains anything else."""
     flat, spec = pytree.tree_flatten(values)
     parts = tuple(map(_of, flat))
     return None if None in parts else (spec, parts)
@@ -42,7 +48,7 @@ def _size(size: Any) -> Hashable:
 
 
 def remembered(rule: Callable) -> Callable:
-    """The same shape rule, run once for arguments that are alike: afterwards its results are made at once."""
+    """Wrap a shape rule so that it runs once for each `signature`; later calls get empty tensors like its results."""
 
     @functools.wraps(rule)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +56,7 @@ def remembered(rule: Callable) -> Callable:
         like = None if mode is None else signature((args, kwargs))
         if like is None:
             return rule(*args, **kwargs)
-        known = vars(mode).setdefault(
-            "_tunecompile_results", {}
-        )  # sizes that are symbolic live as long as the mode does
+        known = vars(mode).setdefault("_tunecompile_results", {})  # symbolic sizes live as long as the mode does
         if (rule, like) in known:
             makers, spec = known[rule, like]
             return pytree.tree_unflatten([make() for make in makers], spec)
@@ -66,7 +70,7 @@ def remembered(rule: Callable) -> Callable:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor of its own memory, with sizes that were there before: a second call with symbols of its own would have others."""
+    """Whether a result can be made again: None, or a tensor with its own memory and no new symbols in its sizes."""
     return value is None or (
         isinstance(value, FakeTensor)
         and value.layout is torch.strided

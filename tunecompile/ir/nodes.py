@@ -1,0 +1,71 @@
+"""Facts about one node: its arguments, whether it mutates a tensor, whether a match may contain its neighbours."""
+
+import functools
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+__all__ = ["is_barrier", "is_mutation", "node_arg"]
+
+
+def node_arg(node: Node, i: int) -> Node | None:
+    """Return the positional argument `i` of a node if it is a node; None if it is a constant, or missing."""
+    argument = node.args[i] if i < len(node.args) else None
+    return argument if isinstance(argument, Node) else None
+
+
+_IN_PLACE_NAMES = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),
+)
+_IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_NAMES}
+_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE_NAMES}
+
+
+@functools.cache
+def _inplace_position(target: Any) -> int | None:
+    """The position of a function's parameter `inplace`, as functions of torch.nn.functional have it; else None."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin has no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def is_mutation(node: Node) -> bool:
+    """Return whether a node mutates a tensor.
+
+    Args:
+        node: a node of any graph.
+
+    Returns:
+        True for `add_`, `setitem`, `out=`, `inplace=True` and operators with a mutable schema.
+    """
+    if node.op == "call_method":
+        method = str(node.target)
+        return method in _IN_PLACE_METHODS or (method.endswith("_") and not method.endswith("__"))
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.target in _IN_PLACE or "out" in node.kwargs:
+        return True
+    name, position = getattr(node.target, "__name__", ""), _inplace_position(node.target)
+    inplace = node.kwargs.get("inplace", position is not None and position < len(node.args) and node.args[position])
+    return inplace is True or (name.endswith("_") and not name.startswith("_"))
+
+
+def is_barrier(node: Node) -> bool:
+    """Return whether no match may contain nodes from before and after this one.
+
+    Args:
+        node: a node of the recognize stage.
+
+    Returns:
+        True for a mutation, and for a change of grad, inference or autocast mode.
+    """
+    modes = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+    return is_mutation(node) or (node.op == "call_function" and getattr(node.target, "__name__", "") in modes)
