@@ -154,10 +154,11 @@ def test_packed_weights_give_what_their_values_give():
 def test_the_bound_of_packed_weights_holds_and_is_near(double):
     pytest.importorskip("bitsandbytes")
     from tests.support.ops.arguments import dense_and_packed
-    from tunecompile.ops.lora_nf4 import _largest
+    from tunecompile.ops.frozen_weights import PackedWeights
 
     dense, packed = dense_and_packed(torch.float32, double, (512, 64), (4, 2))
-    bound, largest = _largest(*packed[3:7]), torch.cat(dense[2]).abs().max()
+    weights = PackedWeights(*packed[2:7], *packed[12:15], 64, torch.float32)
+    bound, largest = weights._largest(), torch.cat(dense[2]).abs().max()
     assert largest * 0.9999 <= bound <= 3 * largest
 
 

@@ -15,12 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import returns_view
-from tunecompile.ops.frozen_weights import FrozenWeights, frozen, is_dense, on_matrices
-from tunecompile.ops.lora import padded
+from tunecompile.ops.adapter_layout import padded
+from tunecompile.ops.frozen_products import FrozenProduct, frozen, is_dense, on_matrices
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
-def replaceable(graph: Graph) -> dict[str, FrozenWeights]:
+def replaceable(graph: Graph) -> dict[str, FrozenProduct]:
     """The products of 4-bit weights that have no other user, by the name of their input.
 
     Packed weights are read directly from now on, and not through views, which would be saved in their place.
@@ -29,14 +29,14 @@ def replaceable(graph: Graph) -> dict[str, FrozenWeights]:
     return _read_once(graph, lambda product: product.quantized)
 
 
-def movable(graph: Graph) -> dict[str, FrozenWeights]:
+def movable(graph: Graph) -> dict[str, FrozenProduct]:
     """The products of dense weights that have no other user, by the name of their input."""
     return _read_once(graph, is_dense)
 
 
-def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str, FrozenWeights]:
+def _read_once(graph: Graph, suits: Callable[[FrozenProduct], bool]) -> dict[str, FrozenProduct]:
     """The products of one kind of which all weights are inputs without another user."""
-    found: dict[str, FrozenWeights] = {}
+    found: dict[str, FrozenProduct] = {}
     refused: set[str] = set()
     for node in graph.nodes:
         for product in frozen(node) or ():
@@ -60,7 +60,7 @@ def _read_once(graph: Graph, suits: Callable[[FrozenWeights], bool]) -> dict[str
     return {name: product for name, product in found.items() if name not in refused}
 
 
-def _reads(reader: Node, product: FrozenWeights) -> bool:
+def _reads(reader: Node, product: FrozenProduct) -> bool:
     """Whether a node reads the product's weights as this product."""
     return any(read.place is product.place for read in frozen(reader) or ())
 
@@ -114,14 +114,14 @@ def _readers(place: Node) -> list[Node]:
     ]
 
 
-def matrix_shape(product: FrozenWeights) -> tuple[int, int]:
+def matrix_shape(product: FrozenProduct) -> tuple[int, int]:
     """Rows and columns of the matrix: [[W, scale B], [A, 0]], or [W; A] for dense weights."""
     rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
     rows = padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank)
     return rows, padded(product.columns + rank) if product.quantized else product.columns
 
 
-def _dtype(product: FrozenWeights) -> torch.dtype:
+def _dtype(product: FrozenProduct) -> torch.dtype:
     """The dtype of the matrix."""
     return product.weights[0][-1] if product.quantized else product.place.meta["val"].dtype
 
@@ -141,7 +141,7 @@ def growth(graph: Graph) -> int:
     return more
 
 
-def _bytes(product: FrozenWeights) -> int:
+def _bytes(product: FrozenProduct) -> int:
     """Bytes of a product's matrix."""
     rows, columns = matrix_shape(product)
     return rows * columns * _dtype(product).itemsize
@@ -202,7 +202,7 @@ def _give(position: FusedWeightSlots, nodes: list[Node], inputs: list | None) ->
         inputs[position.place] = values
 
 
-def _position(product: FrozenWeights, places: dict[Node, int]) -> FusedWeightSlots:
+def _position(product: FrozenProduct, places: dict[Node, int]) -> FusedWeightSlots:
     """Replace nodes by positions."""
 
     def place(member: Any) -> Any:

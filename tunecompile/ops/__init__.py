@@ -1,8 +1,8 @@
 """What subgraphs mean, in plain PyTorch: one file an op family, and no kernel anywhere.
 
-The function is the meaning; its backward, an op of its own, stands beside it in its file. In their docstrings a shape [T, K] has T tokens; "any floating
-dtype" is bf16, fp16, fp32 or fp64; gradients have shape and dtype of what they are gradients of. `tunecompile.op` says how an op is made.
-"""
+The function is the meaning; its backward, an op of its own, stands beside it in its file. In their docstrings a shape
+[T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; gradients have shape and dtype of what they are
+gradients of. `tunecompile.op` says how an op is made."""
 
 from tunecompile.ops.attention import varlen_attention
 from tunecompile.ops.dora import adapted_norm

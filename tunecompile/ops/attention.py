@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie one after the other, without padding between them (FlashAttention: Dao et al., 2022, arXiv:2205.14135)."""
+"""Causal attention over concatenated sequences, without padding (FlashAttention: Dao et al., arXiv:2205.14135)."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ def varlen_attention(
         window: how many tokens a token sees, itself included; 0 for all.
 
     Returns:
-        (out, logsumexp): out as q, contiguous; the scores' logsumexp, [H, N] in the dtype of the arithmetic, which gets no gradient.
-    """
+        (out, logsumexp): out as q, contiguous; the scores' logsumexp, [H, N] in the dtype of the arithmetic, which
+        gets no gradient."""
     places = _Places(offsets, longest, q.shape[0])
     scores = places.scores(q, k, scale, window)
     logsumexp = scores.logsumexp(-1)
@@ -51,7 +51,7 @@ def varlen_attention_backward(
     out0: Tensor,
     out1: Tensor,
 ) -> list[Tensor]:
-    """The gradients of `varlen_attention`. The probabilities are computed again from the saved logsumexp (arXiv:2205.14135).
+    """Return the gradients of `varlen_attention`; probabilities are recomputed from the logsumexp (arXiv:2205.14135).
 
     Args:
         grad: of out, [N, H, D] in its dtype.
@@ -79,8 +79,8 @@ def varlen_attention_backward(
 
 
 class _Places:
-    """The same tokens as rows of equal length, [S, longest]: beyond its sequence's end a place repeats some token. No token sees
-    those places, which all come later, so causality alone keeps them out."""
+    """The same tokens as rows of equal length, [S, longest]: beyond its sequence's end a place repeats some token. No
+    token sees those places, which all come later, so causality alone keeps them out."""
 
     def __init__(self, offsets: Tensor, longest: int, total: int):
         begin, end = offsets[:-1].long(), offsets[1:].long()
@@ -149,9 +149,7 @@ def _(q, k, v, offsets, longest, scale, window):
     return made[0], made[1]
 
 
-@varlen_attention.backward_op.provider(
-    "flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v)
-)
+@varlen_attention_backward.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
 def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
     return list(

@@ -1,4 +1,4 @@
-"""What weight-decomposed adapters (DoRA: Liu et al., 2024, arXiv:2402.09353) need beside `lora_linear`: the norms of the adapted weight."""
+"""The norms of adapted weights, for weight-decomposed adapters (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ def _flops(weight: Tensor, a: Tensor, *_) -> int:
 
 @op(cost=Cost.MATMUL, flops=_flops)
 def adapted_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The norm of each row of W + scale B A, by which DoRA divides its magnitudes (arXiv:2402.09353, section 4.3: a constant to autograd).
+    """Return the norm of each row of W + scale B A, by which DoRA divides its magnitudes (arXiv:2402.09353).
 
-    It has no backward, and counts as a product, so that N numbers are saved, and the adapted weight is made once.
+    It has no backward: section 4.3 treats the norm as a constant. It counts as a matrix product, so that N numbers are
+    saved, and the adapted weight is computed once.
 
     Args:
         weight: W, [N, K], any floating dtype.
         a: A, [r, K], any floating dtype.
         b: B, [N, r], any floating dtype.
-        scale: of the adapter, as in `tunecompile.ops.lora.lora_linear`.
+        scale: the adapter's factor, as in `tunecompile.ops.lora.lora_linear`.
         dtype: of the result.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Frozen matrix products in FP8: e4m3 operands, fp32 accumulation, adapters carried exactly (see `templates/fp8.py` for the layout).
+"""Frozen matrix products in FP8: e4m3 operands, fp32 accumulation, exact adapters (layout: `templates/fp8.py`).
 
-e4m3 has 4 significant bits and 2^15 between its largest and its smallest normal number (Micikevicius et al., 2022, arXiv:2209.05433),
-so a scale has to keep values in range and no more. Rows of activations and of gradients differ in size by orders of magnitude and get
-a scale each, found in the pass that rounds them; a weight's rows share one bound. What follows was chosen by `benchmarks/kernels/fp8.py`.
-"""
+e4m3 has 4 significant bits and 2^15 between its largest and its smallest normal number (Micikevicius et al., 2022,
+arXiv:2209.05433), so a scale has to keep values in range and no more. Rows of activations and of gradients differ in
+size by orders of magnitude and get a scale each, found in the pass that rounds them; a weight's rows share one bound.
+What follows was chosen by `benchmarks/kernels/fp8.py`."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,27 +30,24 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BECAUSE = "FP8 products: half the bytes, twice the rate of bf16's tensor cores"
 WIDTH = 128  #: what is summed is padded to a multiple of this
-FAST_FORWARD, FAST_BACKWARD = (
-    True,
-    False,
-)  #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
+#: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
+FAST_FORWARD, FAST_BACKWARD = True, False
 WIDEST = 65536  #: columns of a row that one program quantises
 
-#: (adapter's factor [rows, R] or None, transposed) -> the weight beside it in e4m3, [rows, width], and its rows' scales [1, rows]
+#: (adapter's factor [rows, R] or None, transposed) -> weight and adapter in e4m3, [rows, width], row scales [1, rows]
 Operand = Callable[[Tensor | None, bool], tuple[Tensor, Tensor]]
 
 
 def refuse(x: Tensor, rows: Sequence[int]) -> Note | None:
-    """Why a product cannot be in FP8, if it cannot.
+    """Return why a product cannot be in FP8, or None.
 
     Args:
-        x: [..., K]; its dtype and device count.
-        rows: of each weight [N_i, K].
+        x: [..., K]; its dtype and device are checked.
+        rows: N_i of each weight [N_i, K].
 
     Returns:
-        The reason, or None: x is bf16, 16 divides K and the sum of rows, neither is above 65536, and if x is on a GPU, Triton is installed
-        and the GPU has compute capability 9.0 or 10.0.
-    """
+        The reason, or None: x is bf16, 16 divides K and the sum of rows, neither is above 65536, and if x is on a
+        GPU, Triton is installed and the GPU has compute capability 9.0 or 10.0."""
     n, k = sum(rows), x.shape[-1]
     if x.dtype != torch.bfloat16:
         return note("fp8-gives-bfloat16", detail=str(x.dtype).removeprefix("torch."))
@@ -66,7 +63,7 @@ def refuse(x: Tensor, rows: Sequence[int]) -> Note | None:
 
 
 def width_of(columns: int, adapter: Tensor | None) -> int:
-    """The columns of an operand, adapter included.
+    """Return the columns of an operand, adapter included.
 
     Args:
         columns: of activations, or of the weight beside them.
@@ -80,7 +77,7 @@ def width_of(columns: int, adapter: Tensor | None) -> int:
 
 
 def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows in 8 bits, each by a scale of its own, with an adapter's columns carried beside them as sums of two numbers.
+    """Quantise rows to e4m3, each by its own scale, with an adapter's columns beside them as sums of two numbers.
 
     Args:
         x: [T, C], any floating dtype.
@@ -103,7 +100,7 @@ def quantize(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """An adapter's inner product, and both in 8 bits.
+    """Return an adapter's inner product, and x and it in e4m3.
 
     Args:
         x: [T, C], any floating dtype.
@@ -118,7 +115,7 @@ def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 def dense_operand(weights: Sequence[Tensor]) -> Operand:
-    """The operand that plain weights make.
+    """Return the operand of dense weights.
 
     Args:
         weights: [N_i, K] of one floating dtype; they stand below each other.
@@ -147,7 +144,7 @@ def dense_operand(weights: Sequence[Tensor]) -> Operand:
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool) -> Tensor:
-    """(a b^T) a_scale b_scale, by the tensor cores where there are any.
+    """Return (a b^T) a_scale b_scale, computed by tensor cores on a GPU.
 
     Args:
         a: e4m3 [T, C].
@@ -179,6 +176,6 @@ def _split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join(parts: list[Tensor], width: int) -> Tensor:
-    """Side by side, zeros to the right. (In bf16, which holds every e4m3 number: not every torch concatenates these.)"""
+    """The parts side by side, padded with zeros. (By way of bf16: some versions of torch cannot concatenate e4m3.)"""
     joined = torch.cat([part.bfloat16() for part in parts], 1)
     return torch.nn.functional.pad(joined, (0, width - joined.shape[1])).to(E4M3)

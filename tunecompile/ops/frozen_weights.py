@@ -1,119 +1,238 @@
-"""What an op's call reads of frozen weights, and the same call on matrices in which the weights stand beside their adapters."""
+"""The frozen weights of a matrix product in every layout that an op accepts, and the matrices that products read."""
 
+from __future__ import annotations
+
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from torch.fx import Node
+import torch
+from torch import Tensor
 
-from tunecompile.ir.op import OPS
-from tunecompile.ops.lora import lora_linear
-from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp
-from tunecompile.ops.lora_nf4 import lora_linear_nf4
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.ops import fp8
+from tunecompile.ops.adapter_layout import below, extended_weight, padded, written_weight
 from tunecompile.ops.nf4 import dequantize_4bit
 
-__all__ = ["FrozenWeights", "frozen", "on_matrices"]
+__all__ = ["FrozenWeights", "PackedWeights", "WeightLayout"]
+
+
+class WeightLayout(enum.Enum):
+    """How the weights W_i, [N_i, K], of siblings that share their input are stored."""
+
+    SEPARATE = "W_i"  #: dense, one matrix each
+    STACKED = "[W; A; 0]"  #: one dense matrix: all W_i below each other, and the A_i below them
+    #: one dense matrix: the W_i below each other, each adapter in columns and rows of its own, zeros to multiples of 64
+    EXTENDED = "[[W, scale B, 0], [A, 0, 0], [0, 0, 0]]"
+    PACKED = "4-bit codes"  #: as bitsandbytes stores them
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """4-bit weights W_i, [rows[i], columns], as `tunecompile.ops.nf4.dequantize_4bit` takes them.
+
+    The lists have one member a weight.
+    """
+
+    packed: Sequence[Tensor]  #: uint8, rows[i] * columns / 2 elements each
+    absmax: Sequence[Tensor]  #: fp32 [blocks], or uint8 [blocks] with double quantisation
+    code: Sequence[Tensor]  #: fp32 [256] with double quantisation; else empty, as scale and offset
+    scale: Sequence[Tensor]  #: fp32 [ceil(blocks / 256)]
+    offset: Sequence[Tensor]  #: fp32, one element
+    rows: Sequence[int]  #: N_i
+    blocksize: int  #: weights a block, for all of them
+    quant_type: str  #: "nf4" or "fp4", for all of them
+    columns: int  #: K
+    dtype: torch.dtype  #: of the dequantised weights
+
+    def part(self, members: slice, columns: int) -> PackedWeights:
+        """Return some of the weights, `columns` wide."""
+        lists = {name: getattr(self, name)[members] for name in ("packed", "absmax", "code", "scale", "offset", "rows")}
+        return replace(self, columns=columns, **lists)
+
+    def reference(self) -> list[Tensor]:
+        """Return the W_i, dequantised by the op's reference."""
+        return [dequantize_4bit.reference(*arguments) for arguments in self._arguments()]
+
+    def dequantized(self) -> list[Tensor]:
+        """Return the W_i, dequantised by the provider that takes them."""
+        return [dequantize_4bit.choose(arguments).run(*arguments) for arguments in self._arguments()]
+
+    def refuse_bitsandbytes(self) -> str | None:
+        """Return why the kernel of bitsandbytes does not dequantise all weights, or None."""
+        refusals = (dequantize_4bit.refusals(arguments, None).get("bitsandbytes") for arguments in self._arguments())
+        return next((reason for reason in refusals if reason), None)
+
+    def extended(self, b: Sequence[Tensor], scales: Sequence[float], below: Tensor | None = None) -> Tensor:
+        """Return [W | scale B | 0], [sum(rows), padded(columns + sum of ranks)], with `below` [*, columns] under W.
+
+        One kernel writes weights and adapters side by side, each sibling into its rows.
+        """
+        from tunecompile.templates import nf4
+
+        ranks = [m.shape[1] for m in b]
+        out = self._room(padded(self.columns + sum(ranks)), below)
+        adapters = [nf4.Adapter(m, s, sum(ranks[:i])) for i, (m, s) in enumerate(zip(b, scales))]
+        return self._write(out, adapters, below)
+
+    def stacked(self, below: Tensor | None) -> Tensor:
+        """Return [W; below], [sum(rows) + rows of `below`, columns]."""
+        return self._write(self._room(self.columns, below), None, below)
+
+    def in_fp8(self) -> fp8.Operand:
+        """Return the operand of FP8 products: codes become e4m3 with nothing in between."""
+        if not self.packed[0].is_cuda:
+            return fp8.dense_operand(self.reference())
+        from tunecompile.templates import fp8 as templates
+
+        def make(adapter: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
+            height = sum(self.rows)
+            shape = (self.columns, height) if transposed else (height, self.columns)
+            width = fp8.width_of(shape[1], adapter)
+            out, scales = templates.begin_weight(self._largest(), adapter, *shape, width)
+            for i, n in enumerate(self.rows):
+                start = sum(self.rows[:i])
+                templates.write_nf4(
+                    self.packed[i],
+                    self.absmax[i],
+                    (n, self.columns),
+                    scales,
+                    out,
+                    *((0, start) if transposed else (start, 0)),
+                    transposed=transposed,
+                    blocksize=self.blocksize,
+                    quant_type=self.quant_type,
+                    **self._nested(i),
+                )
+            return out, scales
+
+        return make
+
+    def _nested(self, i: int) -> dict[str, Tensor]:
+        if not self.code:
+            return {}
+        return {"absmax_code": self.code[i], "absmax_scale": self.scale[i], "absmax_offset": self.offset[i]}
+
+    def _arguments(self) -> list[tuple]:
+        """The arguments of `dequantize_4bit` for each weight."""
+        blank = [None] * len(self.rows)
+        tables = zip(self.packed, self.absmax, self.code or blank, self.scale or blank, self.offset or blank, self.rows)
+        return [(*each, self.columns, self.blocksize, self.quant_type, self.dtype) for each in tables]
+
+    def _room(self, width: int, below: Tensor | None) -> Tensor:
+        extra = 0 if below is None else below.shape[0]
+        return torch.empty((sum(self.rows) + extra, width), dtype=self.dtype, device=self.packed[0].device)
+
+    def _write(self, out: Tensor, adapters: list | None, below: Tensor | None) -> Tensor:
+        from tunecompile.templates import lora, nf4
+
+        members = [nf4.Weight(*arguments[:6]) for arguments in self._arguments()]
+        nf4.dequantize_siblings(
+            members, self.columns, out, adapters or (), blocksize=self.blocksize, quant_type=self.quant_type
+        )
+        if below is not None:
+            lora.append_rows(below, out, sum(self.rows))
+        return out
+
+    def _largest(self) -> Tensor:
+        """A bound of every weight: codes are at most 1, so a weight is at most its block's scale.
+
+        Double-quantised scales are bounded without decoding them, from a 256th of the bytes.
+        """
+        if not self.code:
+            return torch.stack([m.amax() for m in self.absmax]).amax().float()
+        return (
+            torch.cat(list(self.code)).abs().amax() * torch.cat(list(self.scale)).abs().amax()
+            + torch.stack([o.reshape(()) for o in self.offset]).abs().amax()
+        )
 
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """The weights of one matrix product, with their adapters."""
+    """The weights of one matrix product. Made by `dense` or `of_packed`."""
 
-    weights: tuple[tuple, ...]  #: each is what `dequantize_4bit` takes, or a tuple of the dense weight [N_i, K] alone
-    a: tuple[Node, ...]  #: A_i, [r_i, K]
-    b: tuple[Node, ...]  #: B_i, [N_i, r_i]
-    scales: tuple[float, ...]  #: of the adapters
+    layout: WeightLayout
+    matrices: Sequence[Tensor]  #: the dense ones, as the layout says; empty if packed
+    rows: list[int]  #: N_i
     columns: int  #: K
+    packed: PackedWeights | None = None  #: of the layout `PACKED`
+
+    @staticmethod
+    def dense(matrices: Sequence[Tensor], rows: Sequence[int], columns: int) -> FrozenWeights:
+        """Recognise the layout of dense weights by the shape of the first matrix.
+
+        Args:
+            matrices: the W_i, [N_i, K] each; or one matrix, as `WeightLayout.STACKED` or `EXTENDED` says.
+            rows: N_i.
+            columns: K.
+        """
+        layout = WeightLayout.SEPARATE
+        if len(matrices) == 1 and matrices[0].shape[0] > sum(rows):
+            layout = WeightLayout.EXTENDED if matrices[0].shape[1] > columns else WeightLayout.STACKED
+        return FrozenWeights(layout, matrices, list(rows), columns)
+
+    @staticmethod
+    def of_packed(packed: PackedWeights) -> FrozenWeights:
+        """Return 4-bit weights as frozen weights."""
+        return FrozenWeights(WeightLayout.PACKED, (), list(packed.rows), packed.columns, packed)
 
     @property
-    def quantized(self) -> bool:
-        """Dense weights may be changed in ways that nothing counts (`weight.data += delta`, as adapters are merged)."""
-        return all(len(weight) > 1 for weight in self.weights)
+    def height(self) -> int:
+        """The sum of N_i."""
+        return sum(self.rows)
 
     @property
-    def place(self) -> Node:
-        """The input that stands for all of them."""
-        return self.weights[0][0]
+    def fused(self) -> bool:
+        """Whether one dense matrix holds weights and adapters."""
+        return self.layout in (WeightLayout.STACKED, WeightLayout.EXTENDED)
 
+    def members(self) -> Sequence[Tensor]:
+        """Return the W_i, [N_i, K]: views of a fused matrix; packed ones dequantised by the reference."""
+        if self.packed is not None:
+            return self.packed.reference()
+        return self.matrices[0][: self.height, : self.columns].split(self.rows) if self.fused else self.matrices
 
-def frozen(node: Node) -> list[FrozenWeights] | None:
-    """The frozen weights that a call reads.
+    def without_copy(self, tokens: int) -> Tensor | None:
+        """Return W of all siblings where a product should read it, and add the adapters' share afterwards; else None.
 
-    Args:
-        node: of a joint graph, any.
+        For a short batch, adding moves fewer bytes than a copy of W with scale B beside it. None where that is not so,
+        where the matrix holds scale B already, or where W is not one dense matrix.
 
-    Returns:
-        One for each matrix product of an adapted linear or MLP, or of its backward (an MLP has two: gate|up, and down); None for other nodes.
-    """
-    args = _arguments(node)
-    if args is None:
-        return None
-    columns, dtype = args["x"].meta["val"].shape[-1], args["x"].meta["val"].dtype
-    weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, columns, dtype)
+        Args:
+            tokens: rows of the product; may be symbolic.
+        """
+        joined = self.layout is WeightLayout.STACKED or (
+            self.layout is WeightLayout.SEPARATE and len(self.matrices) == 1
+        )
+        return self.matrices[0][: self.height] if joined and 2 * size_hint(tokens) < self.columns else None
 
-    def product(part: slice, width: int) -> FrozenWeights:
-        return FrozenWeights(tuple(weights[part]), *(tuple(args[name][part]) for name in ("a", "b", "scales")), width)
+    def extended(self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return [W | scale B | 0], the factor of [x | xa | 0]; `dtype` is that of the adapters' arithmetic."""
+        if self.packed is not None:
+            return self.packed.extended(b, scales)
+        if not self.fused:
+            return extended_weight(self.matrices, b, scales, dtype)
+        weight = self.matrices[0][: self.height]
+        return weight if self.layout is WeightLayout.EXTENDED else extended_weight([weight], b, scales, dtype)
 
-    return (
-        [product(WIDE, columns), product(DOWN, args["rows"][0])] if _is_mlp(node) else [product(slice(None), columns)]
-    )
+    def written(
+        self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, below: Tensor | None = None
+    ) -> Tensor:
+        """Return [W | scale B | 0], written by kernels into one buffer, with `below` under its first K columns."""
+        if self.packed is not None:
+            return self.packed.extended(b, scales, below)
+        return written_weight(self.matrices, b, scales, dtype, below)
 
+    def stacked(self, a: Sequence[Tensor], dtype: torch.dtype, with_adapters: bool = True) -> Tensor:
+        """Return [W; A; 0] in `dtype`, which [dY | dY B | 0] is multiplied by; or W alone, for dY."""
+        if self.fused:
+            return self.matrices[0][: None if with_adapters else self.height, : self.columns]
+        adapters = below(a, self.height, dtype) if with_adapters else None
+        if self.packed is not None:
+            return self.packed.stacked(adapters)
+        parts = [*self.matrices] if adapters is None else [*self.matrices, adapters]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
-    """The same call, on matrices in which the weights stand beside their adapters.
-
-    Args:
-        node: one for which `frozen` is not None.
-        matrices: with room, as `lora_linear` describes them: one for each of its products.
-
-    Returns:
-        (target, arguments) of the new call.
-    """
-    args, op = _arguments(node), OPS[node.target]
-    if op in (lora_linear_nf4, lora_linear_nf4.backward_op):
-        op = lora_linear.backward_op if op is lora_linear_nf4.backward_op else lora_linear
-    given = {**args, "weights": list(matrices)}
-    if _is_mlp(node):
-        given |= {name: [] for name in ("packed", "absmax", "code", "scale", "offset")}
-    return op.overload, tuple(given[name] for name in op.parameters)
-
-
-def _arguments(node: Node) -> dict[str, Any] | None:
-    """By the names of the op's parameters."""
-    op = OPS.get(node.target) if node.op == "call_function" else None
-    known = (lora_linear, lora_linear_nf4, lora_mlp)
-    return dict(zip(op.parameters, node.args)) if any(op in (one, one.backward_op) for one in known) else None
-
-
-def _is_mlp(node: Node) -> bool:
-    return OPS[node.target] in (lora_mlp, lora_mlp.backward_op)
-
-
-def _source(weight: Node) -> tuple:
-    return tuple(weight.args) if weight.target is dequantize_4bit.overload else (weight,)
-
-
-def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
-    blank = [None] * len(args["rows"])
-    members = zip(
-        args["packed"],
-        args["absmax"],
-        args["code"] or blank,
-        args["scale"] or blank,
-        args["offset"] or blank,
-        args["rows"],
-    )
-    widths = [columns, columns, args["rows"][0]] if "activation" in args else [columns] * len(args["rows"])
-    return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
-
-
-def is_dense(product: FrozenWeights) -> bool:
-    """Whether its weights are matrices of one dtype that a graph takes as they are."""
-    weights = [weight[0] for weight in product.weights]
-    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
-        return False
-    values = [weight.meta["val"] for weight in weights]
-    return all(
-        value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype
-        for value in values
-    )
+    def in_fp8(self) -> fp8.Operand:
+        """Return the operand of FP8 products, for both directions."""
+        return fp8.dense_operand(self.matrices) if self.packed is None else self.packed.in_fp8()

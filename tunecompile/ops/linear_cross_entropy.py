@@ -1,7 +1,7 @@
-"""The head of a language model and its loss as one op: the logits exist a chunk at a time only.
+"""The head of a language model and its loss as one op: logits exist for one chunk of rows at a time.
 
-So do Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024, arXiv:2411.09009).
-"""
+As in Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024,
+arXiv:2411.09009)."""
 
 from collections.abc import Iterator
 from typing import Optional
@@ -28,7 +28,7 @@ CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """How many rows of hidden states make one chunk of logits.
+    """Return how many rows of hidden states make one chunk of logits.
 
     Args:
         vocabulary: columns of the logits.
@@ -40,7 +40,7 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def workspace(weight: Tensor, rows: int) -> int:
-    """What the op needs beside its inputs, on a GPU.
+    """Return the bytes that the op needs beside its inputs, on a GPU.
 
     Args:
         weight: [V, H], in the dtype of the logits.
@@ -57,8 +57,9 @@ def workspace(weight: Tensor, rows: int) -> int:
 
 
 def _step(weight: Tensor, trained: bool) -> int:
-    """How many rows make a chunk. Each reads and writes a trained weight's gradient once more, beside which as many logits as the weight has values are little:
-    39.7 ms, and 43.2 by chunks of 1,024 rows (8,192 rows, V = 128,256, H = 4,096, H200)."""
+    """How many rows make a chunk. Each reads and writes a trained weight's gradient once more, beside which as many
+    logits as the weight has values are little: 39.7 ms, and 43.2 by chunks of 1,024 rows (8,192 rows, V = 128,256, H
+    = 4,096, H200)."""
     return max(chunk_rows(weight.shape[0]), weight.shape[1] if trained else 0)
 
 
@@ -92,30 +93,33 @@ def linear_cross_entropy(
     train_hidden: bool,
     train_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum over labelled rows of cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))), and its gradients.
+    """Return the sum over labelled rows of the loss of a head, and its gradients.
 
-    The gradients for d(loss) = 1 are computed in the forward pass, where each chunk of logits is at hand, so that no logit is
-    kept or computed twice. Rows without a label cost nothing where counting them needs no host synchronisation, that is on the CPU.
+    A row's loss is cross_entropy(softcap(scale * (hidden weight^T + bias + inner outer^T))). The gradients for
+    d(loss) = 1 are computed in the forward pass, while a chunk of logits exists, so that no logit is saved or
+    recomputed. Rows without a label cost nothing where counting them needs no host synchronisation, that is on the
+    CPU.
 
     Args:
         hidden: [T, H], any floating dtype.
         weight: [V, H], in hidden's dtype.
         bias: [V], in hidden's dtype, or None.
-        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If given, it is trained.
+        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If
+            given, it is trained.
         outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
         labels: int64 [T], one class a row.
         scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
         softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
         ignore_index: the label of rows without one.
-        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of `torch.nn.functional.cross_entropy`.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of
+            `torch.nn.functional.cross_entropy`.
         train_hidden: whether hidden gets a gradient.
         train_weight: whether weight and bias get one.
 
     Returns:
-        (loss, dhidden, dweight, dbias, dinner, douter). The loss is a scalar in fp32, or fp64 for fp64; of the gradients those of trained
-        inputs have their shapes, the others [0]; in that dtype as well, but for dhidden, which is in hidden's: unless that is fp16, where no
-        loss scaler has scaled it yet.
-    """
+        (loss, dhidden, dweight, dbias, dinner, douter). The loss is a scalar in fp32, or fp64 for fp64; of the
+        gradients those of trained inputs have their shapes, the others [0]; in that dtype as well, but for dhidden,
+        which is in hidden's: unless that is fp16, where no loss scaler has scaled it yet."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     dhidden = torch.zeros(
         hidden.shape if train_hidden else (0,),
@@ -142,7 +146,7 @@ def linear_cross_entropy(
 
 
 def _parts(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Tensor]:
-    """Which rows make each chunk of `step`; on a CPU only those that have a label, since counting them waits for nobody there."""
+    """The rows of each chunk of `step`; on a CPU only labelled ones, since counting needs no synchronisation there."""
     rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
     total = labels.shape[0] if rows is None else rows.shape[0]
     for start in range(0, total, step):
@@ -152,15 +156,15 @@ def _parts(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Ten
 def _logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor
 ) -> Tensor:
-    """Those of the rows `part`, whose hidden states are `x`."""
+    """The logits of the rows `part`, with the hidden states `x`."""
     logits = linear(x, weight, bias)
-    if inner is not None:
+    if inner is not None and outer is not None:
         logits += inner[part] @ outer.t()
     return logits
 
 
 def _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter) -> None:
-    """What the gradient of the logits of the rows `part` gives is stored into, or added to, the last five arguments, where they are not empty."""
+    """Propagate the gradient of the logits of the rows `part` to the last five arguments, where they are not empty."""
     if dhidden.numel():
         dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
     if dweight.numel():
@@ -174,7 +178,10 @@ def _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in total's precision. A GPU's product adds to fp32 by itself: one pass over a gradient of 2 GB instead of three, and no product beside it."""
+    """Compute total += a b, in total's precision.
+
+    A GPU's product adds to fp32 by itself: one pass over a gradient of 2 GB instead of three, and no temporary product.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda and total.dtype == torch.float32:
@@ -193,7 +200,10 @@ def _losses_and_gradient(
     factors: Tensor | None = None,
     gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(each row's loss, d(sum of factors times losses)/d(logits) in the dtype of the logits, if `gradient`). The logits may be overwritten."""
+    """Each row's loss and, if `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
+
+    The logits may be overwritten.
+    """
     if logits.is_cuda and scale > 0 and has_triton():
         from tunecompile.templates import cross_entropy
 
@@ -209,7 +219,7 @@ def _losses_and_gradient(
         )
         return losses, logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = wide * scale if scale != 1.0 else wide
+    z, t = wide * scale if scale != 1.0 else wide, None
     if softcap:
         t = torch.tanh(z / softcap)
         z = t * softcap
@@ -226,7 +236,7 @@ def _losses_and_gradient(
     if label_smoothing:
         d.sub_(label_smoothing / vocabulary)
     d.mul_(labelled[:, None] if factors is None else torch.where(labelled, factors, 0)[:, None])
-    if softcap:
+    if t is not None:
         d = d * (1 - t * t)
     if scale != 1.0:
         d = d * scale
@@ -251,11 +261,12 @@ def linear_cross_entropy_backward(
     out4: Tensor,
     out5: Tensor,
 ) -> list[Tensor]:
-    """The gradients of `linear_cross_entropy`: what its forward pass computed, times d(loss).
+    """Return the gradients of `linear_cross_entropy`: those that its forward pass computed, times d(loss).
 
     Args:
         grad: of the loss, a scalar in its dtype.
-        out1: dhidden, out2: dweight, out3: dbias, out4: dinner, out5: douter, as the forward pass returned them. The others are its inputs.
+        out1: dhidden, out2: dweight, out3: dbias, out4: dinner, out5: douter, as the forward pass returned them. The
+            others are its inputs.
 
     Returns:
         [dhidden, dweight, dbias, dinner, douter], in the shapes of out1 to out5 and the inputs' dtypes.
@@ -268,7 +279,7 @@ def linear_cross_entropy_backward(
 
 
 def _times(out: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """out * grad, rounded to `dtype` at once: of a trained head's gradient a copy in fp32 would be what the step needs most memory for."""
+    """Return out * grad, rounded to `dtype` at once: an fp32 copy of a trained head's gradient would set the peak."""
     if type(out) is not Tensor or out.dtype == dtype:  # traced
         return (out * grad).to(dtype)
     return torch.mul(out, grad, out=torch.empty_like(out, dtype=dtype))
@@ -289,28 +300,31 @@ def linear_cross_entropy_rows(
     train_hidden: bool,
     train_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, of which `linear_cross_entropy` is the sum: what an objective needs that weighs tokens by more than their labels.
+    """Return the loss of each row, for objectives that weigh tokens; `linear_cross_entropy` is the sum of them.
 
-    Under a frozen head the gradient of a row's hidden state is its loss's gradient times one number, so it is computed in the forward pass, where the
-    logits are at hand. That of a trained head mixes rows, whose weights only the backward pass knows: there each chunk of logits is made once more.
+    Under a frozen head the gradient of a row's hidden state is its loss's gradient times one number, so it is
+    computed in the forward pass, where the logits are at hand. That of a trained head mixes rows, whose weights only
+    the backward pass knows: there each chunk of logits is made once more.
 
     Args:
         hidden: [T, H], any floating dtype.
         weight: [V, H], in hidden's dtype.
         bias: [V], in hidden's dtype, or None.
-        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If given, it is trained.
+        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If
+            given, it is trained.
         outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
         labels: int64 [T], one class a row.
         scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
         softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
         ignore_index: the label of rows without one, whose loss is 0.
-        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of `torch.nn.functional.cross_entropy`.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of
+            `torch.nn.functional.cross_entropy`.
         train_hidden: whether hidden gets a gradient.
         train_weight: whether weight and bias get one.
 
     Returns:
-        (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once each, is as hidden (fp32 for
-        fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
+        (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once
+        each, is as hidden (fp32 for fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
@@ -366,15 +380,15 @@ def linear_cross_entropy_rows_backward(
     train_weight: bool,
     out1: Tensor,
 ) -> list[Tensor]:
-    """The gradients of `linear_cross_entropy_rows`.
+    """Return the gradients of `linear_cross_entropy_rows`.
 
     Args:
         grad: [T], of the losses, in their dtype.
         out1: dhidden, as the forward pass returned it. The others are its inputs.
 
     Returns:
-        [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or absent.
-    """
+        [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or
+        absent."""
     like, wide = (hidden, weight, bias, inner, outer), grad.dtype
     if not train_weight and inner is None:
         counted = torch.where(labels != ignore_index, grad, 0)[:, None]

@@ -1,9 +1,9 @@
-"""`lora_mlp` over one piece of the tokens after another: nothing wide is ever held for more than one of them.
+"""`lora_mlp` tile by tile over the tokens, so that no wide tensor exists for more than one tile.
 
-A layer's gate|up, its gradient and the activation are what a long batch needs most room for: 1.36 GiB for 8,192 tokens of an 8B
-model, while the hidden states between layers take 64 MiB. Only x is saved; the backward computes each piece's gate|up again.
-Weights are dequantised once for all pieces. (As Arctic's TiledMLP: Bekman et al., 2025, arXiv:2506.13996.)
-"""
+A layer's gate|up, its gradient and the activation need most of the memory of a long batch: 1.36 GiB for 8,192 tokens
+of an 8B model, while the hidden states between layers take 64 MiB. Only x is saved; the backward recomputes each
+tile's gate|up. Weights are dequantised once for all tiles. (As Arctic's TiledMLP: Bekman et al., 2025,
+arXiv:2506.13996.)"""
 
 from collections.abc import Sequence
 
@@ -12,26 +12,31 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops import lora
-from tunecompile.ops.lora_mlp import DOWN, WIDE, Base, _refuse, forward_flops, lora_mlp
+from tunecompile.ops.adapter_layout import below, on_diagonal
+from tunecompile.ops.lora_mlp import (
+    DOWN,
+    WIDE,
+    _refuse,
+    forward_flops,
+    frozen_weights,
+    lora_mlp,
+    lora_mlp_backward,
+)
 from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = ["lora_mlp_tiled", "lora_mlp_tiled_backward", "pieces"]
 
 
 def backward_flops(grad, x, *rest) -> int:
-    """gate and up again, and the gradients of all three."""
+    """Count gate and up once more, and the gradients of all three products."""
     return forward_flops(x, *rest) * 5 // 3
 
 
 def pieces(tokens: int, tiles: int) -> list[slice]:
-    """How the tokens are cut.
+    """Return the slices of `tokens` rows that make up the tiles.
 
-    Args:
-        tokens: how many there are.
-        tiles: how many pieces are wanted.
-
-    Returns:
-        Slices of the tokens: `tiles` of them, alike but for the last, which takes what is over too; one where there are fewer tokens than that.
+    There are `tiles` of them, of equal length but for the last, which takes the remainder, too; or one, where there are
+    fewer tokens than tiles.
     """
     tiles = tiles if tokens >= tiles else 1
     each = tokens // tiles
@@ -39,9 +44,9 @@ def pieces(tokens: int, tiles: int) -> list[slice]:
 
 
 def _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type) -> list:
-    """The arguments of `lora_mlp` between x and a, for weights that are dequantised."""
-    base = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
-    return [[*base.dense(WIDE, x, x.shape[-1]), *base.dense(DOWN, x, rows[0])], [], [], [], [], []]
+    """The arguments of `lora_mlp` between x and a, with dequantised weights."""
+    wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    return [[*wide.members(), *down.members()], [], [], [], [], []]
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)
@@ -62,12 +67,12 @@ def lora_mlp_tiled(
     activation: str,
     tiles: int,
 ) -> Tensor:
-    """The y of `lora_mlp`, computed for one piece of the tokens after another (arXiv:2506.13996).
+    """Return the y of `lora_mlp`, computed tile by tile over the tokens (arXiv:2506.13996).
 
     Args:
-        x: [..., K], any floating dtype. This and weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type and
-            activation: as for `tunecompile.ops.lora_mlp.lora_mlp`.
-        tiles: pieces of the tokens, see `pieces`.
+        x: [..., K], any floating dtype. This and all arguments but the last: as for
+            `tunecompile.ops.lora_mlp.lora_mlp`.
+        tiles: their number, see `pieces`.
 
     Returns:
         [..., K'] in x's dtype.
@@ -84,22 +89,18 @@ def lora_mlp_tiled(
 @lora_mlp_tiled.provider(
     "joined",
     because="nothing wide is held for more than a piece of the tokens",
-    refuses=lambda x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles: (
-        _refuse(x, weights, packed, a, b, activation)
-    ),
+    refuses=_refuse,
 )
-def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles):
-    """The room for what the two products read is made once and used by all pieces: so none is begun before the one before it is done."""
+def _(*, x, a, b, scales, rows, activation, tiles, **frozen):
+    """All tiles share one buffer for each product's operand, so a tile begins only after the tile before it is done."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import swiglu
 
-    base, inner = Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type), rows[0]
+    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), rows[0]
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
-    wide, narrow, a_down = (
-        base.written(WIDE, x, b, scales, x.shape[-1]),
-        base.written(DOWN, x, b, scales, inner),
-        a[2].to(x.dtype).t(),
-    )
+    wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype)
+    narrow = down.written(b[DOWN], scales[DOWN], x.dtype)
+    a_down = a[2].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     beside, act = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[1])
     y = _room(x, [slice(0, tokens.shape[0])], rows[2])
@@ -113,28 +114,12 @@ def _(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, block
 
 
 def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
-    """For the rows of the largest piece, which is the last."""
+    """A buffer for the rows of the largest tile, which is the last."""
     return torch.empty((cut[-1].stop - cut[-1].start, width), dtype=like.dtype, device=like.device)
 
 
 @lora_mlp_tiled.backward(
-    saves=(
-        "x",
-        "weights",
-        "packed",
-        "absmax",
-        "code",
-        "scale",
-        "offset",
-        "a",
-        "b",
-        "scales",
-        "rows",
-        "blocksize",
-        "quant_type",
-        "activation",
-        "tiles",
-    ),
+    saves=lora_mlp_tiled.parameters,
     gives=("x", "a", "b"),
     flops=backward_flops,
 )
@@ -156,52 +141,45 @@ def lora_mlp_tiled_backward(
     activation: str,
     tiles: int,
 ) -> list[Tensor]:
-    """The gradients of `lora_mlp_tiled`: each piece's gate|up is computed again, and adapters' gradients are summed over pieces in fp32 or wider.
+    """Return the gradients of `lora_mlp_tiled`; each tile's gate|up is recomputed.
+
+    The adapters' gradients are summed over tiles in fp32 or wider.
 
     Args:
         grad: of y, [..., K'] in its dtype. The others are those of `lora_mlp_tiled`.
 
     Returns:
-        [dx, dA of gate, up and down, dB of the same], in shape and dtype of what they are gradients of.
+        [dx, dA of gate, up and down, dB of the same], each with the shape and dtype of its input.
     """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in (*a, *b)]
     for piece in pieces(tokens.shape[0], tiles):
         args = (tokens[piece], *dense, a, b, scales, rows, 0, "", activation)
-        first, *adapters = lora_mlp.backward_op.reference(grads[piece], *args, *lora_mlp.reference(*args)[1:])
+        first, *adapters = lora_mlp_backward.reference(grads[piece], *args, *lora_mlp.reference(*args)[1:])
         dx.append(first)
         total = [t + d for t, d in zip(total, adapters)]
     return [torch.cat(dx).reshape(x.shape), *(t.to(m.dtype, copy=True) for t, m in zip(total, (*a, *b)))]
 
 
-@lora_mlp_tiled.backward_op.provider(
+@lora_mlp_tiled_backward.provider(
     "joined",
-    because="gate|up once more, a piece at a time; the adapters' sums are added up in the pass that makes the gradients",
-    refuses=lambda grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles: (
-        _refuse(x, weights, packed, a, b, activation)
-    ),
+    because="gate|up once more, tile by tile; the adapters' sums are added up in the pass that makes the gradients",
+    refuses=_refuse,
 )
-def _(
-    grad, x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, blocksize, quant_type, activation, tiles
-):
-    """Adapters' inner products are narrow: they are kept for all tokens, and summed over them in one product each."""
+def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
+    """The adapters' inner products are narrow: they are kept for all tokens, and summed by one product each."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu
 
-    base, inner, columns = (
-        Base(weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type),
-        rows[0],
-        x.shape[-1],
-    )
+    (gate_and_up, down), inner, columns = frozen_weights(x, rows=rows, **frozen), rows[0], x.shape[-1]
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
-    through_wide, through_down = (lora.on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
+    through_wide, through_down = (on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down
-    wide = base.written(
-        WIDE, x, b, scales, columns, lora.below(a[WIDE], 2 * inner, x.dtype)
-    )  # [[W, scale B], [A, any]]: for both directions
-    narrow, a_down = base.stacked(DOWN, x, a, inner), a[2].to(x.dtype).t()
+    # [[W, scale B], [A, anything]], for both directions
+    wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype, below(a[WIDE], 2 * inner, x.dtype))
+    narrow, a_down = down.stacked(a[DOWN], x.dtype), a[2].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
     dx = _room(x, [slice(0, tokens.shape[0])], columns)
@@ -210,9 +188,8 @@ def _(
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
-        both = (
-            left[:count] @ wide.t()
-        )  # the last columns are room: filled with zeros, Inductor would make all pieces' at once
+        # the last columns are overwritten below; if zeroed here, Inductor would compute all tiles' products at once
+        both = left[:count] @ wide.t()
         gate_up = both[:, : 2 * inner]
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)

@@ -1,4 +1,4 @@
-"""4-bit weights as bitsandbytes stores them: NF4 and FP4 codes with one scale a block (Dettmers et al., 2023, arXiv:2305.14314)."""
+"""4-bit weights as bitsandbytes stores them: NF4 or FP4 codes, one scale a block (QLoRA, arXiv:2305.14314)."""
 
 from typing import Optional
 
@@ -12,7 +12,8 @@ from tunecompile.notes import Note, note
 
 __all__ = ["CODES", "block_scales", "dequantize_4bit"]
 
-CODES = {  #: the sixteen levels, index = code. NF4: quantiles of a normal distribution; FP4: 1 sign, 2 exponent, 1 mantissa bits.
+#: the sixteen levels, by code. NF4: quantiles of a normal distribution; FP4: 1 sign, 2 exponent and 1 mantissa bits
+CODES = {
     "nf4": (
         -1.0,
         -0.6961928009986877,
@@ -65,12 +66,13 @@ def dequantize_4bit(
     quant_type: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A weight from its 4-bit codes, with the values of bitsandbytes' own dequantisation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
+    """Return a weight from its 4-bit codes, with the values of bitsandbytes' own dequantisation (arXiv:2305.14314).
 
     It has no backward: such weights are frozen.
 
     Args:
-        packed: uint8, of any shape with rows * columns / 2 elements: two codes a byte, high nibble first, in row-major order.
+        packed: uint8, of any shape with rows * columns / 2 elements: two codes a byte, high nibble first, in
+            row-major order.
         absmax: fp32 [blocks], the scale of each block; with double quantisation its code, uint8 [blocks].
         absmax_code: of double quantisation: fp32 [256], or None. Block i has the scale
             `absmax_code[absmax[i]] * absmax_scale[i // 256] + absmax_offset`.
@@ -93,16 +95,17 @@ def dequantize_4bit(
 
 
 def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor], offset: Optional[Tensor]) -> Tensor:
-    """The scales of 4-bit blocks.
+    """Return the scales of 4-bit blocks.
 
     Args:
         absmax: [blocks], fp32 scales, or their codes, uint8, if `code` is given.
-        code: fp32 [256] of double quantisation, or None. So are scale, fp32 [ceil(blocks / 256)], and offset, fp32, one element.
+        code: fp32 [256] of double quantisation, or None. So are scale, fp32 [ceil(blocks / 256)], and offset, fp32,
+            one element.
 
     Returns:
         fp32 [blocks].
     """
-    if code is None:
+    if code is None or scale is None or offset is None:
         return absmax.float()
     blocks = absmax.shape[0]
     outer = torch.arange(blocks, device=absmax.device) // 256

@@ -23,14 +23,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @op(cost=Cost.POINTWISE)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (arXiv:1910.07467).
 
     Args:
         x: [..., H], any floating dtype. Arithmetic is in `compute_dtype`.
         weight: [H], any floating dtype.
         eps: added to the mean of squares, in the units of x².
         offset: added to the weight, in its units: 1 for models that store w - 1 (Gemma), else 0.
-        round_first: whether the normalised value is rounded to x's dtype before it is scaled (Llama), or all is rounded once (OLMo 2, Gemma).
+        round_first: whether the normalised value is rounded to x's dtype before it is scaled (Llama), or all is
+            rounded once (OLMo 2, Gemma).
 
     Returns:
         [..., H], in x's dtype; with `round_first` in that which x and weight promote to.
@@ -75,7 +76,7 @@ def _gradients(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """A residual addition and the norm of its sum: one read of each, and their gradients meet in one pass (arXiv:1910.07467).
+    """Return a residual sum and its norm: each is read once, and the gradients meet in one pass (arXiv:1910.07467).
 
     Args:
         x: [..., H], any floating dtype.
@@ -83,8 +84,8 @@ def add_rms_norm(
         weight: [H]. This and eps (in the units of x²), offset and round_first: as for `rms_norm`.
 
     Returns:
-        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: what the next residual addition reads.
-    """
+        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: what the next residual
+        addition reads."""
     total = x + residual
     return rms_norm.reference(total, weight, eps, offset, round_first), total
 
@@ -118,7 +119,7 @@ def _refuse(*tensors: Tensor) -> Note | None:
     return note("rows-too-short", length=length, limit=1024) if length < 1024 else None
 
 
-@rms_norm.backward_op.provider(
+@rms_norm_backward.provider(
     "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: _refuse(x, grad)
 )
 def _(grad, x, weight, eps, offset, round_first, *, used):
@@ -130,7 +131,7 @@ def _(grad, x, weight, eps, offset, round_first, *, used):
     return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
 
 
-@add_rms_norm.backward_op.provider(
+@add_rms_norm_backward.provider(
     "triton",
     because="one pass for both paths' dX and the weight's partial sums",
     refuses=lambda grad, grad_total, out1, *_: _refuse(out1, grad, grad_total),

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), of pairs that lie half a row apart, or beside each other."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), of pairs half a row apart, or of neighbours."""
 
 import torch
 from torch import Tensor
@@ -42,14 +42,14 @@ def turn(x: Tensor, interleaved: bool) -> Tensor:
 
 @op(cost=Cost.POINTWISE)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x * cos + (a quarter turn of x) * sin (Su et al., 2021, arXiv:2104.09864), computed in fp32 or wider and rounded once.
+    """Return x * cos + (a quarter turn of x) * sin, computed in fp32 or wider and rounded once (arXiv:2104.09864).
 
     Args:
         x: [B, H, T, D], or any shape that ends in an even D; any floating dtype.
         cos: of the angles, in radians, of each position; broadcasts to x. It gets no gradient.
         sin: of the same angles, in shape and dtype of cos. It gets no gradient.
-        interleaved: whether the members of a pair lie beside each other (`rotate_pairs`), and not half a row apart (`rotate_half`). The tables have
-            their layout: each angle twice in succession, or all angles twice.
+        interleaved: whether the members of a pair lie beside each other (`rotate_pairs`), and not half a row apart
+            (`rotate_half`). The tables have their layout: each angle twice in succession, or all angles twice.
 
     Returns:
         As x in shape, in the dtype that x and cos promote to.

@@ -15,12 +15,13 @@ GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term o
 
 @op(cost=Cost.POINTWISE)
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, element by element (Shazeer, 2020, arXiv:2002.05202). The activation is not rounded before the product.
+    """Return activation(gate) * up, elementwise; the activation is not rounded before the product (arXiv:2002.05202).
 
     Args:
         gate: [..., F], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
         up: as gate in shape.
-        activation: "silu" (SwiGLU), "gelu" (by erf) or "gelu_tanh" (its approximation; both Hendrycks & Gimpel, 2016, arXiv:1606.08415).
+        activation: "silu" (SwiGLU), "gelu" (by erf) or "gelu_tanh" (its approximation; both Hendrycks & Gimpel, 2016,
+            arXiv:1606.08415).
 
     Returns:
         [..., F], in the dtype that gate and up promote to.
@@ -70,7 +71,7 @@ def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Note | N
     return None if contiguous else note("row-not-contiguous")
 
 
-@gated_activation.backward_op.provider(
+@gated_activation_backward.provider(
     "triton",
     refuses=_refuse,
     because="both gradients in one buffer, as the fused projection's gradient stands: "

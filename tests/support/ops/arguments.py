@@ -73,7 +73,7 @@ def packed_mlp(double, activation="silu"):
 
 
 def mlp_leaves(arguments):
-    return [lora_arguments[0], *lora_arguments[7], *lora_arguments[8]]
+    return [arguments[0], *arguments[7], *arguments[8]]
 
 
 def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):

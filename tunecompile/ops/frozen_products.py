@@ -1,0 +1,131 @@
+"""The frozen weights that a call in a graph reads, and the same call on matrices that hold weights and adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from tunecompile.ir.op import OPS, Op
+from tunecompile.ops.lora import lora_linear, lora_linear_backward
+from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp, lora_mlp_backward
+from tunecompile.ops.lora_nf4 import lora_linear_nf4, lora_linear_nf4_backward
+from tunecompile.ops.nf4 import dequantize_4bit
+
+__all__ = ["FrozenProduct", "frozen", "is_dense", "on_matrices"]
+
+#: the ops that read frozen weights, by name
+_READERS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        *(lora_linear, lora_linear_backward),
+        *(lora_linear_nf4, lora_linear_nf4_backward),
+        *(lora_mlp, lora_mlp_backward),
+    )
+}
+
+
+@dataclass(frozen=True)
+class FrozenProduct:
+    """The weights of one matrix product and their adapters, as nodes of a graph."""
+
+    weights: tuple[
+        tuple, ...
+    ]  #: of each the arguments of `dequantize_4bit`, or a tuple of the dense weight [N_i, K] alone
+    a: tuple[Node, ...]  #: A_i, [r_i, K]
+    b: tuple[Node, ...]  #: B_i, [N_i, r_i]
+    scales: tuple[float, ...]  #: factors, one an adapter
+    columns: int  #: K
+
+    @property
+    def quantized(self) -> bool:
+        """Whether all weights are 4-bit.
+
+        Dense weights may change without a new version (`weight.data += delta`, as adapters are merged).
+        """
+        return all(len(weight) > 1 for weight in self.weights)
+
+    @property
+    def place(self) -> Node:
+        """The first weight's input, which represents all of them."""
+        return self.weights[0][0]
+
+
+def frozen(node: Node) -> list[FrozenProduct] | None:
+    """Return the frozen weights that a node of a joint graph reads.
+
+    Args:
+        node: any node.
+
+    Returns:
+        One for each matrix product of an adapted linear or MLP, or of its backward (an MLP has two: gate|up, and
+        down); None for other nodes."""
+    args = _arguments(node)
+    if args is None:
+        return None
+    columns, dtype = args["x"].meta["val"].shape[-1], args["x"].meta["val"].dtype
+    weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, columns, dtype)
+
+    def product(part: slice, width: int) -> FrozenProduct:
+        a, b, scales = (tuple(args[name][part]) for name in ("a", "b", "scales"))
+        return FrozenProduct(tuple(weights[part]), a, b, scales, width)
+
+    if "activation" in args:  # an MLP
+        return [product(WIDE, columns), product(DOWN, args["rows"][0])]
+    return [product(slice(None), columns)]
+
+
+def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
+    """Return the same call, on matrices that hold the weights and their adapters.
+
+    Args:
+        node: one for which `frozen` is not None.
+        matrices: one for each product, in the layout `tunecompile.ops.frozen_weights.WeightLayout.EXTENDED` or
+            `STACKED`.
+
+    Returns:
+        (target, arguments) of the new call.
+    """
+    args, op = _arguments(node) or {}, OPS[node.target]
+    dense = {lora_linear_nf4.name: lora_linear, lora_linear_nf4_backward.name: lora_linear_backward}
+    op = dense.get(op.name, op)
+    given = {**args, "weights": list(matrices)}
+    if "activation" in args:
+        given |= {name: [] for name in ("packed", "absmax", "code", "scale", "offset")}
+    return op.overload, tuple(given[name] for name in op.parameters)
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of a call of an op that reads frozen weights, by the names of its parameters; else None."""
+    op = OPS.get(node.target) if node.op == "call_function" else None
+    return dict(zip(op.parameters, node.args)) if op is not None and _READERS.get(op.name) is op else None
+
+
+def _source(weight: Node) -> tuple:
+    return tuple(weight.args) if weight.target is dequantize_4bit.overload else (weight,)
+
+
+def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
+    blank = [None] * len(args["rows"])
+    members = zip(
+        args["packed"],
+        args["absmax"],
+        args["code"] or blank,
+        args["scale"] or blank,
+        args["offset"] or blank,
+        args["rows"],
+    )
+    widths = [columns, columns, args["rows"][0]] if "activation" in args else [columns] * len(args["rows"])
+    return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
+
+
+def is_dense(product: FrozenProduct) -> bool:
+    """Return whether all weights of a product are dense contiguous matrices of one dtype, and inputs of the graph."""
+    weights = [weight[0] for weight in product.weights]
+    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
+        return False
+    values = [weight.meta["val"] for weight in weights]
+    return all(
+        value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype
+        for value in values
+    )
