@@ -2,32 +2,37 @@
 
 # What a pass sees
 
-- recognize: the forward graph of a region, as plain torch calls, before autograd. It puts ops in the place of subgraphs.
-  Values are in `node.meta["example_value"]`, to be read by `tunecompile.ir.canonicalize.value`.
-- plan: forward and backward in one, the joint graph, as ATen calls and ops; values are in `node.meta["val"]`. It tags what is computed again:
-  `node.meta["recompute"]` is a `torch.utils.checkpoint.CheckpointPolicy`.
+- recognize: the forward graph of a region, as plain torch calls, before autograd. It puts ops in the place of
+  subgraphs. Values are in `node.meta["example_value"]`, to be read by `tunecompile.ir.canonicalize.value`.
+- plan: forward and backward in one, the joint graph, as ATen calls and ops; values are in `node.meta["val"]`. It tags
+  what is computed again: `node.meta["recompute"]` is a `torch.utils.checkpoint.CheckpointPolicy`.
 - lower: the forward and the backward graph, apart; values are in `node.meta["val"]`. It gives ops to providers.
 
-Values are fake tensors: they have shape, strides, dtype and device, and sizes may be symbolic. A pass changes the graph in place, gives every new node a
-value, and tells the report by its `tunecompile.compiler.pass_manager.Context`: a `Tally` of what it found, or a line among the notes.
+Values are fake tensors: they have shape, strides, dtype and device, and sizes may be symbolic. A pass changes the
+graph in place, gives every new node a value, and tells the report by its `tunecompile.compiler.pass_manager.Context`:
+a `Tally` of what it found, or a line among the notes.
 
 # A pass of your own
 
-`tunecompile new-pass NAME` writes a package of one that holds. It has an op for the meaning (`tunecompile.op`), a `tunecompile.rewrite.rewrite` for each
-spelling, and `tunecompile.compiler.pass_manager.recognize` to make them a pass; what patterns cannot say, a `tunecompile.compiler.pass_manager.Pass` with a function of its own
-does. Among these here, a family has the same file stem everywhere: `ops/`, `passes/recognize/`, `templates/`, `tests/` and `benchmarks/`.
-`tunecompile.compiler.plugins.compose` says where a package's pass stands.
+`tunecompile new-pass NAME` writes a package of one that holds. It has an op for the meaning (`tunecompile.op`), a
+`tunecompile.rewrite.rewrite` for each spelling, and `tunecompile.compiler.pass_manager.recognize` to make them a
+pass; what patterns cannot say, a `tunecompile.compiler.pass_manager.Pass` with a function of its own does. Among
+these here, a family has the same file stem everywhere: `ops/`, `passes/recognize/`, `templates/`, `tests/` and
+`benchmarks/`. `tunecompile.compiler.plugins.compose` says where a package's pass stands.
 
 # Seeing, testing, measuring
 
-- `TUNECOMPILE_DUMP=folder` writes each graph before the first pass, and after each that changed it (`tunecompile.compiler.graph_dump`); `print(tunecompile.report(model))`
-  tells near misses with the user's lines, providers and why others refused.
-- `optimize(model, executor="eager")` runs the same passes without code generation, in seconds and on a CPU: what still fails is a pass's fault.
-- `tunecompile check-pass FOLDER`, or `tunecompile.check.check`, puts a pass through five nets; `tunecompile.verify(model, batch)` judges the gradients of a
-  model's step, and names the rewrite at fault. Passes that come with tunecompile are tested in `tests/passes/` and in models, in `tests/models/`.
-- On a GPU, the `benchmark.py` of a new package times the pattern with and without the pass; `tunecompile compare --model llama-3.1-8b --shape 4x2048` a model's
-  step beside eager's: tokens a second, milliseconds, peak GiB. Where the code is not faster, the op is better left to Inductor.
-"""
+- `TUNECOMPILE_DUMP=folder` writes each graph before the first pass, and after each that changed it
+  (`tunecompile.compiler.graph_dump`); `print(tunecompile.report(model))` tells near misses with the user's lines,
+  providers and why others refused.
+- `optimize(model, executor="eager")` runs the same passes without code generation, in seconds and on a CPU: what
+  still fails is a pass's fault.
+- `tunecompile check-pass FOLDER`, or `tunecompile.check.check`, puts a pass through five nets;
+  `tunecompile.verify(model, batch)` judges the gradients of a model's step, and names the rewrite at fault. Passes
+  that come with tunecompile are tested in `tests/passes/` and in models, in `tests/models/`.
+- On a GPU, the `benchmark.py` of a new package times the pattern with and without the pass; `tunecompile compare
+  --model llama-3.1-8b --shape 4x2048` a model's step beside eager's: tokens a second, milliseconds, peak GiB. Where
+  the code is not faster, the op is better left to Inductor."""
 
 from tunecompile.passes import lower, plan, recognize
 

@@ -60,7 +60,8 @@ def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
     """Whether a tensor's address is a multiple of some bytes.
 
     Args:
-        tensor: fake ones too: what counts is where in its storage it starts, and storages are aligned further than that.
+        tensor: fake ones too: what counts is where in its storage it starts, and storages are aligned further than
+            that.
         to: bytes.
 
     Returns:
@@ -88,8 +89,8 @@ def multiprocessors(device: torch.device) -> int:
         device: of the tensors.
 
     Returns:
-        The number of its streaming multiprocessors; 4 where there is no GPU (interpreter), so that loops over rows are tested.
-    """
+        The number of its streaming multiprocessors; 4 where there is no GPU (interpreter), so that loops over rows
+        are tested."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

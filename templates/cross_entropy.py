@@ -1,14 +1,13 @@
 """Cross entropy of one chunk of logits and its gradient, written over the logits.
 
-A program owns a row: one pass for the log-sum-exp (online softmax, https://arxiv.org/abs/1805.02867), one pass that reads
-the row again, backwards so that it finds in L2 what the first pass left there, and writes the gradient. Two reads and one
-write of the logits are the least there can be, and no fp32 copy of them exists.
+A program owns a row: one pass for the log-sum-exp (online softmax, https://arxiv.org/abs/1805.02867), one pass that
+reads the row again, backwards so that it finds in L2 what the first pass left there, and writes the gradient. Two
+reads and one write of the logits are the least there can be, and no fp32 copy of them exists.
 
-At full memory rate an SM has some 40 instructions for an element, both passes together. So: every group of 8 lanes (16
-bytes, all in one thread) keeps its own running maximum and sum, and the loop has no reduction over threads, no barrier and
-an eighth of the rescaling; exponentials are base 2, a multiply-add and one instruction; padding is loaded as -inf, not
-masked; and the label's own element is stored once at the end, not compared for in every lane.
-"""
+At full memory rate an SM has some 40 instructions for an element, both passes together. So: every group of 8 lanes
+(16 bytes, all in one thread) keeps its own running maximum and sum, and the loop has no reduction over threads, no
+barrier and an eighth of the rescaling; exponentials are base 2, a multiply-add and one instruction; padding is loaded
+as -inf, not masked; and the label's own element is stored once at the end, not compared for in every lane."""
 
 from __future__ import annotations
 
@@ -56,7 +55,10 @@ def loss_and_grad_kernel(
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2; logits become d loss / d logits, times the row's factor."""
+    """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2.
+
+    The logits are overwritten by d loss / d logits, times the row's factor.
+    """
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * stride_row
     label = tl.load(labels + pid)
@@ -132,10 +134,12 @@ def loss_and_grad_(
     factors=None,
     tile=None,
 ):
-    """Loss and log-sum-exp of each row; with ``grad``, ``logits`` are overwritten by d(sum of factors times losses)/d(logits).
+    """Return loss and log-sum-exp of each row; with ``grad``, overwrite ``logits`` by their gradient.
 
-    The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap), in fp32. Online softmax:
-    Milakov & Gimelshein, 2018, arXiv:1805.02867.
+    The gradient is that of the sum of factors times losses.
+
+    The loss is taken of z = softcap * tanh(scale * logits / softcap) (``scale * logits`` without a soft-cap), in
+    fp32. Online softmax: Milakov & Gimelshein, 2018, arXiv:1805.02867.
 
     Args:
         logits: [rows, V], bf16, fp16 or fp32, unit column stride.
@@ -165,7 +169,7 @@ def loss_and_grad_(
     tile = tile or _tiles.pick("cross_entropy", logits, vocabulary)
     if scale <= 0:
         raise ValueError(f"the scale of logits must be positive, not {scale}")
-    # At least one group a thread: with fewer, two threads would own an element, and one could read what the other wrote.
+    # at least one group a thread: with fewer, two threads would own an element, and one could read the other's write
     groups = max(min(tile.block, next_power_of_2(vocabulary)) // 8, 32 * tile.num_warps)
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)

@@ -1,15 +1,15 @@
-"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448; arXiv:2209.05433), with low-rank adapters carried exactly beside them.
+"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448; arXiv:2209.05433), with exact low-rank adapters.
 
-``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's term
-``P @ Q^T`` (P: [T, R], Q: [N, R]) rides in the same accumulator as more columns. Rounded to 4 bits it would be lost, so each
-of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker, 1971,
-https://doi.org/10.1007/BF01397083, splits a double), and
-three of the four products are kept: ``[high P | low P | high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is
-what bf16 has. A row's scale covers its adapter columns as well, so nothing saturates.
+``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's
+term ``P @ Q^T`` (P: [T, R], Q: [N, R]) rides in the same accumulator as more columns. Rounded to 4 bits it would be
+lost, so each of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker,
+1971, https://doi.org/10.1007/BF01397083, splits a double), and three of the four products are kept: ``[high P | low P
+| high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is what bf16 has. A row's scale covers its
+adapter columns as well, so nothing saturates.
 
-Rows are padded with zeros to a width the tensor cores like. The frozen weight is written in either direction: as [N, K] for
-x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along what is summed).
-"""
+Rows are padded with zeros to a width the tensor cores like. The frozen weight is written in either direction: as [N,
+K] for x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along what is
+summed)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import launch, next_power_of_2
-from .nf4 import block_scale, code_value
+from ._nf4_kernel import block_scale, code_value
 
 __all__ = ["begin_weight", "quantize_rows", "write_dense", "write_nf4"]
 
@@ -29,8 +29,8 @@ TINY = tl.constexpr(1e-30)  # a row of zeros has a scale too
 
 @triton.jit
 def _rounded(v):
-    """``v`` (fp32, |v| <= 448) to the nearest e4m3 number, to even, as fp32. (Triton 3.6 casts a thread's fifth and sixth e4m3 of eight
-    back to something else.)"""
+    """``v`` (fp32, |v| <= 448) to the nearest e4m3 number, to even, as fp32. (Triton 3.6 casts a thread's fifth and
+    sixth e4m3 of eight back to something else.)"""
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(
         tl.float32, bitcast=True
@@ -167,7 +167,9 @@ def adapter_kernel(
 
 
 def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
-    """The right operand of an FP8 product, without the weight: that goes to its first columns, divided by its row's scale (``write_*``).
+    """Make the right operand of an FP8 product, but for the weight.
+
+    ``write_*`` writes the weight to the first columns, divided by its row's scale.
 
     Args:
         largest: fp32, one element, at least the size of any weight.
@@ -178,8 +180,8 @@ def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        (out: e4m3 [rows, width], whose columns from ``columns`` on hold the adapter, split, and zeros; scales: fp32 [1, rows]).
-    """
+        (out: e4m3 [rows, width], whose columns from ``columns`` on hold the adapter, split, and zeros; scales: fp32
+        [1, rows])."""
     ranks = 0 if adapter is None else adapter.shape[1]
     out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=largest.device)
     scales = torch.empty((1, rows), dtype=torch.float32, device=largest.device)
@@ -284,7 +286,7 @@ def nf4_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of the weight, ROWS x COLUMNS; eight codes a 32-bit word, as in ``nf4.dequantize_kernel``."""
+    """A tile of the weight, ROWS x COLUMNS; eight codes a 32-bit word, as in ``_nf4_kernel.dequantize_kernel``."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -332,8 +334,8 @@ def write_nf4(
     """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without a stop in bf16.
 
     Args:
-        packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type, absmax_code, absmax_scale,
-            absmax_offset and absmax_blocksize: as for ``nf4.dequantize``.
+        packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type,
+            absmax_code, absmax_scale, absmax_offset and absmax_blocksize: as for ``nf4.dequantize``.
         shape: [N, K] of the weight; 8 divides K.
         scales: fp32 [1, rows of ``out``], by which rows are divided.
         out: e4m3 [rows, width], contiguous. Written from (row, column) on.

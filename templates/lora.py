@@ -1,7 +1,7 @@
 """Small pieces put beside or below a large matrix, in place, so that one product reads them together.
 
-They are those of low-rank adapters (Hu et al., 2021, arXiv:2106.09685): [X | XA] [W | s B]^T = X W^T + s XA B^T, in one accumulator.
-"""
+They are those of low-rank adapters (Hu et al., 2021, arXiv:2106.09685): [X | XA] [W | s B]^T = X W^T + s XA B^T, in
+one accumulator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def append_rows(source, out, row):
 
     Args:
         source: [r, K], any dtype, unit column stride.
-        out: [*, LDO >= K], any dtype, unit column stride. Rows from ``row`` on are written, in its dtype; columns behind K stay.
+        out: [*, LDO >= K], any dtype, unit column stride. Rows from ``row`` on are written, in its dtype; columns
+            behind K stay.
         row: the first.
 
     Raises:
@@ -125,7 +126,8 @@ def write_beside_kernel(
 def write_beside(left, right, out):
     """[left | right | 0] into the first rows of ``out``, all of its columns.
 
-    What ``out`` held is overwritten, so one buffer serves piece after piece of a long batch, and no piece begins before the last is read.
+    What ``out`` held is overwritten, so one buffer serves piece after piece of a long batch, and no piece begins
+    before the last is read.
 
     Args:
         left: [T, K], in the dtype of ``out``, unit column stride.
@@ -165,7 +167,10 @@ def _check(source, out, rows, columns):
 
 @triton.jit
 def write_pieces_kernel(table, factors, SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (piece, block of its elements). table: addresses of source and target, rows, columns and both row strides of each piece."""
+    """Program (piece, block of its elements).
+
+    table: addresses of source and target, rows, columns and both row strides of each piece.
+    """
     piece = tl.program_id(0)
     table += piece.to(tl.int64) * 6
     source = tl.load(table).to(tl.pointer_type(SOURCE))
@@ -191,8 +196,8 @@ def write_pieces(pieces):
     """What writes ``target[...] = source * factor`` for many small matrices, by one launch for each pair of ``DTYPES``.
 
     Args:
-        pieces: (source, target, factor) each: two matrices [n, k] on the same device, bf16, fp16 or fp32, of unit column strides, and a
-            number. Their memory must stay where it is.
+        pieces: (source, target, factor) each: two matrices [n, k] on the same device, bf16, fp16 or fp32, of unit
+            column strides, and a number. Their memory must stay where it is.
 
     Returns:
         A function without arguments, to be called as often as sources change. It computes in fp32 and rounds once.

@@ -1,12 +1,13 @@
-"""The element-wise backward of a gated MLP with LoRA on its three projections, and its adapters' sums over tokens, in one pass.
+"""The elementwise backward of a gated MLP with LoRA on all projections, and the adapters' sums, in one pass.
 
-With g, u the two column halves of one projection's output [T, 2F] and a = act(g) * u, the backward pass needs d_gate and d_up,
-d_gate^T XA and d_up^T XA (dB of gate and up), and (dY B)^T a (dA of down). Apart, the sums read [T, F] three times more, and
-`a` is written for them; here each tile is used for all while it is in registers: 0.47 ms where the two take 0.54 (8192x14336, H200).
-The products d_gate B and d_up B sum over columns instead; joined as well, their parts cost more than they save (0.85 against 0.66).
+With g, u the two column halves of one projection's output [T, 2F] and a = act(g) * u, the backward pass needs d_gate
+and d_up, d_gate^T XA and d_up^T XA (dB of gate and up), and (dY B)^T a (dA of down). Apart, the sums read [T, F]
+three times more, and `a` is written for them; here each tile is used for all while it is in registers: 0.47 ms where
+the two take 0.54 (8192x14336, H200). The products d_gate B and d_up B sum over columns instead; joined as well, their
+parts cost more than they save (0.85 against 0.66).
 
-A program owns BLOCK columns of the halves and ROWS rows, and keeps its sums in registers. One part a row range leaves; the
-parts are added outside, in a fixed order, so the result does not change from run to run.
+A program owns BLOCK columns of the halves and ROWS rows, and keeps its sums in registers. One part a row range
+leaves; the parts are added outside, in a fixed order, so the result does not change from run to run.
 
 Gated linear units: Shazeer, 2020, arXiv:2002.05202; adapters: Hu et al., 2021, arXiv:2106.09685.
 """
@@ -99,18 +100,21 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
     """The gradients that one gated MLP's activation and adapters have of what is wide.
 
     Args:
-        grad: [T, F], of a = act(gate) * up. This and gate_up, down and xa are of one half-precision dtype and have unit column strides.
+        grad: [T, F], of a = act(gate) * up. This and gate_up, down and xa are of one half-precision dtype and have
+            unit column strides.
         gate_up: [T, 2F], gate | up.
         down: [T, r], dY B of the down projection.
         xa: [T, sum(ranks)], XA of gate | of up.
         ranks: (r_gate, r_up), of their adapters; meant for 64 and less, as r: the sums are kept in registers.
         activation: one of ``swiglu.ACTIVATIONS``.
-        both: [T, >= 2F], where d_gate | d_up are written, columns behind left as they are; gate_up may be its first columns. None: new memory.
+        both: [T, >= 2F], where d_gate | d_up are written, columns behind left as they are; gate_up may be its first
+            columns. None: new memory.
         width: columns of that new memory; None for 2F.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        (both, d_b_gate, d_b_up, d_a_down): the last three in fp32, xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and down^T a [r, F].
+        (both, d_b_gate, d_b_up, d_a_down): the last three in fp32, xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and
+        down^T a [r, F].
 
     Raises:
         ValueError: the activation is unknown, or shapes or strides do not fit.

@@ -1,11 +1,12 @@
 """RMS norm of the last dimension, forward and backward, optionally fused with the residual addition before it.
 
-RMSNorm (https://arxiv.org/abs/1910.07467) as the model families write it, for ``xhat = x.float() * rsqrt(mean(x^2) + eps)``:
-Llama, Qwen: ``xhat.to(x.dtype) * weight`` (``round_before_scale``); Gemma: ``(xhat * (1 + weight.float())).to(x.dtype)``
-(``offset=1``); OLMo 2: the same with ``offset=0``. The backward pass reads x again instead of keeping xhat or the statistics.
+RMSNorm (https://arxiv.org/abs/1910.07467) as the model families write it, for ``xhat = x.float() * rsqrt(mean(x^2) +
+eps)``: Llama, Qwen: ``xhat.to(x.dtype) * weight`` (``round_before_scale``); Gemma: ``(xhat * (1 +
+weight.float())).to(x.dtype)`` (``offset=1``); OLMo 2: the same with ``offset=0``. The backward pass reads x again
+instead of keeping xhat or the statistics.
 
-Inputs may be strided in their (up to three) leading dimensions, so the norms of q and k read the fused projection in place.
-"""
+Inputs may be strided in their (up to three) leading dimensions, so the norms of q and k read the fused projection in
+place."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def _rows(t):
         t = t.reshape(-1, t.shape[-1])
     if t.stride(-1) != 1:
         t = t.contiguous()
-    sizes, strides = (1, 1, 1) + tuple(t.shape[:-1]), (0, 0, 0) + t.stride()[:-1]
+    sizes, strides = (1, 1, 1, *t.shape[:-1]), (0, 0, 0, *t.stride()[:-1])
     return t, sizes[-2:], strides[-3:]
 
 
@@ -156,8 +157,9 @@ def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residua
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        y, contiguous in x's shape and dtype; rounded before the scale, in the dtype that x and weight promote to, as the PyTorch expression
-        has. With ``residual``: (y, x + residual rounded to x's dtype), y being the norm of that sum.
+        y, contiguous in x's shape and dtype; rounded before the scale, in the dtype that x and weight promote to, as
+        the PyTorch expression has. With ``residual``: (y, x + residual rounded to x's dtype), y being the norm of
+        that sum.
 
     Raises:
         ValueError: weight or residual do not fit x.
@@ -218,7 +220,8 @@ def backward(
     Args:
         grad: of y, [..., N]. This, x and residual_grad have one shape, and leading strides of their own.
         x: what was normed, bf16, fp16 or fp32 (the sum, when a residual was added).
-        weight: [N], any floating dtype; or None. This and eps (in the units of x²), offset, round_before_scale and tile: as for ``forward``.
+        weight: [N], any floating dtype; or None. This and eps (in the units of x²), offset, round_before_scale and
+            tile: as for ``forward``.
         residual_grad: what reaches x by the residual path, which is added to dx; or None.
         need_weight_grad: whether dweight is returned.
 
@@ -269,4 +272,4 @@ def backward(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return (dx, partial.sum(0)) if need_weight_grad else dx
+    return dx if partial is None else (dx, partial.sum(0))

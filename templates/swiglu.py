@@ -1,8 +1,8 @@
 """Gated activation, ``act(gate) * up`` with act SiLU or tanh-GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
 
-gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into one
-buffer, the gradient of that output, so no concatenation is needed. It can also give the product again, which the down
-projection's weight gradient needs, for one write and no read more.
+gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into
+one buffer, the gradient of that output, so no concatenation is needed. It can also give the product again, which the
+down projection's weight gradient needs, for one write and no read more.
 
 Both activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
 """
@@ -95,7 +95,8 @@ def forward(gate, up, activation="silu", *, out=None, tile=None):
         gate: [..., F], bf16, fp16 or fp32, any row stride.
         up: as gate in shape and dtype, any row stride.
         activation: one of ``ACTIVATIONS``.
-        out: [rows or more, >= F], unit column stride: the first F columns take the result, the others stay as they are. None: new memory.
+        out: [rows or more, >= F], unit column stride: the first F columns take the result, the others stay as they
+            are. None: new memory.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
@@ -136,8 +137,8 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
         recompute: whether act(gate) * up comes last as well.
 
     Returns:
-        (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype; ``joined``: that buffer. ``recompute``: a [..., F] result
-        behind them.
+        (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype; ``joined``: that buffer.
+        ``recompute``: a [..., F] result behind them.
 
     Raises:
         ValueError: the activation is unknown.

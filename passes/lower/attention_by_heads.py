@@ -1,8 +1,8 @@
-"""Attention's backward on some of the heads after the others, where on all of them at once it would need gigabytes beside its results.
+"""Run attention's backward on a few heads at a time where all heads at once would need gigabytes of workspace.
 
-Heads know nothing of each other, so gradients are the same numbers. Vendors' kernels sum dq in fp32 and make dk and dv for every head of q
-(`liveness.workspace`): 6 GiB at 160k tokens of 32 heads. At lengths that need so much, a few heads keep the GPU busy.
-"""
+Heads are independent, so the gradients are bitwise the same. Vendors' kernels sum dq in fp32 and make dk and dv for
+every head of q (`liveness.workspace`): 6 GiB at 160k tokens of 32 heads. At such lengths a few heads keep the GPU
+busy."""
 
 import functools
 from collections import Counter
@@ -52,10 +52,10 @@ def in_turn(
 ) -> list[torch.Tensor | None]:
     """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
     split = [argument.name in BY_HEAD for argument in target._schema.arguments]
-    args = [_copy(value) if i in apart else value for i, value in enumerate(args)]
+    given = [_copy(value) if i in apart else value for i, value in enumerate(args)]
     calls = [
         target(
-            *(_share(value, i, groups) if by_head else value for value, by_head in zip(args, split)), **dict(options)
+            *(_share(value, i, groups) if by_head else value for value, by_head in zip(given, split)), **dict(options)
         )
         for i in range(groups)
     ]
@@ -63,7 +63,7 @@ def in_turn(
 
 
 def _apart(node: Node) -> tuple[int, ...]:
-    """Which arguments get memory of their own, since they would keep that of a larger tensor: v, for one, which lies in the product q|k|v."""
+    """The arguments to copy, since they would keep a larger tensor alive: v, for one, a view of the product q|k|v."""
     given = {
         i: fake
         for i, source in enumerate(node.args)
@@ -78,8 +78,10 @@ def _apart(node: Node) -> tuple[int, ...]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """By a kernel of its own: a clone is fused into what reads it, so that each call would copy its heads when its turn comes, and the larger
-    tensor would stay for the last of them."""
+    """A copy made by a kernel of its own.
+
+    Inductor fuses a clone into its users. Each call would then copy its own heads, and the larger tensor would stay
+    alive until the last call."""
     if not (on_gpu(tensor) and has_triton()):
         return tensor.clone()
     from tunecompile.templates import lora

@@ -31,7 +31,7 @@ def run(graph: Graph, context: Context) -> None:
         provider = op.choose(values, context.precision)
         try:
             expand(graph, node, _bind(provider.run, op, node), context.traced)
-        except Exception as error:  # the reference says the same, only slower
+        except Exception as error:  # the reference computes the same, only slower
             if provider.run is op.reference:
                 raise
             why = f"{type(error).__name__}: {str(error)[:200]}"
@@ -40,7 +40,7 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _bind(run: Callable, op: Op, node: Node) -> Callable:
-    """Tell a provider that asks for it which of the outputs somebody reads, and which of the inputs nobody else does."""
+    """Fill in the parameters `used` and `dying` of a provider that declares them (`tunecompile.ir.op.Op.provider`)."""
     asked, told = inspect.signature(run).parameters, {}
     if "used" in asked:
         read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
@@ -53,7 +53,7 @@ def _bind(run: Callable, op: Op, node: Node) -> Callable:
 
 
 def _dies(value: Node) -> bool:
-    """Whether this is a product, or a view of one, and the only reader of it is the one who asks."""
+    """Whether this is a matrix product, or a view of one, with a single user."""
     while len(value.users) == 1 and value.op == "call_function":
         if value.target is torch.ops.aten.mm.default:
             return True
@@ -64,7 +64,14 @@ def _dies(value: Node) -> bool:
 
 
 def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule] | None) -> None:
-    """Replace a call by the traced graph of `fn` on the same arguments. known: what trials of one compilation traced before; None to trace anew."""
+    """Replace a call by the traced graph of `fn` on the same arguments.
+
+    Args:
+        graph: the call's graph, changed in place.
+        node: the call.
+        fn: takes the call's arguments; is traced to core ATen.
+        known: graphs that earlier trials of this compilation traced, to look up and to extend; None to trace anew.
+    """
     flat, spec = pytree.tree_flatten(list(node.args))
     inputs = [i for i, item in enumerate(flat) if isinstance(item, Node)]
 
@@ -92,7 +99,10 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
 
 
 def _distinct(nodes: list[Node]) -> list:
-    """Their fake values. Tracing knows tensors by identity, and two results of one trace that was used twice are one object."""
+    """The nodes' fake values, each a distinct object: tracing identifies tensors by identity.
+
+    (Where one traced graph was used twice, results of both share one fake value.)
+    """
     owners: dict[int, Node] = {}
 
     def own(node: Node) -> Any:
@@ -107,7 +117,7 @@ def _distinct(nodes: list[Node]) -> list:
 
 
 def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> Any:
-    """What a traced graph depends on."""
+    """Everything that a traced graph depends on, as a key."""
     run, told = (fn.func, tuple(fn.keywords.items())) if isinstance(fn, functools.partial) else (fn, ())
     constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
     like = signature(values)
@@ -119,7 +129,7 @@ def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Nod
     with graph.inserting_before(before):
         for inner in traced.graph.nodes:
             if inner.op == "output":
-                return [placed.get(item) for item in inner.args[0]]  # None: an output nobody reads
+                return [placed.get(item) for item in inner.args[0]]  # None: an output without users
             if inner.op == "placeholder":
                 continue
             if inner.op == "get_attr":

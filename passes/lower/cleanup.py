@@ -1,4 +1,4 @@
-"""Removes what lowering left dead (gradients nobody asked for), undoes what cancels out, and makes sure that no op is left over."""
+"""Remove dead code after lowering, and reshapes and concatenations that cancel out. No op may be left over."""
 
 from operator import getitem
 
@@ -28,21 +28,21 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _whole(cat: Node) -> Node | None:
-    """The tensor a concatenation puts together again from all its pieces, in order."""
+    """The tensor that a concatenation reassembles from all its pieces, in order."""
     shape = cat.meta["val"].shape
     dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape)
-    pieces, offset = [_piece_of(node, dim) for node in cat.args[0]], 0
-    for node, piece in zip(cat.args[0], pieces):
-        if piece is None or piece != (pieces[0][0], offset):
+    base, offset = None, 0
+    for node in cat.args[0]:
+        piece = _piece_of(node, dim)
+        if piece is None or piece != (base or piece[0], offset):
             return None
-        offset = offset + node.meta["val"].shape[dim]
-    base = pieces[0][0]
-    return base if tuple(base.meta["val"].shape) == tuple(shape) else None
+        base, offset = piece[0], offset + node.meta["val"].shape[dim]
+    return base if base is not None and tuple(base.meta["val"].shape) == tuple(shape) else None
 
 
 def _origin(view: Node) -> Node | None:
-    """The tensor that was given another shape and is given its own again here. (Inductor fixes the memory of what it reshapes, and would
-    copy a product that could have been written where it is read.)"""
+    """The tensor that was given another shape and is given its own again here. (Inductor fixes the memory of what it
+    reshapes, and would copy a product that could have been written where it is read.)"""
     value, source = view.meta["val"], view.args[0]
     while source.target in RESHAPES:
         source = source.args[0]
@@ -53,7 +53,7 @@ def _origin(view: Node) -> Node | None:
 
 
 def _escapes(node: Node) -> bool:
-    """Whether the graph returns the node's memory. (The caller may change what it gets, and must not change two things.)"""
+    """Whether the graph returns the node's memory. (A caller may mutate one result, and must not mutate two.)"""
     return any(user.op == "output" or (_is_view(user) and _escapes(user)) for user in node.users)
 
 

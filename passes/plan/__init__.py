@@ -1,4 +1,4 @@
-"""What is decided on the joint graph: tags, pieces, and what the report says of providers. No file here names a model or an op family."""
+"""Passes on the joint graph: recomputation, tiling, and the report on providers. No file names a model or op family."""
 
 from tunecompile.passes.plan.providers import PASS as providers
 from tunecompile.passes.plan.remat import PASS as remat

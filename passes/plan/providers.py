@@ -1,4 +1,4 @@
-"""Which provider will run each op and why, for the report: lowering itself is skipped where Inductor finds the code in its cache."""
+"""Report which provider will run each op, and why. (Lowering is skipped where Inductor finds the code in its cache.)"""
 
 import torch
 from torch.fx import Graph, Node

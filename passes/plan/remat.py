@@ -1,7 +1,7 @@
-"""Save what is dear to compute, recompute what is cheap, and what the layer's plan names; under checkpointing, all that draws no random numbers.
+"""Rematerialization: tag which values the backward recomputes: cheap ones, and those that the layer's plan names.
 
-Tags only: the partitioner (min-cut) decides within them. A value tagged to be saved is saved only if the backward needs it, so
-a product whose result nobody reads again costs no memory.
+Tags only: the partitioner (min-cut) decides within them. A value tagged to be saved is saved only if the backward
+needs it, so a product without a user in the backward costs no memory.
 """
 
 import operator
@@ -18,47 +18,52 @@ from tunecompile.planner.liveness import tensor_bytes
 
 __all__ = ["PASS"]
 
-SMALL = (
-    1 / 16
-)  #: of all a call returns: results (an adapter's XA, a softmax's sums) that stay saved though the call is repeated
+#: a result (an adapter's XA, a softmax's sums) of at most this share of a recomputed call's results stays saved
+SMALL = 1 / 16
 
 
 def run(graph: Graph, context: Context) -> None:
-    backward, dear, plan = backward_nodes(graph), expensive_nodes(graph), context.plan
-    again = set(dear if plan.recompute is None else [node for i, node in enumerate(dear) if i in plan.recompute])
+    backward, expensive, plan = backward_nodes(graph), expensive_nodes(graph), context.plan
+    chosen = expensive if plan.recompute is None else [n for i, n in enumerate(expensive) if i in plan.recompute]
+    recomputed = set(chosen)
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
             continue
         if node.target is operator.getitem:
             policy = node.args[0].meta.get("recompute")
-            if plan.recompute is not None and node.args[0] in again and _is_small(node):
-                node.meta["pinned"] = (
-                    True  # the partitioner never asks what a member of a result is tagged with: see `partition`
-                )
-        elif is_random(node) or communicates(
-            node
-        ):  # its numbers would have to be drawn again from the same state, or all ranks would have to send again
-            policy = CheckpointPolicy.MUST_SAVE
-        elif again and (node in again or node_cost(node) is not Cost.MATMUL):
-            policy = (
-                CheckpointPolicy.MUST_RECOMPUTE
-            )  # also what is fused: min-cut would save it in place of the product it is made of
+            if plan.recompute is not None and node.args[0] in recomputed and _is_small(node):
+                node.meta["pinned"] = True  # the partitioner ignores tags of a tuple's members: see `partition`
         else:
-            policy = _POLICY.get(node_cost(node))
+            policy = _policy(node, recomputed)
         if policy is not None:
-            node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
+            _tag(node, policy)
     written = _written(graph)
     for node in _views_of_inputs(graph, written, backward):
-        node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     for place in written:
         for reader in _readers(place, backward):
-            reader.meta["recompute"], reader.meta["ac_graph_id"] = CheckpointPolicy.MUST_SAVE, 0
+            _tag(reader, CheckpointPolicy.MUST_SAVE)
+
+
+def _policy(node: Node, recomputed: set[Node]) -> CheckpointPolicy | None:
+    if is_random(node) or communicates(node):  # a second run would need the same RNG state, or all ranks to send again
+        return CheckpointPolicy.MUST_SAVE
+    cost = node_cost(node)
+    if recomputed and (node in recomputed or cost is not Cost.MATMUL):
+        return CheckpointPolicy.MUST_RECOMPUTE  # pointwise ones, too: min-cut would save them in place of their product
+    return None if cost is None else _POLICY.get(cost)
+
+
+def _tag(node: Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
 
 
 def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> list[Node]:
-    """The input itself is saved in place of these. Of a weight that DeepSpeed frees and gathers again in the backward pass, a view would keep the first one.
+    """Views of inputs: the input itself is saved in their place.
 
-    (Not of what is written to: the backward would find another value there.)"""
+    A saved view would keep the first copy of a weight that DeepSpeed frees, and gathers once more in the backward pass.
+    Inputs that are written to are left out: the backward would read another value.
+    """
     sources, found = set(graph.find_nodes(op="placeholder")) - written, []
     for node in graph.nodes:
         if (
@@ -74,7 +79,7 @@ def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> l
 
 
 def _written(graph: Graph) -> set[Node]:
-    """Inputs that the forward writes to: in the graph, or behind it, where AOTAutograd copies what the graph returns into them."""
+    """Inputs that the forward mutates: in the graph, or after it, where AOTAutograd copies an output into them."""
     inside = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     behind = [
         into
@@ -87,7 +92,7 @@ def _written(graph: Graph) -> set[Node]:
 
 
 def _readers(written: Node, backward: set[Node]) -> list[Node]:
-    """What the forward makes of a buffer that it then writes to: the backward would find another value there."""
+    """Values that the forward computes from a buffer before mutating it: the backward would read another value."""
     found, pending = [], [user for user in written.users if user not in backward]
     while pending:
         user = pending.pop()

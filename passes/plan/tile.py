@@ -1,7 +1,7 @@
-"""Computes in pieces of the tokens what the layer's plan says: ops with a tiled form make way for it, and so do their backwards.
+"""Tile over the tokens where the layer's plan says so: replace ops and their backwards by their tiled forms.
 
-A tiled form saves nothing but its inputs. So a backward is replaced first, and its op if nobody is left who reads what else it returns.
-"""
+A tiled form saves only its inputs. So backwards are replaced first, and then the ops whose other results have no user
+left."""
 
 import operator
 from typing import Any
@@ -19,10 +19,11 @@ def run(graph: Graph, context: Context) -> None:
     tiles = context.plan.tiles
     if tiles == 1:
         return
-    backwards = {op.backward_op.overload: op for op in OPS.values() if op.tiled is not None}
+    forms = [(op.backward_op, op.tiled.backward_op) for op in OPS.values() if op.tiled is not None]
+    backwards = {old.overload: (old, new) for old, new in forms if old is not None and new is not None}
     for node in list(graph.nodes):
-        if (op := backwards.get(node.target)) is not None:
-            made = _replacement(graph, node, op.backward_op, op.tiled.backward_op, tiles)
+        if (form := backwards.get(node.target)) is not None:
+            made = _replacement(graph, node, *form, tiles)
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
             graph.erase_node(node)
@@ -42,14 +43,14 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _replacement(graph: Graph, node: Node, old: Op, new: Op, tiles: int) -> Node:
-    """The tiled form's call: its parameters go by the names of the others."""
+    """The tiled form's call; its arguments are those of the original call, by name."""
     known: dict[str, Any] = {**dict(zip(old.parameters, node.args)), "tiles": tiles}
     with graph.inserting_before(node):
         return graph.call_function(new.overload, tuple(known[name] for name in new.parameters))
 
 
 def _only_the_first(node: Node) -> Node | None:
-    """The call's first result, if no other is read."""
+    """The call's first result, if no other has a user."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target is operator.getitem and users[0].args[1] == 0 else None
 

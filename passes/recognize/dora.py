@@ -1,4 +1,7 @@
-"""The norms of adapted weights, as PEFT writes them for DoRA: it multiplies both matrices of the adapter by an identity of K x K, as large as the weight or larger."""
+"""The norms of adapted weights, as PEFT writes them for DoRA.
+
+PEFT multiplies both matrices of the adapter by an identity of K x K, which is as large as the weight or larger.
+"""
 
 import torch
 

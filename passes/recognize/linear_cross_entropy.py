@@ -1,9 +1,12 @@
-"""Head and loss inside one graph: a linear, what happens to its rows and scale, and `F.cross_entropy`.
+"""Head and loss inside one graph: a linear, steps on its rows and scale, and `F.cross_entropy`.
 
 (Where the loss is computed outside a region, `tunecompile.runtime.loss_head` joins the two at run time.)
 """
 
+import functools
+import itertools
 import operator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -42,38 +45,56 @@ def _operands(node: Node) -> tuple:
     return node.args[::-1] if node.target is operator.mul and not isinstance(node.args[0], Node) else node.args
 
 
-def _climb(logits: Node) -> tuple[Node, list[Node], float, float] | str:
-    """(linear, nodes that move rows, scale, soft-cap), from the loss upwards; or why the chain is not understood."""
-    rows, scale, softcap, outer = [], 1.0, 0.0, None
-    node = logits
-    while node.target is not linear:
+@dataclass
+class _Chain:
+    """The steps from a head to its loss: softcap * tanh(scale * product / softcap) of some rows."""
+
+    product: Node  #: the linear
+    rows: list[Node]  #: steps that slice or reshape rows, from the loss upwards
+    scale: float = 1.0
+    softcap: float = 0.0  #: 0: none
+    outer: float | None = None  #: the factor after a tanh
+
+    def multiply(self, factor: float, behind_tanh: bool) -> None:
+        """Take in a multiplication of the logits."""
+        if self.outer is None and self.softcap == 0.0 and behind_tanh:
+            self.outer = factor
+        else:
+            self.scale *= factor
+
+
+def _climb(logits: Node) -> _Chain | str:
+    """The chain that ends in `logits`, read upwards; or the reason why it is not understood."""
+    chain = _Chain(logits, [])
+    while (node := chain.product).target is not linear:
         if len(node.users) > 1:
             return "the logits are used elsewhere too"
         args = _operands(node)
         source = args[0] if args and isinstance(args[0], Node) else None
         if source is None:
             return f"{node.name} is no step from a head to its loss"
-        if _is(node, "view", "reshape", "contiguous", "flatten") or node.target is torch.flatten:
-            rows.append(node)
-        elif node.target is operator.getitem and _cuts_rows(node):
-            rows.append(node)
+        if _moves_rows(node):
+            chain.rows.append(node)
         elif node.target in (operator.mul, operator.truediv) and isinstance(args[1], (int, float)):
             factor = float(args[1]) if node.target is operator.mul else 1.0 / args[1]
-            if outer is None and softcap == 0.0 and source.target is torch.tanh:
-                outer = factor
-            else:
-                scale *= factor
+            chain.multiply(factor, source.target is torch.tanh)
         elif node.target is torch.tanh:
-            if outer is None or softcap:
+            if chain.outer is None or chain.softcap:
                 return "a tanh that is not scaled back"
-            softcap, scale = outer, scale * outer
+            chain.softcap, chain.scale = chain.outer, chain.scale * chain.outer
         elif not _is(node, "to"):
             return f"{node.name} is no step from a head to its loss"
-        node = source
-    moves = [step.target is operator.getitem for step in reversed(rows)]
-    if any(later and not earlier for earlier, later in zip(moves, moves[1:])):
+        chain.product = source
+    slices = [step.target is operator.getitem for step in reversed(chain.rows)]
+    if any(later and not earlier for earlier, later in itertools.pairwise(slices)):
         return "rows are sliced after they were reshaped"
-    return node, rows, scale, softcap
+    return chain
+
+
+def _moves_rows(node: Node) -> bool:
+    if _is(node, "view", "reshape", "contiguous", "flatten") or node.target is torch.flatten:
+        return True
+    return node.target is operator.getitem and _cuts_rows(node)
 
 
 def _cuts_rows(node: Node) -> bool:
@@ -99,72 +120,69 @@ def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("linear_cross_entropy")
     for node in [n for n in graph.nodes if n.target is F.cross_entropy]:
         tally.found += 1
-        arguments = _arguments(node)
-        chain = _refuse(node, arguments) or _climb(arguments["input"])
-        if not isinstance(chain, str) and len(chain[0].users) > 1:
-            chain = "the logits are used elsewhere too"
-        if (
-            not isinstance(chain, str)
-            and arguments["reduction"] == "none"
-            and dtype_of(arguments["input"]) == torch.float64 != dtype_of(chain[0])
-        ):
-            chain = "each row's loss is computed in torch.float64"
-        if isinstance(chain, str):
-            tally.refused.append(chain + where_from(node))
-            continue
-        product, rows, scale, softcap = chain
-        if value(arguments["input"]).shape[-1] != value(product).shape[-1]:
-            tally.refused.append("the vocabulary is reshaped" + where_from(node))
-            continue
-        bound = {
-            "x": product.args[0],
-            "weight": product.args[1],
-            "bias": product.args[2],
-            "target": arguments["target"],
-        }
-        climbed = [n for n in graph.nodes if n in _between(arguments["input"], product)]
-
-        def build(x, weight, bias, target):
-            dtype = dtype_of(product)
-            x, weight, bias = (
-                v if v is None or dtype_of(product.args[i]) == dtype else v.to(dtype)
-                for i, v in enumerate((x, weight, bias))
-            )
-            for step in reversed(rows):
-                if step.target is operator.getitem:
-                    x = x[_without_vocabulary(step)]
-            x = x.reshape(-1, value(product.args[0]).shape[-1])
-            trained = [getattr(value(v), "requires_grad", False) for v in product.args]
-            op = linear_cross_entropy_rows if arguments["reduction"] == "none" else linear_cross_entropy
-            made = op(
-                x,
-                weight,
-                bias,
-                None,
-                None,
-                target,
-                scale,
-                softcap,
-                arguments["ignore_index"],
-                arguments["label_smoothing"],
-                trained[0],
-                trained[1] or trained[2],
-            )
-            loss = (
-                mean_of_labelled(made[0], target, arguments["ignore_index"])
-                if arguments["reduction"] == "mean"
-                else made[0]
-            )
-            return (
-                loss if torch.promote_types(dtype, torch.float32) == value(node).dtype else loss.to(value(node).dtype)
-            )
-
-        if (reason := replace(graph, (node,), build, bound)) is not None:
+        reason = _rewrite(graph, node)
+        if reason is None:
+            tally.rewritten += 1
+        else:
             tally.refused.append(reason + where_from(node))
-            continue
-        erase_dead(graph, [node, *climbed])
-        tally.rewritten += 1
     context.tallies.append(tally)
+
+
+def _rewrite(graph: Graph, node: Node) -> str | None:
+    """Replace a loss and its chain by the op; or return the reason why not."""
+    arguments = _arguments(node)
+    logits = arguments["input"]
+    chain = _refuse(node, arguments) or _climb(logits)
+    if isinstance(chain, str):
+        return chain
+    product = chain.product
+    if len(product.users) > 1:
+        return "the logits are used elsewhere too"
+    if arguments["reduction"] == "none" and dtype_of(logits) == torch.float64 != dtype_of(product):
+        return "each row's loss is computed in torch.float64"
+    if value(logits).shape[-1] != value(product).shape[-1]:
+        return "the vocabulary is reshaped"
+    bound = dict(zip(("x", "weight", "bias"), product.args)) | {"target": arguments["target"]}
+    climbed = [n for n in graph.nodes if n in _between(logits, product)]
+    build = functools.partial(_build, node, chain, arguments)
+    if (reason := replace(graph, (node,), build, bound)) is not None:
+        return reason
+    erase_dead(graph, [node, *climbed])
+    return None
+
+
+def _build(node: Node, chain: _Chain, arguments: dict, x, weight, bias, target):
+    """The op on the rows that the loss reads, in the product's dtype."""
+    product, dtype = chain.product, dtype_of(chain.product)
+    x = x if dtype_of(product.args[0]) == dtype else x.to(dtype)
+    weight, bias = (
+        v if v is None or dtype_of(given) == dtype else v.to(dtype)
+        for v, given in zip((weight, bias), product.args[1:])
+    )
+    for step in reversed(chain.rows):
+        if step.target is operator.getitem:
+            x = x[_without_vocabulary(step)]
+    x = x.reshape(-1, value(product.args[0]).shape[-1])
+    trained = [getattr(value(v), "requires_grad", False) for v in product.args]
+    reduction, ignore_index = arguments["reduction"], arguments["ignore_index"]
+    op = linear_cross_entropy_rows if reduction == "none" else linear_cross_entropy
+    made = op(
+        x,
+        weight,
+        bias,
+        None,
+        None,
+        target,
+        chain.scale,
+        chain.softcap,
+        ignore_index,
+        arguments["label_smoothing"],
+        trained[0],
+        trained[1] or trained[2],
+    )
+    loss = mean_of_labelled(made[0], target, ignore_index) if reduction == "mean" else made[0]
+    wanted = value(node).dtype
+    return loss if dtype is not None and torch.promote_types(dtype, torch.float32) == wanted else loss.to(wanted)
 
 
 def _without_vocabulary(step: Node) -> tuple:

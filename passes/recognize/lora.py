@@ -1,4 +1,7 @@
-"""Low-rank adapters beside a frozen linear, in any of its spellings, as PEFT writes them: with or without casts, dropout, biases, rank scaling and magnitudes."""
+"""Low-rank adapters of a frozen linear, as PEFT writes them.
+
+With or without casts, dropout, biases, rank scaling and magnitudes, in any spelling of the linear.
+"""
 
 import torch
 
@@ -91,7 +94,7 @@ def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
 
 
 def _build_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, magnitude, match):
-    """(m - 1) base + m delta, beside base: m times the adapted product, which is rounded once. The bias is not multiplied."""
+    """Build m times the adapted product, rounded once, for (m - 1) base + m delta. The bias is not multiplied."""
     made, dtype = (
         _product(x, weight, None, a, b, scale, adapter_input, match) * magnitude,
         torch.promote_types(dtype_of(_base(match)), dtype_of(match.bound["magnitude"])),

@@ -13,7 +13,7 @@ __all__ = ["PASS"]
 
 
 def _same_format(node: Node, weights: list[Node]) -> bool:
-    """All weights come from `dequantize_4bit`, are read here only, and agree in blocks, code, double quantisation and dtype."""
+    """Whether all weights come from `dequantize_4bit`, have no other user, and agree in format and dtype."""
     if not all(w.target is dequantize_4bit.overload and len(w.users) == 1 for w in weights):
         return False
     formats = {(w.args[2] is None, w.args[7], w.args[8], w.args[9]) for w in weights}

@@ -1,4 +1,4 @@
-"""RMSNorm as model code writes it: Llama's rounding before the scale, OLMo's after it, Gemma's 1 + w, and torch's own."""
+"""RMSNorm as models write it: rounded before the scale (Llama) or after it (OLMo), Gemma's 1 + w, and torch's own."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ def _norm(x, eps):
 
 
 def _wide(match: Match) -> str | None:
-    """The statistics must be computed in fp32 (or wider), as the op does; weight is a vector as long as the last dimension."""
+    """Require statistics in fp32 or wider, as the op computes them, and a weight as long as the last dimension."""
     x, weight = match.bound["x"], match.bound["weight"]
     if not isinstance(match.bound["eps"], float):
         return "eps is not a constant"

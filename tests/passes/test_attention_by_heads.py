@@ -59,7 +59,7 @@ def split(gm):
 @pytest.fixture
 def scarce(monkeypatch):
     """Two heads of k are all there is room for, on any device."""
-    monkeypatch.setattr(by_heads, "workspace", lambda node: by_heads.bound(node)["key"].meta["val"].shape[1])
+    monkeypatch.setattr(by_heads, "workspace", lambda node: by_heads.bound_arguments(node)["key"].meta["val"].shape[1])
     allow(monkeypatch, 2)
 
 
