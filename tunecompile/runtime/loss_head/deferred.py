@@ -1,4 +1,4 @@
-"""Tensors that are computed when somebody reads them."""
+"""Deferred tensors: computed when their values are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunecompile.notes import Note
 
 
 class Unfit(Exception):
-    """Something that a loss without logits cannot be made of.
+    """A recorded chain does not fit a loss without logits.
 
     Args:
         reason: a note.
@@ -30,9 +30,9 @@ class Unfit(Exception):
 
 @dataclass(eq=False)
 class GradientProbe:
-    """Where a deferred tensor would stand in the autograd graph."""
+    """The place of a deferred tensor in the autograd graph."""
 
-    asked: str = ""  #: the call by which somebody asked for the gradient that arrives there
+    asked: str = ""  #: the call that requested the gradient that arrives here
 
 
 class DeferredValue(Protocol):
@@ -45,16 +45,17 @@ class DeferredValue(Protocol):
     line: tuple[GradientProbe, ...]  #: of all that it was recorded from, then its own
 
     def materialize(self) -> Tensor:
-        """The tensor itself, part of the autograd graph like any other; the same one however often it is asked for."""
+        """Return the computed tensor, part of the autograd graph; the same one at each call."""
 
     def again(self, hidden: Tensor) -> Tensor | None:
-        """The same of `hidden`, in a graph and memory of its own; None where somebody wrote into it."""
+        """Compute it from `hidden`, in a new graph and new memory; None where it was written to."""
 
     def read_by(self, func: Callable) -> None:
-        """For the report: `func` is about to read it."""
+        """Note for the report that `func` is about to read it."""
 
 
-#: function -> (function, args, kwargs) -> a tensor. `RECORD` makes deferred ones, `LOSSES` computes. Each may return NotImplemented, or raise `Unfit`.
+#: function -> (function, args, kwargs) -> a tensor: deferred by `RECORD`, computed by `LOSSES`; or NotImplemented.
+#: A handler may raise `Unfit`.
 Handler = Callable[[Callable, tuple, dict], Any]
 RECORD: dict[Callable, Handler] = {}
 LOSSES: dict[Callable, Handler] = {}
@@ -63,7 +64,7 @@ MASKS: dict[Callable, Callable[[LazyTensor, tuple, dict], bool]] = {}
 
 
 def handles(table: dict, *functions: Callable) -> Callable:
-    """A decorator: what it stands over is asked about calls of `functions`."""
+    """Register the decorated handler for calls of `functions`."""
 
     def register(handler: Callable) -> Callable:
         table.update(dict.fromkeys(functions, handler))
@@ -73,7 +74,7 @@ def handles(table: dict, *functions: Callable) -> Callable:
 
 
 class _History(torch.autograd.Function):
-    """The place of a deferred tensor in the autograd graph, for those who ask for no value: a function of the user's own that takes it, say."""
+    """The node of a deferred tensor in the autograd graph, for users that read no value: a custom function, say."""
 
     @staticmethod
     def forward(ctx, recipe: DeferredValue, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -89,7 +90,8 @@ class _History(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple:
         if ctx.versions != [t._version for t in ctx.inputs]:
             raise RuntimeError(
-                "what logits are made of has been modified by an inplace operation between the forward and the backward pass"
+                "what logits are made of has been modified by an inplace operation "
+                "between the forward and the backward pass"
             )
         hidden, needed = ctx.inputs[0], ctx.needs_input_grad[1:]
         with torch.enable_grad():
@@ -103,7 +105,7 @@ class _History(torch.autograd.Function):
 
 
 class _Adopted(torch.autograd.Function):
-    """The value of a deferred tensor that somebody's function returned: its gradient goes to that function's own backward."""
+    """The value of a deferred tensor that a custom function returned; the gradient goes to that function's backward."""
 
     @staticmethod
     def forward(ctx, lazy: Tensor, value: Tensor) -> Tensor:
@@ -115,8 +117,9 @@ class _Adopted(torch.autograd.Function):
 
 
 class LazyTensor(Tensor):
-    """A tensor that is made by its recipe when somebody reads it. Shape, strides, dtype and device are those of the real one: a kernel takes the strides of
-    what it is given, and the address, for which the real one is made (TRL's Triton kernels for log-probabilities)."""
+    """A tensor that is made by its recipe when somebody reads it. Shape, strides, dtype and device are those of the
+    real one: a kernel takes the strides of what it is given, and the address, for which the real one is made (TRL's
+    Triton kernels for log-probabilities)."""
 
     @staticmethod
     def __new__(cls, recipe: DeferredValue):
@@ -130,7 +133,7 @@ class LazyTensor(Tensor):
 
     @property
     def adopted(self) -> bool:
-        """Whether an autograd function of somebody's made it, without a history of its own, and returned it. (DDP's only clones.)"""
+        """Whether a custom autograd function returned it without a history of its own. (DDP's function only clones.)"""
         if self.recipe.trained or not self.requires_grad:
             return False
         self.recipe.trained = type(natively(Tensor.grad_fn.__get__, self)).__name__ == "_DDPSinkBackward"
@@ -211,7 +214,7 @@ _METADATA |= {
 
 
 def lazily(recipe: DeferredValue) -> LazyTensor:
-    """What `recipe` makes, deferred."""
+    """Return the deferred tensor of `recipe`."""
     return (
         _History.apply(recipe, recipe.hidden, *recipe.head.module.parameters())
         if recipe.trained
@@ -220,29 +223,32 @@ def lazily(recipe: DeferredValue) -> LazyTensor:
 
 
 def recipe_of(value: Any) -> Any:
-    """The recipe of a tensor that is deferred; None of others."""
+    """Return the recipe of a deferred tensor; None for any other value."""
     return value.recipe if isinstance(value, LazyTensor) and not value.adopted else None
 
 
 def natively(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What torch makes of a call when a deferred tensor is one like any other: it is where its place in the graph is."""
+    """Call `func` with deferred tensors treated as plain ones, at their places in the autograd graph."""
     with plain_tensors():
         return func(*args, **kwargs)
 
 
-# -- gradients that somebody waits for --------------------------------------------------------------------------------------
+# -- requested gradients --
 
 _PASSED_BY = "tunecompile.passed_by"  #: in a node's metadata
 WITHOUT = "the loss was computed without making them"
 
 
 def is_asked(line: Iterable[GradientProbe]) -> bool:
-    """Whether somebody waits for a gradient there."""
+    """Return whether a gradient at one of these places is requested."""
     return any(place.asked for place in line)
 
 
 def pass_by(made: Tensor, line: Iterable[GradientProbe]) -> Tensor:
-    """`made`, whose gradient does not arrive at the places of `line`. Whoever waits for it there, from before or from later on, is told in the backward pass."""
+    """Return `made`, whose gradient does not arrive at the places of `line`.
+
+    If a gradient there is requested, now or later, the backward pass raises `NoGradient`.
+    """
     line, node = tuple(line), made.grad_fn
     if node is None or not line:
         return made
@@ -258,7 +264,7 @@ def pass_by(made: Tensor, line: Iterable[GradientProbe]) -> Tensor:
 
 
 def passed_by(outputs: Iterable[Tensor]) -> set[GradientProbe]:
-    """The places at which the gradient of `outputs` does not arrive, or not all of it."""
+    """Return the places at which the gradient of `outputs` does not arrive, or not all of it."""
     nodes, places = (
         {natively(Tensor.grad_fn.__get__, output) for output in outputs if isinstance(output, Tensor)} - {None},
         set(),
@@ -306,7 +312,7 @@ def _real(tree: Any) -> Any:
 
 
 def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Heads whose hidden states are zero at padding learn that their logits are read where nothing says that padding is left out."""
+    """Tell heads with zeros at padding that their logits are read where nothing shows that padding is left out."""
     if not torch.is_grad_enabled():
         return
     for leaf in pytree.tree_leaves((args, kwargs)):

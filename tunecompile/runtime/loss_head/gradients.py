@@ -1,8 +1,8 @@
-"""Who asks for the gradient at deferred logits: by a hook, `retain_grad`, `torch.autograd.grad` or `backward(inputs=...)`.
+"""Requests for the gradient at deferred logits: a hook, `retain_grad`, `torch.autograd.grad`, `backward(inputs=...)`.
 
-They are made then, and all that is computed of them from now on passes them. What was computed before, without making them, does not: its backward
-pass says so (`pass_by`), for a hook that is never called looks like a gradient that is zero.
-"""
+They are made then, and all that is computed of them from now on passes them. What was computed before, without making
+them, does not: its backward pass says so (`pass_by`), for a hook that is never called looks like a gradient that is
+zero."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tunecompile.integrations.fsdp import is_its_own, waits_for_backward
 from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, LazyTensor, handles, natively, passed_by
 from tunecompile.runtime.loss_head.logits import Logits
 
-_SEVERAL = "register_multi_grad_hook"  #: begins the name of what `torch.autograd.graph.register_multi_grad_hook` registers at each of several tensors
+#: `torch.autograd.graph.register_multi_grad_hook` registers functions at each tensor whose names begin with it
+_SEVERAL = "register_multi_grad_hook"
 
 
 @handles(RECORD, Tensor.register_hook)
 def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """FSDP's own look at no gradient: nobody misses one."""
+    """Register a hook at the real logits. FSDP's own hooks read no gradient, and need none."""
     lazy, given = args[0], args[1] if len(args) == 2 else None
-    if is_its_own(given) and not lazy.adopted:
-        return _tell_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
+    if given is not None and is_its_own(given) and not lazy.adopted:
+        return _hook_of_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
     if (
         lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL)
     ):  # it has read `grad_fn`, and waits for that node
@@ -35,8 +36,11 @@ def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     return _ask_at(lazy, func, args, kwargs)
 
 
-def _tell_fsdp(recipe: Logits, given: Callable) -> Any:
-    """FSDP2 has all that a model returns tell it of the backward pass. Where that is a loss of these logits as well, they need not be made for it."""
+def _hook_of_fsdp(recipe: Logits, given: Callable) -> Any:
+    """Keep the logits deferred under FSDP2, which hooks all outputs of a model to see its backward pass begin.
+
+    Where a loss of these logits is an output, too, they need not be computed for the hook.
+    """
     if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(given):
         return NotImplemented
     recipe.hooks.append(given)
@@ -45,12 +49,12 @@ def _tell_fsdp(recipe: Logits, given: Callable) -> Any:
 
 @handles(RECORD, Tensor.retain_grad)
 def retain_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The real one keeps it, for `grad` below."""
+    """Retain the gradient at the real logits, where `grad` below finds it."""
     return _ask_at(args[0], func, args, kwargs)
 
 
 def _ask_at(lazy: LazyTensor, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """NotImplemented, where the real one is to be called."""
+    """Note the request; NotImplemented sends the call to the real logits."""
     if lazy.adopted:  # what is made of it has it behind itself
         return natively(func, *args, **kwargs)
     lazy.recipe.line[-1].asked = func.__name__
@@ -59,7 +63,7 @@ def _ask_at(lazy: LazyTensor, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(RECORD, torch.autograd.grad, torch.autograd.backward)
 def differentiate(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """No node may be called whose backward pass would tell of it, so the graph is searched."""
+    """Refuse gradients that do not arrive. The graph is searched, since no node that would report it may be called."""
     inputs = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
     asked = [lazy for lazy in inputs or () if isinstance(lazy, LazyTensor)]
     if asked and all(lazy.adopted for lazy in asked):
@@ -71,7 +75,10 @@ def differentiate(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(RECORD, Tensor.grad.__get__)
 def grad(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
-    """Nothing is made for it. Older versions of torch call nobody where `backward` has deferred tensors as inputs, and keep gradients at these, not at the real ones."""
+    """Return the gradient without computing logits.
+
+    Where `backward` has deferred tensors as inputs, older versions of torch call no handler, and accumulate gradients
+    at the deferred tensors, not at the real ones."""
     lazy = args[0]
     kept = natively(Tensor.retains_grad.__get__, lazy)
     found = natively(func, lazy) if kept or lazy.recipe.real is None else func(lazy.recipe.real)
@@ -85,6 +92,6 @@ def grad(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
 
 @handles(RECORD, Tensor.grad_fn.__get__)
 def grad_fn(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Where the gradient arrives, of those that are made; DDP asks for it of those that are not."""
+    """Return the node at which the gradient of computed logits arrives; DDP reads it of deferred ones, too."""
     lazy = args[0]
     return natively(func, lazy) if lazy.recipe.real is None or lazy.adopted else func(lazy.recipe.real)

@@ -1,4 +1,4 @@
-"""What a head multiplies hidden states by, whatever module it is: its weight, and an adapter's two matrices beside it."""
+"""The matrix product of a head, whatever module it is: its weight, and the two matrices of an adapter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotLinear(Exception):
     """The head does something else.
 
     Args:
-        reason: a note that says what.
+        reason: a note that says what it does.
     """
 
     def __init__(self, reason: Note):
@@ -49,11 +49,11 @@ class LinearHead:
 
     @property
     def vocabulary(self) -> int:
-        """How many logits a row has."""
+        """The number of logits of a row."""
         return whole(self.weight).shape[0]
 
     def inner(self, hidden: Tensor) -> Tensor | None:
-        """scale * x down^T: [T, r]."""
+        """Return scale * x down^T, [T, r]; None without an adapter."""
         return (
             None
             if self.down is None
@@ -61,6 +61,7 @@ class LinearHead:
         )
 
     def outer(self) -> Tensor | None:
+        """Return up, [V, r], in `adapter_dtype`; None without an adapter."""
         return None if self.up is None else self.up.to(self.adapter_dtype)
 
 
@@ -69,8 +70,8 @@ def _head(module: nn.Module, hidden: Tensor) -> Tensor:
 
 
 class HeadTracer:
-    """Has Dynamo trace a head, and reads the product off the graph. Dynamo's guards see to it that what was read is still so: another adapter,
-    or another weight, is read anew."""
+    """Has Dynamo trace a head, and reads the product off the graph. Dynamo's guards see to it that what was read is
+    still so: another adapter, or another weight, is read anew."""
 
     def __init__(self, module: nn.Module, passes: Sequence[Pass]):
         self.module, self.passes = module, passes
@@ -94,7 +95,7 @@ class HeadTracer:
         self.found, before = None, [dict(vars(module)) for module in self.module.modules()]
         try:
             call_compiled(self.call, self.module, like)
-        except Exception as error:  # Dynamo cannot trace it, or not in one piece: its logits are computed
+        except Exception as error:  # Dynamo cannot trace it, or breaks the graph: its logits are computed
             line = str(error).strip().splitlines()[0][:100]
             raise NotLinear(self.reason or note("cannot-be-traced", detail=line)) from None
         if self._keeps_something(before):
@@ -104,7 +105,7 @@ class HeadTracer:
         return self.found
 
     def _keeps_something(self, before: list[dict[str, Any]]) -> bool:
-        """Whether the head stored what it was called with, which was blank. It is as it was before, in any case."""
+        """Whether the head stored results of the call, whose input was blank. Its attributes are restored."""
         changed = False
         for module, then in zip(self.module.modules(), before):
             now = vars(module)
@@ -124,17 +125,18 @@ class HeadTracer:
             self.reason = other.reason
             read = None
 
-        peel = weakref.ref(self)  # Dynamo's cache holds what it runs, where Python's collector does not look
+        tracer = weakref.ref(self)  # Dynamo's cache holds `run`, out of reach of Python's garbage collector
 
         def run(*arguments: Any) -> list:
-            peel().found = read(arguments) if read is not None else None
-            return [arguments[0]]  # nobody reads it
+            if (owner := tracer()) is not None:
+                owner.found = read(arguments) if read is not None else None
+            return [arguments[0]]  # unused
 
         return run
 
 
 def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
-    """A function from the graph's inputs to the product it computes."""
+    """A function from the graph's inputs to the product that it computes."""
     inputs = list(graph.find_nodes(op="placeholder"))
     (returned,) = graph.find_nodes(op="output")
     outputs = returned.args[0]
@@ -172,13 +174,16 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
 
     def product(arguments: Sequence[Any]) -> LinearHead:
         weight, bias, *adapter = (None if place is None else arguments[place] for place in tensors)
-        return LinearHead(weight, bias, exact, *adapter, *((scales[0], adapter_dtype) if adapter else ()))
+        if not adapter:
+            return LinearHead(weight, bias, exact)
+        down, up = adapter
+        return LinearHead(weight, bias, exact, down, up, scales[0], adapter_dtype)
 
     return product
 
 
 def _source(node: Node, path: set[Node], exact: torch.dtype | None = None) -> Node:
-    """Behind casts that lose nothing, or that are to the dtype `exact` in which it is read anyway."""
+    """The source of casts that lose nothing, or that are to the dtype `exact`, in which it is read anyway."""
     while (
         node.op == "call_method"
         and node.target == "to"

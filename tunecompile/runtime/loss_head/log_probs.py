@@ -1,4 +1,4 @@
-"""What is taken of each row of deferred logits: log-probabilities of labels, spelled by log_softmax and gather or by logsumexp."""
+"""One number for each row of deferred logits: log-probabilities of labels, by log_softmax and gather, or logsumexp."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from tunecompile.runtime.loss_head.losses import each_row, result_dtype
 
 @dataclass(eq=False)
 class RowReduction:
-    """The recipe of one number for each row, in the rows' order: their logsumexp, or what `index` picks of logits or log-probabilities."""
+    """The recipe of one number for each row: its logsumexp, or the logit or log-probability that `index` picks."""
 
     origin: Logits
-    steps: tuple[LogitStep, ...]  #: of the origin, then
+    steps: tuple[LogitStep, ...]  #: of the origin, when this was recorded
     reduce: LogitStep
     index: Tensor | None  #: [rows..., 1]; None for logsumexp
     meta: Tensor
@@ -108,7 +108,7 @@ def _take(origin: Logits, reduce: LogitStep, index: Tensor | None = None) -> Laz
 
 
 def log_probabilities(origin: Logits, chain: Chain, index: Tensor, meta: Tensor, trained: bool) -> Tensor:
-    """Those that `index` names, one a row, as a tensor like `meta`.
+    """Return the log-probabilities that `index` picks, one a row, with the shape and dtype of `meta`.
 
     Raises:
         Unfit: the user's own code computes with more digits.
@@ -125,11 +125,12 @@ def _deferred(value: Any) -> Logits | None:
     return recipe if isinstance(recipe, Logits) and recipe.deferred else None
 
 
-# -- recorded ---------------------------------------------------------------------------------------------------------------
+# -- recorded --
 
 
 @handles(RECORD, F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
 def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Record log_softmax over the vocabulary."""
     given = _bound(("input", "dim", "_stacklevel" if func is F.log_softmax else "dtype", "dtype"), args, kwargs)
     recipe = _deferred(given.get("input"))
     dtype = given.get("dtype")
@@ -142,7 +143,7 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if understand(recipe).normalized:
         raise Unfit(note("log-probs-normalised-again"))
-    # Autocast's own dtype is written down, since whoever reads the real ones may do so outside.
+    # autocast's own dtype is recorded, since the real values may be computed outside of it
     dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
     return recipe.then(
         LogitStep(torch.log_softmax, (-1,), {"dtype": dtype}),
@@ -153,6 +154,7 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(RECORD, torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Record logsumexp over the vocabulary."""
     given = _bound(("input", "dim", "keepdim"), args, kwargs)
     recipe = _deferred(given.get("input"))
     if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1, (-1,), [-1]):
@@ -167,7 +169,7 @@ def logsumexp(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(RECORD, torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
 def gather(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Of logits, whose logsumexp may be subtracted later, and of log-probabilities of one row of a batch, which others may join."""
+    """Record a gather of logits, whose logsumexp may be subtracted later, or of one batch row's log-probabilities."""
     if (found := _picks(func, args, kwargs)) is None or (found[1].normalized and _piece(found[0].steps) is None):
         return NotImplemented
     index = found[2].clone()  # the user may write into it
@@ -175,7 +177,7 @@ def gather(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Tensor] | None:
-    """(logits, what they are, index) of a call that takes one value of each row."""
+    """The logits, their chain and the index of a call that takes one value of each row."""
     along = func in (torch.take_along_dim, Tensor.take_along_dim)
     given = _bound(("input", "indices", "dim") if along else ("input", "dim", "index"), args, kwargs)
     recipe, index = _deferred(given.pop("input", None)), given.pop("indices" if along else "index", None)
@@ -196,7 +198,7 @@ def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Te
 
 @handles(RECORD, Tensor.unbind, torch.unbind)
 def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Also what a loop over a batch does."""
+    """Record one row at a time; a loop over a batch calls it, too."""
     given = _bound(("input", "dim"), args, kwargs)
     recipe = _deferred(given.get("input"))
     if recipe is None or given.get("dim", 0) != 0 or recipe.meta.dim() < 2:
@@ -205,7 +207,7 @@ def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Views of what was taken leave its order."""
+    """Record a view of a row reduction, which keeps the rows' order."""
     recipe = recipe_of(args[0]) if args else None
     if not isinstance(recipe, RowReduction) or recipe.real is not None:
         return record(func, args, kwargs)
@@ -224,11 +226,12 @@ def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
 RECORD.update(dict.fromkeys(RESHAPES | COPIES, _seen))
 
 
-# -- computed ---------------------------------------------------------------------------------------------------------------
+# -- computed --
 
 
 @handles(LOSSES, torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
 def log_probability(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Compute the log-probabilities that a gather picks."""
     if (found := _picks(func, args, kwargs)) is None or not found[1].normalized:
         return NotImplemented
     recipe, chain, index = found
@@ -237,9 +240,11 @@ def log_probability(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(LOSSES, torch.sub, Tensor.sub, Tensor.__sub__, torch.subtract, Tensor.subtract)
 def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The logit of each label, less its row's logsumexp."""
+    """Compute the log-probability of each label as its logit minus its row's logsumexp."""
     picked, total = map(recipe_of, args) if len(args) == 2 and not kwargs else (None, None)
-    if not all(isinstance(taken, RowReduction) and taken.real is None for taken in (picked, total)):
+    if not isinstance(picked, RowReduction) or not isinstance(total, RowReduction):
+        return NotImplemented
+    if picked.real is not None or total.real is not None:
         return NotImplemented
     same = (
         picked.steps == total.steps
@@ -258,7 +263,7 @@ def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
     return log_probabilities(picked.origin, chain, picked.index, picked.meta, picked.trained)
 
 
-# -- a batch, row by row ----------------------------------------------------------------------------------------------------
+# -- a batch, row by row --
 
 _WHOLE = (
     CASTS | PRODUCTS | QUOTIENTS | TANH | {torch.log_softmax, Tensor.contiguous, Tensor.clone, torch.clone}
@@ -266,7 +271,7 @@ _WHOLE = (
 
 
 def _piece(steps: tuple[LogitStep, ...]) -> int | None:
-    """Where in `steps` one row of a batch is taken, all after which could have been done to the whole batch; None for nowhere."""
+    """The position in `steps` that takes one row of a batch, if all later steps also apply to the whole batch."""
     for at in reversed(range(len(steps))):
         if steps[at].function in SLICES and type(steps[at].args[0]) is int:
             return at
@@ -276,7 +281,7 @@ def _piece(steps: tuple[LogitStep, ...]) -> int | None:
 
 
 def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
-    """What was taken of all rows of a batch in their order, and which step takes a row, if a call stacks just that."""
+    """The reductions of all rows of a batch in order, and the step that takes a row, if a call stacks just these."""
     if len(args) != 1 or kwargs not in ({}, {"dim": 0}) or not isinstance(args[0], (list, tuple)):
         return None
     parts = [recipe_of(part) for part in args[0]]
@@ -309,7 +314,7 @@ def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
 
 @handles(RECORD, torch.stack)
 def stacked_sums(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The logsumexp of all rows."""
+    """Record the logsumexp of a whole batch, where its rows' are stacked."""
     if (joined := _joined(args, kwargs)) is None or (first := joined[0][0]).index is not None:
         return NotImplemented
     source = first.origin.source
@@ -325,6 +330,7 @@ def stacked_sums(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handles(LOSSES, torch.stack)
 def stacked_log_probabilities(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Compute the log-probabilities of a whole batch, where its rows' are stacked."""
     if (
         (joined := _joined(args, kwargs)) is None
         or not (first := joined[0][0]).index is not None

@@ -1,4 +1,4 @@
-"""What recorded steps mean: which rows of the hidden states, and what becomes of the head's product before a loss sees it."""
+"""The meaning of recorded steps: rows of the hidden states, and scale, soft-cap and log-softmax of the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _SCALE = _MULTIPLY | QUOTIENTS | QUOTIENTS_IN_PLACE
 
 @dataclass(frozen=True)
 class Chain:
-    """hidden [..., H] -> softcap * tanh(scale * x / softcap) of the head's product x, [..., V]; then log_softmax of it, if `normalized`."""
+    """hidden [..., H] -> softcap * tanh(scale * x / softcap), with x the head's product, [..., V].
+
+    Then log_softmax of it, if `normalized`.
+    """
 
     hidden: Tensor
     scale: float = 1.0
@@ -38,15 +41,15 @@ class Chain:
 
     @property
     def rows(self) -> Tensor:
-        """The hidden states of its rows, in their order: [T, H]."""
+        """The hidden states of the chain's rows, in their order: [T, H]."""
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
 
 def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chain:
-    """What `steps`, else all of the recipe's, come to.
+    """Return the chain that `steps` amount to; by default all steps of the recipe.
 
     Raises:
-        Unfit: they do something else.
+        Unfit: a step is not part of a chain.
     """
     chain, vocabulary = Chain(recipe.hidden), recipe.product.vocabulary
     for step in recipe.steps if steps is None else steps:
@@ -84,7 +87,7 @@ def _scaled(chain: Chain, step: LogitStep) -> Chain:
 
 
 def _rows(index: object, dims: int) -> tuple:
-    """Of an index into [rows..., V] that leaves the vocabulary whole, what takes the rows."""
+    """The part for the rows of an index into [rows..., V] that leaves the vocabulary whole."""
     parts = index if isinstance(index, tuple) else (index,)
     if sum(part is Ellipsis for part in parts) == 1:
         at = next(i for i, part in enumerate(parts) if part is Ellipsis)
@@ -96,7 +99,7 @@ def _rows(index: object, dims: int) -> tuple:
 
 
 def _reshaped(hidden: Tensor, step: LogitStep, vocabulary: int) -> Tensor:
-    """Where the last dimension stays the vocabulary, rows stay whole and in their order."""
+    """The hidden states after a reshape of the logits. If the last dim stays the vocabulary, rows stay in order."""
     shape = step(torch.empty((*hidden.shape[:-1], vocabulary), device="meta")).shape
     if not shape or shape[-1] != vocabulary:
         raise Unfit(note("vocabulary-reshaped"))

@@ -39,7 +39,7 @@ class LogitStep:
 
 @dataclass
 class LogitMemory:
-    """What several deferred tensors share, as views of the first one: in-place products that are recorded, each behind the views that lead to it."""
+    """The recorded in-place products of tensors that share memory, each with the views that lead to it."""
 
     writes: list[tuple[tuple[LogitStep, ...], LogitStep]] = field(default_factory=list)
 
@@ -56,14 +56,14 @@ class Logits:
     trained: bool
     padded: bool  #: whether the hidden states are zero at padding
     steps: tuple[LogitStep, ...] = ()
-    source: Logits | None = None  #: whose memory this shares, as a view or a cast to the same dtype
-    before: Logits | None = None  #: what the last step was taken of, where others may read that as well
+    source: Logits | None = None  #: the logits whose memory this shares, as a view or a cast to the same dtype
+    before: Logits | None = None  #: the input of the last step, where it may have other users
     memory: LogitMemory = field(default_factory=LogitMemory)
     path: tuple[LogitStep, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
-    hooks: list[Callable] = field(default_factory=list)  #: for when they are made after all
-    made_at: int = 0  #: how often somebody had written into the real ones when they were made
+    hooks: list[Callable] = field(default_factory=list)  #: to be registered if the logits are computed after all
+    made_at: int = 0  #: version of the real logits when they were computed
     line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
     def __post_init__(self):
@@ -78,12 +78,12 @@ class Logits:
                 self._write(real)
             for hook in self.hooks:
                 real.register_hook(hook)
-        if not real.is_inference():  # such a tensor is of no use to a loss that comes later
+        if not real.is_inference():  # an inference tensor is of no use to a later loss
             self.real, self.made_at, self.before = real, real._version, None
         return real
 
     def _make(self) -> Tensor:
-        if self.source is not None:  # what shares memory has to go on doing so: somebody may write into it
+        if self.source is not None:  # a view stays a view: it may be written to
             return self.path[-1](self.source.materialize())
         if self.before is not None and self.before.still(self.made_of[:-1]):
             return self.made_of[-1](self.before.materialize())
@@ -97,25 +97,27 @@ class Logits:
             step(place)
 
     def still(self, steps: tuple[LogitStep, ...]) -> bool:
-        """Whether they are what they were after `steps`."""
+        """Whether the logits are unchanged since `steps`."""
         return self.steps == steps and self.pristine
 
     def again(self, hidden: Tensor) -> Tensor | None:
         return self.compute(self.steps, hidden) if self.pristine else None
 
     def compute(self, steps: tuple[LogitStep, ...], hidden: Tensor | None = None) -> Tensor:
-        """Logits after some `steps`, in memory of their own."""
+        """Return the logits after some `steps`, in new memory."""
         value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
         for step in steps:
             value = step(value)
         return value
 
     def then(self, step: LogitStep, meta: Tensor, before: Logits | None = None) -> LazyTensor:
-        """Deferred as well: `step` of these logits, whose shape and dtype `meta` has."""
+        """Return `step` of these logits, deferred as well, with the shape and dtype of `meta`."""
         shared = (
             meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata
         )  # both are held: one address is one storage
-        place = dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
+        place: dict[str, Any] = (
+            dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
+        )
         return lazily(
             Logits(
                 self.head,
@@ -132,14 +134,14 @@ class Logits:
         )
 
     def multiply(self, step: LogitStep) -> None:
-        """In place."""
+        """Record an in-place product."""
         self.steps = (*self.steps, step)
         self.memory.writes.append((self.path, step))
         self.seen += 1
 
     @property
     def base(self) -> Logits:
-        """The first one of their memory."""
+        """The first recipe of the memory that these logits share."""
         base = self
         while base.source is not None:
             base = base.source
@@ -147,13 +149,13 @@ class Logits:
 
     @property
     def pristine(self) -> bool:
-        """Whether nobody wrote into their memory what the steps do not have."""
+        """Whether the steps contain every write into the logits' memory."""
         base = self.base
         return self.seen == len(self.memory.writes) and (base.real is None or base.real._version == base.made_at)
 
     @property
     def deferred(self) -> bool:
-        """Whether they are still what the hidden states say: nobody made them, wrote into their memory, or waits for a gradient to pass."""
+        """Whether the logits are still deferred: not computed, not written to, and no gradient at them is requested."""
         return self.real is None and self.pristine and not is_asked(self.line)
 
     def read_by(self, func: Callable) -> None:

@@ -17,13 +17,13 @@ from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, Un
 from tunecompile.runtime.loss_head.logit_chain import Chain, understand
 from tunecompile.runtime.loss_head.logits import Logits
 
-NO_LABEL = torch.iinfo(
-    torch.int64
-).min  #: for what counts every row: an index that is out of range stays an error, also -100
+#: the ignore_index of reductions that count every row: any index out of range stays an error, -100 included
+NO_LABEL = torch.iinfo(torch.int64).min
 
 
 @handles(LOSSES, F.cross_entropy, F.nll_loss)
 def loss(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Compute `cross_entropy` or `nll_loss` of deferred logits."""
     given = {k: v for k, v in kwargs.items() if k != "input"}
     first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
     recipe = recipe_of(first)
@@ -88,7 +88,7 @@ def each_row(
     ignore_index: int = NO_LABEL,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of each row of a chain, in fp32 (fp64 of fp64): [T].
+    """Return the loss of each row of a chain, in fp32 (fp64 for fp64): [T].
 
     Raises:
         Unfit: the user's own code computes with more digits.
@@ -101,7 +101,7 @@ def each_row(
 
 
 def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tensor:
-    """A loss, with a history if what it is made of has one."""
+    """A loss; it requires a gradient if the logits would."""
     recipe.head.tally.rewritten = recipe.head.tally.found
     recipe.head.note_loss_of(recipe.hidden)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
@@ -126,7 +126,11 @@ def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
 
 
 def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: Any) -> Tensor:
-    """What an op makes of hidden states, in the place of the head's forward where its hooks have to run: once, whatever is tried between them."""
+    """The first result of an op on the hidden states.
+
+    Where the head's hooks have to run, it takes the place of the head's forward; they run once, however often the op is
+    retried between them.
+    """
 
     def run(hidden: Tensor) -> Tensor:
         return op(*_arguments(recipe, chain, hidden, *others))[0]
@@ -142,7 +146,7 @@ def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: A
 def _arguments(
     recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple:
-    """Of the ops."""
+    """The arguments of the ops."""
     product, dtype = recipe.head.now(recipe.product), recipe.product.dtype
     with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
         inner, outer = product.inner(hidden), product.outer()
@@ -170,16 +174,20 @@ def _arguments(
 
 @handles(MASKS, F.cross_entropy, F.nll_loss)
 def leaves_padding(lazy: LazyTensor, args: tuple, kwargs: dict) -> bool:
-    """Whether a loss surely counts no row whose hidden state was given up, and so is zero. One in the model's forward has the labels that were
-    looked at before; for others this waits for the device."""
-    target = args[1] if len(args) > 1 else kwargs.get("target")
+    """Return whether a loss certainly leaves out all rows at padding, whose hidden states were dropped and are zero.
+
+    For a loss in the model's forward the labels were checked before; for others this waits for the device.
+    """
+    target: Any = args[1] if len(args) > 1 else kwargs.get("target")
     if lazy.recipe.head.looked_at():
         return True
     try:
         rows = understand(lazy.recipe).rows.detach() if isinstance(lazy.recipe, Logits) else None
     except Unfit:
         rows = None
-    if rows is None or not isinstance(target, Tensor) or target.is_floating_point() or lazy.dim() != 2 or args[4:]:
+    if rows is None or not isinstance(target, Tensor) or lazy.dim() != 2 or args[4:]:
+        return False
+    if target.is_floating_point():
         return False
     ignored = kwargs.get("ignore_index", -100)
     return rows.shape[:1] == target.shape and not bool(
@@ -188,7 +196,7 @@ def leaves_padding(lazy: LazyTensor, args: tuple, kwargs: dict) -> bool:
 
 
 def result_dtype(func: Callable, dtype: torch.dtype, device: str) -> torch.dtype:
-    """In which dtype a function of logits gives its result: autocast may have its own, which differs by device."""
+    """Return the dtype of a function of logits; autocast may choose it, and its choice differs by device."""
     return (
         _under_autocast(func, dtype, device, torch.get_autocast_dtype(device))
         if torch.is_autocast_enabled(device)

@@ -71,14 +71,14 @@ class Head:
     scored: weakref.ref | None = None  #: the hidden states of the last loss
 
     def note_loss_of(self, hidden: Tensor) -> None:
-        """Of the logits that these hidden states would give."""
+        """Remember that a loss of these hidden states' logits was computed."""
         self.scored = weakref.ref(hidden)
 
     def has_loss_of(self, hidden: Tensor) -> bool:
         return self.scored is not None and self.scored() is hidden
 
     def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
-        """The head, applied under the autocast dtype that held when it was called (None: under none)."""
+        """Apply the head under the autocast dtype of its call; None for no autocast."""
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
             return call_original(self.module, hidden)
 
@@ -96,7 +96,7 @@ class Head:
 
 
 def defer(head: Head, hidden: Tensor, product: LinearHead) -> Tensor:
-    """The head's output, deferred."""
+    """Return the head's output, deferred."""
     meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
     trained = torch.is_grad_enabled() and (
         hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
@@ -117,7 +117,7 @@ class HeadSlot:
 
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
         self.step, self.head, self.called = step, head, False
-        self.peel = HeadTracer(head.module, passes)
+        self.tracer = HeadTracer(head.module, passes)
         self.placement: LayerHost | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,30 +142,32 @@ class HeadSlot:
             self.head.refuse(note("head-eager", detail=self.placement.refused))
             return call_original(module, *args)
         if self.placement.gathers_for_loss:
-            return self._gathered_later(*args)
+            return self._gathered_later(args[0], self.placement)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
 
     def let_go(self) -> None:
         if self.placement is not None:
             self.placement.release()
 
-    def _gathered_later(self, hidden: Tensor) -> Tensor:
-        """Deferred, where the weight is gathered for the loss, by the head's own hooks, instead of now. That has to
-        be before the model's forward ends: its logits pass through other hooks then."""
+    def _gathered_later(self, hidden: Tensor, placement: LayerHost) -> Tensor:
+        """The deferred output, with the weight gathered for the loss, by the head's own hooks, instead of now.
+
+        The loss has to be computed before the model's forward ends: its logits then pass through other hooks.
+        """
         why = (
             note("model-without-loss")
             if not labels_are_given()
             else note("head-no-linear")
             if not _is_plain(self.head.module)
             else note("head-with-other-hooks")
-            if self.placement.has_other_hooks()
+            if placement.has_other_hooks()
             else None
         )
         if why:
-            gathers = note("head-gathered", self.placement.engine, why)
+            gathers = note("head-gathered", placement.engine, why)
             self.head.refuse(note("head-eager", detail=gathers))
             return call_original(self.head.module, hidden)
-        self.head.gathered = self.placement
+        self.head.gathered = placement
         return self._defer(hidden, self._plain(hidden))
 
     def _deferred(self, hidden: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ class HeadSlot:
         module = self.head.module
         if hooked(module):
             raise NotLinear(note("with-hooks"))
-        return self._plain(hidden) if _is_plain(module) else self.peel.product(hidden)
+        return self._plain(hidden) if _is_plain(module) else self.tracer.product(hidden)
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
