@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
 
 import torch.nn.functional as F
@@ -36,6 +37,14 @@ class Surveyed(BaseException):
     """
 
 
+class Traced(Enum):
+    """The result of a trace of a layer's call."""
+
+    SEEN = auto()  #: its joint graph
+    NOT_TRAINED = auto()  #: a graph without a backward, or none that compiles
+    BROKEN = auto()  #: a graph break, or a failure before the backend
+
+
 @dataclass
 class Surveys:
     """The graphs that were seen."""
@@ -43,7 +52,7 @@ class Surveys:
     candidates: dict[int, RegionCandidates] = field(default_factory=dict)  #: by region; devices share them
     reopened: set[int] = field(default_factory=set)  #: regions of which more plans have to be surveyed
     broken: set[int] = field(default_factory=set)  #: regions with graph breaks
-    settled: set[tuple] = field(default_factory=set)  #: (region, kind of call, what is trained) that was traced
+    traced: dict[tuple, Traced] = field(default_factory=dict)  #: by region, kind of call, and what is trained
 
     def needs(self, region: int) -> bool:
         """Whether a region's plan has to wait for a survey."""
@@ -52,7 +61,14 @@ class Surveys:
     def reopen(self, regions: set[int]) -> None:
         """Survey these once more."""
         self.reopened |= regions
-        self.settled = {key for key in self.settled if key[0] not in regions}
+        self.traced = {
+            key: seen for key, seen in self.traced.items() if key[0] not in regions or seen is Traced.NOT_TRAINED
+        }
+
+    def make_do(self, region: int) -> None:
+        """No more of this region can be surveyed now: the candidates that are known have to serve."""
+        self.reopened.discard(region)
+        self.candidates[region] = replace(self.candidates[region], whole=True)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile.compiler.partitioner import Look
+from tunecompile.compiler.survey import Traced
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import put_states_back
@@ -31,7 +32,7 @@ from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.unpad import Unpadding
-from tunecompile.runtime.variant import Traced, Variant, _same
+from tunecompile.runtime.variant import Variant, _same
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")

@@ -16,13 +16,13 @@ from torch import nn
 from tunecompile.compiler.backend import Backend, Executor
 from tunecompile.compiler.partitioner import Look
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.compiler.survey import SurveyBackend, stop
+from tunecompile.compiler.survey import SurveyBackend, Traced, stop
 from tunecompile.notes import Note
 from tunecompile.planner.solver import Plan
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.variant import Traced, Variant, trace
+from tunecompile.runtime.variant import Variant, trace
 
 SCORING = "without_gradient"  #: in place of a plan
 

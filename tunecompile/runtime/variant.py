@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, re
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.survey import SurveyBackend, Surveyed
+from tunecompile.compiler.survey import SurveyBackend, Surveyed, Traced
 from tunecompile.errors import summary
 from tunecompile.integrations.varlen_attention import attends
 
@@ -84,14 +83,6 @@ class Variant:
             compiled = self.backend(gm, inputs)
             self.contexts += self.backend.contexts[before:]
             return compiled
-
-
-class Traced(Enum):
-    """The result of a trace of a layer's call."""
-
-    SEEN = auto()  #: its joint graph
-    NOT_TRAINED = auto()  #: a graph without a backward, or none that compiles
-    BROKEN = auto()  #: a graph break, or a failure before the backend
 
 
 def _traced(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -43,9 +43,9 @@ def build(memory, broken=False):
     return tunecompile.optimize(Model(broken).train(), memory=memory, executor="eager")
 
 
-def step(model):
+def step(model, rows=8):
     torch.manual_seed(3)
-    loss = model(torch.randn(8, 16, 32))
+    loss = model(torch.randn(rows, 16, 32))
     loss.backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -82,4 +82,16 @@ def test_a_call_that_is_not_trained_is_traced_once():
         torch.manual_seed(3)
         model(torch.randn(8, 16, 32)).backward()
     budget = model._tunecompile.step.budget
-    assert len(budget.surveys.settled) == 2 and len(budget.options) == LAYERS
+    assert len(budget.surveys.traced) == 2 and len(budget.options) == LAYERS
+
+
+def test_layers_in_pieces_are_surveyed_again_for_a_bigger_batch():
+    roomy = build("1TiB", broken=True)
+    step(roomy)
+    peak = roomy._tunecompile.step.budget.admitted.choice.peak
+    model, reference = build(int(1.5 * peak), broken=True), build(None, broken=True)
+    for rows in (8, 32, 32, 32):
+        assert all(map(torch.equal, step(model, rows), step(reference, rows)))
+    budget = model._tunecompile.step.budget
+    assert all(found.whole for found in budget.surveys.candidates.values()) and not budget.surveys.reopened
+    assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])

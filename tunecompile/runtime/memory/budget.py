@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tunecompile.compiler.partitioner import JointGraph, Look
-from tunecompile.compiler.survey import Surveys, survey
+from tunecompile.compiler.survey import Surveys, Traced, survey
 from tunecompile.compiler.weight_layout import growth
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
@@ -35,7 +35,6 @@ from tunecompile.planner.step_plan import (
 )
 from tunecompile.runtime.memory.accounting import MemoryAccounting, compute_dtype
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace
-from tunecompile.runtime.variant import Traced
 
 SHRUNK = 0.75  #: share of the tokens of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: times the resident bytes at the last plan, from which on it is reviewed
@@ -166,13 +165,16 @@ class RuntimePlanner:
         """
         region = id(slot.region)
         key = region, kind, tuple(parameter.requires_grad for parameter in slot.layer.parameters())
-        if not self.surveys.needs(region) or key in self.surveys.settled:
+        if not self.surveys.needs(region) or key in self.surveys.traced:
             return None
         look = partial(self._see, slot)
-        self.surveys.settled.add(key)
-        if region not in self.surveys.broken and trace(look) is not Traced.BROKEN:
+        seen = self.surveys.traced[key] = Traced.BROKEN if region in self.surveys.broken else trace(look)
+        if seen is not Traced.BROKEN:
             return None
         self.surveys.broken.add(region)
+        if region in self.surveys.reopened:
+            self.surveys.make_do(region)
+            self._admit()
         return look
 
     def _see(self, slot: Any, joint: JointGraph) -> None:
