@@ -70,6 +70,12 @@ class StaticMemory:
     def release(self) -> None:
         pass
 
+    def forget_peak(self) -> None:
+        pass
+
+    def failures(self) -> int:
+        return 0
+
     def outside(self) -> int:
         return self.device.outside()
 
@@ -114,6 +120,12 @@ class DryRunPlanner:
     def moves(self) -> bool:
         """Whether frozen dense weights move."""
         return self.movable and self.ledger.moves
+
+    @property
+    def plan(self) -> AdmittedPlan:
+        """The plan, once a kind of layers was surveyed."""
+        assert self.admitted is not None
+        return self.admitted
 
     def allowed(self) -> int:
         """Bytes that torch's allocator may hold."""
@@ -202,7 +214,7 @@ class DryRunPlanner:
 
     def most_tokens(self) -> int:
         """The largest batch that fits. Bytes are taken to follow tokens."""
-        low, high = 0, self.admitted.tokens
+        low, high = 0, self.plan.tokens
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.holds(middle) else (low, middle)
@@ -211,7 +223,7 @@ class DryRunPlanner:
     def holds(self, tokens: int) -> bool:
         """Whether such a batch would fit, by the plans that were surveyed."""
         request = self.request(tokens)
-        return choose(request.layer_runs(), self.admitted.room, request.tail, request.host).fits
+        return choose(request.layer_runs(), self.plan.room, request.tail, request.host).fits
 
     def options_for(self, tokens: int) -> tuple[PlanOption, ...]:
         """The options of the first kind of layer."""
@@ -233,7 +245,7 @@ class DryRunPlanner:
     def step_ms(self) -> float | None:
         """Predicted milliseconds of a step, with AdamW and without data loading; None for no GPU."""
         speed = self.rates()
-        return self.admitted.choice.work + self._beside_layers().ms(speed) if speed.launches else None
+        return self.plan.choice.work + self._beside_layers().ms(speed) if speed.launches else None
 
     def optimizer_ms(self) -> float:
         """Milliseconds of AdamW."""
@@ -242,7 +254,7 @@ class DryRunPlanner:
     def forward_ms(self) -> float:
         """Milliseconds of all layers' forwards under the plan, without what waits for copies."""
         request = self.request(self.tokens)
-        chosen = (replace(option.plan, weights=False) for run in self.admitted.choice.options for option in run)
+        chosen = (replace(option.plan, weights=False) for run in self.plan.choice.options for option in run)
         return sum(
             next(row for row in each.rows if row.plan.key == plan.key).forward_work.ms(
                 each.rates(request.rates), self.tokens / each.tokens
@@ -259,14 +271,14 @@ class DryRunPlanner:
         return int(total) + self._beside_layers().flops
 
     def _beside_layers(self) -> Work:
-        return beside_layers(self._head_weights(), self._trained(), self.admitted.tokens)
+        return beside_layers(self._head_weights(), self._trained(), self.plan.tokens)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def plans_by_layer(self) -> list[dict[str, Any]]:
         """How many layers follow each plan."""
-        chosen = (option for options in self.admitted.choice.options for option in options)
+        chosen = (option for options in self.plan.choice.options for option in options)
         return count_options(
             (option, self.candidates[id(slot.region)].names)
             for slot, option in zip(self.layers, chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,31 @@ from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.weight_cache import WeightCache
 
 
+class PlannedRegion(Protocol):
+    """Layers of one structure: `runtime.region.Region`."""
+
+    name: str
+
+
+class PlannedLayer(Protocol):
+    """The slot of a layer: `runtime.layer_slot.LayerSlot`."""
+
+    layer: nn.Module
+    checkpoint: bool  #: whether the user enabled gradient checkpointing
+    place: int  #: among all layers of the model
+
+    @property
+    def region(self) -> PlannedRegion:
+        """The region of the layer."""
+        ...
+
+
+class PlannedHead(Protocol):
+    """A head whose loss is computed with it."""
+
+    module: nn.Module
+
+
 @dataclass
 class MemoryAccounting:
     """Bytes on one device.
@@ -34,8 +59,8 @@ class MemoryAccounting:
     model: nn.Module
     gauge: Gauge
     device: torch.device
-    layers: Sequence[Any]
-    heads: Sequence[Any]
+    layers: Sequence[PlannedLayer]
+    heads: Sequence[PlannedHead]
     offload: Offload | None = None
     replays: GraphReplays | None = None
     kept: WeightCache | None = None
@@ -107,7 +132,7 @@ class MemoryAccounting:
         moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if first else 0
         return self.shards.to_come(self._ungraded(self.model), beside) + moments
 
-    def _coming(self, layers: Sequence[Any]) -> int:
+    def _coming(self, layers: Sequence[PlannedLayer]) -> int:
         """Bytes of gradients that each of these layers' backward brings."""
         return min(self.shards.gradient_bytes(self._ungraded(slot.layer)) for slot in layers)
 
@@ -172,7 +197,7 @@ def host_bytes(offload: Offload | None) -> int | None:
     return 0 if offload is None else None if offload.store.disk is not None else offload.pool.limit
 
 
-def head_weights(heads: Iterable[Any], is_here: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+def head_weights(heads: Iterable[PlannedHead], is_here: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Weights of the heads on a device, whole where several processes share them."""
     found = (getattr(head.module, "weight", None) for head in heads)
     return [whole(weight) for weight in found if weight is not None and is_here(weight)]
@@ -183,7 +208,10 @@ def tail_bytes(weights: Iterable[torch.Tensor], tokens: int) -> int:
     return sum(workspace(weight, tokens) for weight in weights)
 
 
-def region_runs(layers: Sequence[Any], gradients: Callable[[list[Any]], int]) -> tuple[RegionRun, ...]:
+L = TypeVar("L", bound=PlannedLayer)
+
+
+def region_runs(layers: Sequence[L], gradients: Callable[[list[L]], int]) -> tuple[RegionRun, ...]:
     """Layers of one region after another's are a run. gradients: bytes that each of a run's layers' backward brings."""
     grouped = (list(run) for _, run in groupby(layers, key=lambda slot: id(slot.region)))
     return tuple(RegionRun(id(run[0].region), len(run), gradients(run)) for run in grouped)

@@ -33,7 +33,7 @@ from tunecompile.planner.step_plan import (
     recomputed_names,
     solve,
 )
-from tunecompile.runtime.memory.accounting import MemoryAccounting, compute_dtype
+from tunecompile.runtime.memory.accounting import MemoryAccounting, PlannedLayer, compute_dtype
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace
 
 SHRUNK = 0.75  #: share of the tokens of a plan that costs time, down to which it is kept
@@ -75,8 +75,6 @@ class RuntimePlanner:
         self.trace = MemoryTrace(self.memory.gauge)
         self.speed = Rates(float("inf"), float("inf"))  #: not known before the first plan
 
-    # The course of a step
-
     def forget_step(self) -> None:
         """Forget the device's peak: other code than the training ran since the last step."""
         self.memory.gauge.release()
@@ -102,7 +100,7 @@ class RuntimePlanner:
             now.exceeded = held > memory.allowed()
 
     def plan_for(
-        self, slot: Any, kind: Hashable, tokens: int, trace: Callable[[Look], Traced]
+        self, slot: PlannedLayer, kind: Hashable, tokens: int, trace: Callable[[Look], Traced]
     ) -> tuple[Plan, Look | None]:
         """The plan that a layer follows in this step. Where its graph is not known, it is surveyed first.
 
@@ -132,20 +130,20 @@ class RuntimePlanner:
         self._review()
         self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
 
-    def around(self, slot: Any) -> AbstractContextManager:
+    def around(self, slot: PlannedLayer) -> AbstractContextManager:
         """A context for a layer's call: saved tensors are offloaded, where its plan says so."""
         if self.offload is None or not self.offloading:
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, partial(self._leaves, slot))
 
-    def _leaves(self, slot: Any, saved: torch.Tensor) -> bool:
+    def _leaves(self, slot: PlannedLayer, saved: torch.Tensor) -> bool:
         """Whether a saved tensor is offloaded. Its bytes are scaled to the batch that the plan was made for."""
-        if (option := self.options.get(id(slot))) is None:
+        if (option := self.options.get(id(slot))) is None or self.admitted is None:
             return False
         made = self.admitted.tokens
         return option.offloads_tensor(saved.untyped_storage().nbytes() * made // max(self.progress.tokens, made))
 
-    def ran(self, slot: Any, output: Any) -> None:
+    def ran(self, slot: PlannedLayer, output: object) -> None:
         """After a layer's forward."""
         self.trace.follow(output, self.places[id(slot)])
 
@@ -155,9 +153,7 @@ class RuntimePlanner:
             self.offload.settle()
         self.trace.note("tail")
 
-    # Survey
-
-    def _survey(self, slot: Any, kind: Hashable, trace: Callable[[Look], Traced]) -> Look | None:
+    def _survey(self, slot: PlannedLayer, kind: Hashable, trace: Callable[[Look], Traced]) -> Look | None:
         """Survey a layer before its call.
 
         Returns the function that has to see its joint graph while it is compiled, where Dynamo traces it in several
@@ -177,7 +173,7 @@ class RuntimePlanner:
             self._admit()
         return look
 
-    def _see(self, slot: Any, joint: JointGraph) -> None:
+    def _see(self, slot: PlannedLayer, joint: JointGraph) -> None:
         """Survey a layer's graph, and plan for all layers."""
         region, before = id(slot.region), self.surveys.candidates.get(id(slot.region))
         found = error = None
@@ -199,9 +195,9 @@ class RuntimePlanner:
             self._follow_the_user()
             return
         self.surveys.candidates[region] = found
-        self._admit()
-        if self.offloading:  # code is generated next, in which nothing else happens
-            self.offload.expect(self.admitted.choice.waiting)
+        made = self._admit()
+        if self.offload is not None and self.offloading:  # code is generated next, in which nothing else happens
+            self.offload.expect(made.choice.waiting)
 
     def _is_enough(self, request: StepRequest, region: int, found: RegionCandidates) -> bool:
         """Whether the candidates found of a region so far are enough."""
@@ -240,8 +236,6 @@ class RuntimePlanner:
             self.progress.survey_step = self.progress.steps
         return bool(partly)
 
-    # Plans
-
     def retreat(self, missing: int | None) -> bool:
         """The device was full: plan for less from here on.
 
@@ -261,7 +255,7 @@ class RuntimePlanner:
         request = self._request(self.progress.tokens)
         room = request.available - request.beside_layers(request.layer_runs())
         self.memory.surplus += max(0, room - target)
-        return self._make_smaller()
+        return self._make_smaller(made)
 
     def give_way(self, room: int) -> bool:
         """Another rank ran out of memory: plan with its room from here on, if that is less.
@@ -274,19 +268,19 @@ class RuntimePlanner:
         """
         ceiling = self.memory.ceiling
         self.memory.ceiling = room if ceiling is None else min(room, ceiling)
+        made = self.admitted
         return (
-            self.admitted is not None
+            made is not None
             and bool(self.surveys.candidates)
-            and self.admitted.choice.peak > self.memory.ceiling
-            and self._make_smaller()
+            and made.choice.peak > self.memory.ceiling
+            and self._make_smaller(made)
         )
 
-    def _make_smaller(self) -> bool:
-        before = self.admitted.choice.peak
+    def _make_smaller(self, before: AdmittedPlan) -> bool:
         self.progress.pressed = True
-        self._admit()
-        if self.admitted.choice.fits or not self._survey_again():
-            return self.admitted.choice.peak < before
+        made = self._admit()
+        if made.choice.fits or not self._survey_again():
+            return made.choice.peak < before.choice.peak
         return True
 
     @property
@@ -304,14 +298,14 @@ class RuntimePlanner:
         if not self.surveys.candidates or (made is not None and self._still_serves(made) and self._is_final(made)):
             return
         try:
-            self._admit()
+            made = self._admit()
         except Exception as error:
-            if self.admitted is not None:
+            if made is not None:
                 raise
             # layers of this kind are on another device, too, and were surveyed there
             self._note_failure("no-memory-plan", str(self.device), error)
             return
-        if not self.admitted.settles(self._surveyed(self.surveys.candidates)):
+        if not made.settles(self._surveyed(self.surveys.candidates)):
             self._survey_again()
 
     def _is_final(self, made: AdmittedPlan) -> bool:
@@ -340,7 +334,7 @@ class RuntimePlanner:
         self.speed = measure_rates(self.device, compute_dtype(self.device))  # while there is memory to measure with
         return self.memory.request(tokens, known, self.speed, self._all_seen(known), self.progress.steps == 1)
 
-    def _admit(self) -> None:
+    def _admit(self) -> AdmittedPlan:
         """Make the plan that layers follow from here on."""
         made = self.admitted = solve(self._request(self.progress.tokens))
         self.progress.exceeded = False
@@ -354,6 +348,7 @@ class RuntimePlanner:
         self.shortfall = None
         if not made.choice.fits and not self.progress.pressed:
             self.shortfall = note("over-budget", repr(self.memory.spec), shown(missing), tokens=made.tokens)
+        return made
 
     def _make_room_for(self, made: AdmittedPlan) -> None:
         """Let recordings, kept weights and copies take the bytes that the plan leaves them."""
@@ -366,8 +361,6 @@ class RuntimePlanner:
         self.offloading = made.choice.offloads
         if self.offload is not None:
             self.offload.ahead = made.choice.ahead
-
-    # For the report
 
     def step_ms(self) -> float | None:
         """Predicted milliseconds of a step under the plan, with AdamW and without data loading.
@@ -397,7 +390,7 @@ class RuntimePlanner:
             "recompute_ms": self.admitted.choice.ms,
             "replans": self.plans,
             "kept_weights": self.admitted.weights,
-            "offload": self.offload.report() if self.offloading else None,
+            "offload": self.offload.report() if self.offload is not None and self.offloading else None,
             "plans": self.plans_by_layer(),
         }
 
@@ -406,15 +399,15 @@ class RuntimePlanner:
         chosen = ((slot, self.options.get(id(slot))) for slot in self.layers)
         return count_options((option, self._names(slot)) for slot, option in chosen if option is not None)
 
-    def recomputed(self, slot: Any, plan: Plan) -> Sequence[str]:
+    def recomputed(self, slot: PlannedLayer, plan: Plan) -> Sequence[str]:
         """The values that a layer recomputes under a plan, by name."""
         return recomputed_names(plan, self._names(slot))
 
-    def _names(self, slot: Any) -> Sequence[str]:
+    def _names(self, slot: PlannedLayer) -> Sequence[str]:
         found = self.surveys.candidates.get(id(slot.region))
         return found.names if found is not None else ()
 
 
-def _unplanned(slot: Any) -> Plan:
+def _unplanned(slot: PlannedLayer) -> Plan:
     """The plan of a layer that was not surveyed: the user's checkpointing."""
     return RECOMPUTE if slot.checkpoint else KEEP
