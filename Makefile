@@ -65,7 +65,7 @@ test-gpu: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check -q .
 	$(PY) -m ruff format -q --check .
-	$(PY) -m pyright --level error
+	$(PY) -m pyright --level error --pythonpath $(PY)
 
 format: $(READY)
 	$(PY) -m ruff check -q --fix .

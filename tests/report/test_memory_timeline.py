@@ -133,7 +133,9 @@ def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered
     )
     asked = budget.memory.gauge.now
     step(model)
-    assert budget.trace.step == STEPS + 1 and budget.memory.gauge.now == asked + (1 << 20)  # the plan itself looks once a step
+    assert budget.trace.step == STEPS + 1 and budget.memory.gauge.now == asked + (
+        1 << 20
+    )  # the plan itself looks once a step
     assert [row["grown"] for row in memory_timeline.rows(budget)] == ["1.00 MiB"]
     assert f"step {STEPS + 1}" in page(model, tmp_path)
 

@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch.torch_version import TorchVersion
 
@@ -32,7 +33,7 @@ class Fault:
     @property
     def present(self) -> bool:
         """Whether the installed version has it."""
-        version = installed(self.package)
+        version: Any = installed(self.package)  # `TorchVersion` compares with tuples, and is typed as a string
         return version is not None and version >= self.since and (self.fixed is None or version < self.fixed)
 
     def __str__(self) -> str:

@@ -221,13 +221,20 @@ def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> floa
         attention_order([backend]),
     ):
         inputs, grad, mask = _tensors(call, device)
+        query, key, value = inputs
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def run() -> float:
             occupy_gpu()  # the launches that follow queue up behind it: kernels are timed, not the host
             begin.record()
             out = F.scaled_dot_product_attention(
-                *inputs, mask, 0.1 if call.dropout else 0.0, call.causal, enable_gqa=call.heads != call.kv_heads
+                query,
+                key,
+                value,
+                mask,
+                0.1 if call.dropout else 0.0,
+                call.causal,
+                enable_gqa=call.heads != call.kv_heads,
             )
             torch.autograd.grad(out, inputs, grad)
             end.record()

@@ -193,7 +193,7 @@ def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, int | torch.Sy
     inputs = [node.meta.get("val") for node in forward.graph.nodes if node.op == "placeholder"]
     kept, seen = [], {fake.untyped_storage()._cdata for fake in inputs if isinstance(fake, torch.Tensor)}
     for node in returned[outputs:]:
-        fake = node.meta.get("val") if isinstance(node, torch.fx.Node) and node.op != "placeholder" else None
+        fake: Any = node.meta.get("val") if isinstance(node, torch.fx.Node) and node.op != "placeholder" else None
         if isinstance(fake, torch.Tensor) and (key := fake.untyped_storage()._cdata) not in seen:
             seen.add(key)
             kept.append((node.name, fake.untyped_storage().nbytes()))

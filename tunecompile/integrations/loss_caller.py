@@ -1,7 +1,7 @@
-"""Who calls a model's layers, and which labels its loss is computed from: read from the functions that are under way.
+"""Which code calls a model's layers, and which labels its loss reads: taken from the functions that are under way.
 
-Hooks at the model's entry cannot tell. Others change what they saw; a wrapper that was given labels may compute a loss of its own from
-hidden states, and reads them where it likes; and of a call that failed they are not told.
+Hooks at the model's entry cannot tell. Later hooks change the arguments; a wrapper that was given labels may compute a
+loss of its own from hidden states, at any position; and after a call that failed no hook is called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _BETWEEN = {
 
 
 def causal_labels() -> tuple[Tensor | None, Note | None, nn.Module | None]:
-    """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or why that is not known."""
+    """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or
+    the reason why that is not known.
+    """
     for frame in under_way():
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)

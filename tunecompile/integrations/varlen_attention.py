@@ -22,7 +22,7 @@ _varlen = varlen_attention.overload
 
 
 class CannotFlatten(Exception):
-    """The layers cannot run without padding. Dynamo traces where it is raised, so it is given a note's code and parts, and makes the note later.
+    """The layers cannot run without padding. Dynamo traces where it is raised: it takes a note's parts.
 
     Args:
         args: code, subject and detail of the reason, as for `note`.
@@ -87,8 +87,7 @@ def _why_not(
         return ("not-causal",)
     if value.shape[-1] != query.shape[-1]:
         return ("value-width",)
-    for name in kwargs:  # soft-caps, sinks, biases
-        given = kwargs[name]
+    for name, given in kwargs.items():  # soft-caps, sinks, biases
         if name == "softcap" and given is not None:
             return ("soft-capped",)
         if isinstance(given, Tensor) and given.dim() and name not in (OFFSETS, LONGEST, "position_ids"):

@@ -144,7 +144,12 @@ def _to(node: Node) -> Spelling | None:
 
 
 def _cast(dtype: torch.dtype) -> Spell:
-    return lambda node: None if node.kwargs or len(node.args) > 1 else ("call_method", "to", (node.args[0], dtype), {})
+    def spell(node: Node) -> Spelling | None:
+        if node.kwargs or len(node.args) != 1:
+            return None
+        return "call_method", "to", (node.args[0], dtype), {}
+
+    return spell
 
 
 def _type_as(node: Node) -> Spelling | None:

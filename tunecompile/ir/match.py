@@ -165,7 +165,7 @@ class Matcher:
 def _whole(pattern: Pattern, readings: Iterator[dict[Node, Any]]) -> Iterator[Match]:
     """The readings that bind every parameter and output, as matches."""
     for env in readings:
-        bound = {node.target: env[node] for node in env if node.op == "placeholder"}
+        bound = {str(node.target): env[node] for node in env if node.op == "placeholder"}
         nodes = {node: found for node, found in env.items() if node.op != "placeholder"}
         if set(pattern.parameters) == set(bound) and all(out in nodes for out in pattern.outputs):
             yield Match(pattern, bound, nodes)

@@ -54,8 +54,9 @@ def _driver() -> Iterator[None]:
     from triton.runtime import driver
 
     before = vars(driver).get("_active", vars(driver).get("active"))  # `_active` in Triton 3.9, `active` before
-    driver.set_active(_Target())
+    active: Any = driver  # typed for drivers alone
+    active.set_active(_Target())
     try:
         yield
     finally:
-        driver.set_active(before)
+        active.set_active(before)

@@ -180,7 +180,7 @@ def annotate(node: Node, origin: Node) -> None:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     mode = fake_mode_of((args, kwargs))
     with mode if mode is not None else contextlib.nullcontext(), enable_python_dispatcher():  # for symbolic sizes
-        call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+        call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         node.meta["example_value"] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
 
 

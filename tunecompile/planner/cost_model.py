@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -109,7 +110,8 @@ def _product(node: Node) -> Work:
 
 def _nodes(node: Node) -> list[Node]:
     """The tensors that a Triton launch reads or writes."""
-    return [value for value in node.kwargs.get("kwargs", {}).values() if isinstance(value, Node)]
+    given: Any = node.kwargs.get("kwargs", {})
+    return [value for value in given.values() if isinstance(value, Node)]
 
 
 def node_cost(node: Node) -> Cost | None:
@@ -127,7 +129,7 @@ def flops(node: Node) -> int:
         return size_hint(op.flops(*args, **kwargs))
     if is_attention(node):
         return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
-    run = node.target if op is None else op.reference
+    run: Any = node.target if op is None else op.reference
     with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(*args, **kwargs)
     return size_hint(counter.get_total_flops())

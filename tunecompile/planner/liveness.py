@@ -184,7 +184,8 @@ def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
     call, key = node.args
     assert isinstance(call, Node)
     if isinstance(key, str):
-        written = call.kwargs.get("kwargs", {}).get(key)
+        given: Any = call.kwargs.get("kwargs", {})
+        written = given.get(key)
         return roots.get(written, node) if isinstance(written, Node) and written.op != "placeholder" else node
     source = _viewed(call)
     return node if source is None else roots[source]

@@ -58,7 +58,8 @@ def recompute_in_backward(forward: Graph, backward: Graph, outputs: int) -> int:
     for place, saved in enumerate(returned[outputs:], outputs):
         call = saved.args[0] if isinstance(saved, Node) and saved.target is getitem and saved.args[1] == 0 else None
         if (
-            isinstance(call, Node)
+            isinstance(saved, Node)
+            and isinstance(call, Node)
             and is_recomputable(call)
             and saved not in returned[:outputs]
             and _recompute(backward, given[saved.name], call)

@@ -1,1 +1,1 @@
-"""What runs in a training step: regions, their compiled variants, memory budgets, padding removal, CUDA graphs, the loss head."""
+"""All that runs in a training step: compiled layers, memory budgets, padding removal, CUDA graphs, the loss head."""

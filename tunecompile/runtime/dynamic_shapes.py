@@ -1,4 +1,4 @@
-"""Which dimensions of a layer's arguments follow the batch's rows and length: they become symbolic at the second shape."""
+"""Which dimensions of a layer's arguments follow the batch's rows and length: symbolic from the second shape on."""
 
 from __future__ import annotations
 

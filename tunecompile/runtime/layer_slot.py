@@ -233,7 +233,7 @@ class LayerSlot:
         return require_grad(self.layer, args, kwargs)
 
     def _flattened(self, run: Callable[[Callable], Any]) -> Any:
-        """Run a batch without its padding. Nothing but attention may mix tokens, so the compiled graph must contain it."""
+        """Run a batch without its padding. Nothing but attention may mix tokens, so the graph must contain it."""
         try:
             # again for each layer: a checkpoint around it recomputes it when the owner's call is long over
             with self.padding.attention():

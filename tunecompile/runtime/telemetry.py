@@ -5,6 +5,7 @@ asks for them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -57,11 +58,8 @@ class Telemetry:
         pauses do not move.
         """
         times = [begun for begun, _ in self.begun]
-        return (
-            1e3 * statistics.median(after - before for before, after in zip(times, times[1:]))
-            if len(times) > 1
-            else None
-        )
+        apart = [after - before for before, after in itertools.pairwise(times)]
+        return 1e3 * statistics.median(apart) if apart else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -85,7 +85,7 @@ class FlatBatch:
         }
 
     def outputs(self, output: Any) -> Any:
-        """The owner's output in the padded shape: a tensor, a tuple or a transformers output, of hidden states alone."""
+        """The owner's output in the padded shape: a tensor, tuple or transformers output, of hidden states alone."""
         if isinstance(output, Tensor):
             if output.dim() < 3 or output.shape[:2] != (1, len(self.index)):
                 raise CannotFlatten("output-holds-more")

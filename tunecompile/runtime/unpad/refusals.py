@@ -1,4 +1,7 @@
-"""Why a batch keeps its padding: what a model is made of, what watches it, and what it is called with. Each answer is None where nothing was found."""
+"""Why a batch keeps its padding: the model's structure, its hooks and modules, the arguments of the call.
+
+Each function returns None where nothing was found.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def structure(owner: nn.Module, layers: tuple[nn.Module, ...], parameters: tuple
 
 
 def _embeds_more(owner: nn.Module) -> bool:
-    """Whether there is a table beside that of tokens. An adapter that trains a copy of it keeps both inside the module of tokens."""
+    """Whether there is an embedding beside that of tokens. An adapter that trains a copy keeps both in one module."""
     tables = [module for module in owner.modules() if isinstance(module, nn.Embedding)]
     if len(tables) < 2:
         return False
@@ -75,7 +78,8 @@ def _follows_length(settings: Any) -> bool:
 
 
 _HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
-#: whose modules are known to `structure`, or treat each token by itself; others may look at the tokens beside one, or keep what they see
+#: packages whose modules are known to `structure`, or treat each token by itself. Others may read neighbouring tokens,
+#: or keep their inputs
 _KNOWN_HOMES = (
     "torch.",
     "transformers.",
@@ -93,7 +97,9 @@ _KNOWN_HOMES = (
 
 
 def watched(owner: nn.Module, model: nn.Module | None = None) -> Note | None:
-    """Hooks inside, and modules of the user's own, see [1, N] in place of [B, T]: noise on embeddings, losses on hidden states, adapters by row, pooling.
+    """Hooks and modules of the user's own would see [1, N] in place of [B, T]: noise on embeddings, losses on hidden
+    states, adapters by row, pooling.
+
     model: whose loss is computed from labels; a head of it sees zeros at padding."""
     if any(global_hooks()[:2]):
         return note("hook-on-all-modules")
@@ -110,7 +116,7 @@ def watched(owner: nn.Module, model: nn.Module | None = None) -> Note | None:
 
 
 def _foreign(module: nn.Module) -> Note | None:
-    """Whether it may see more than one token, or keep what it sees, as far as it is told from whose it is and whose hooks stand on it."""
+    """Whether a module may see more than one token, or keep its inputs, judged by its package and its hooks."""
     own = vars(module).get("forward")
     if not (_is_known(type(module).forward) and (own is None or home_of(own).startswith(_KNOWN_HOMES))):
         home = home_of(own or type(module).forward) or "another package"

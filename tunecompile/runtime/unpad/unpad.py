@@ -124,10 +124,10 @@ class Unpadding:
         """Training steps make no cache (see `EntryHook`), without which sequences would no longer see each other: a
         mask keeps it so.
         """
-        tokens, unmasked = packed_masks.tokens_of(given), given.get("attention_mask") is None
-        if unmasked and given.get("position_ids") is not None and tokens is not None:
-            if self.policy.keeps_apart(given, tokens) is False:
-                return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
+        tokens = packed_masks.tokens_of(given)
+        packed = given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None
+        if packed and self.policy.keeps_apart(given, tokens) is False:
+            return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
         return call_original(self.owner, *args, **kwargs)
 
     def refuse(self, reason: Note, batches: str = PADDED) -> None:
