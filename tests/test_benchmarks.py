@@ -324,6 +324,7 @@ def test_a_suites_result_says_what_fails_only_when_optimized_and_keeps_what_did_
     assert suites.kept(given) == {}
 
 
+@pytest.mark.slow
 def test_architectures_beside_themselves(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     pytest.importorskip("transformers")

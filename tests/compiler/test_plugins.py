@@ -447,7 +447,7 @@ def test_a_lost_gradient_is_no_valid_graph(install):
     assert "instead of float32" in note.detail and note.detail.endswith("with a gradient")
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_that_makes_compilation_fail_later_is_found(install, executor):
     """Its graph looks well: only tracing it fails."""
     install("innocent", "PASSES = Pass('innocent', 'recognize', nothing)")

@@ -14,7 +14,7 @@ from tunecompile.cli.main import app
 PeftModel = pytest.importorskip("peft").PeftModel
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "nf4"])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "nf4"])
 def test_saved_as_without_tunecompile(quantized, tmp_path):
     if quantized:
         pytest.importorskip("bitsandbytes")

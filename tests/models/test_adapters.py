@@ -96,7 +96,7 @@ def test_gradients_with_the_adapter_disabled():
     assert_same_step(model, reference)
 
 
-@pytest.mark.parametrize("memory", [None, "1GiB"])
+@pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.slow)])
 def test_merged_adapters_are_not_trained(memory):
     """As in eager code a backward pass fails where no layer uses what it trains, and begins at the first that does."""
     from peft import get_peft_model
@@ -140,7 +140,7 @@ def test_an_adapter_on_the_head_is_noticed(options, kind):
     "options, refused",
     [
         pytest.param({"modules_to_save": ["lm_head"]}, None, marks=pytest.mark.slow),
-        ({"target_modules": ["q_proj", "lm_head"]}, None),
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, None, marks=pytest.mark.slow),
         ({"target_modules": ["lm_head"], "use_rslora": True}, None),
         pytest.param(
             {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.2},
@@ -272,7 +272,7 @@ def test_hooks_on_the_backward_of_a_head():
     assert called == [1]
 
 
-@pytest.mark.parametrize("memory", [None, "1GiB"])
+@pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_model_can_be_freed(memory):
     """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""
     from peft import get_peft_model

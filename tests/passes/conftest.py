@@ -1,9 +1,21 @@
-"""Providers that tests of passes share."""
+"""What tests of passes share: a provider, and which cases run through the whole backend."""
 
 import pytest
 
+from tests.support.passes.run import whole_backend
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
+
+
+@pytest.fixture(autouse=True)
+def one_case_through_the_whole_backend(request):
+    """Every case runs through the recognise passes, values and gradients compared. The first of a test also runs through
+    AOTAutograd, plan and lowering, which takes most of the time; with the slow tests, all of them do."""
+    indices = request.node.callspec.indices.values() if hasattr(request.node, "callspec") else ()
+    everything = "not slow" not in (request.config.getoption("markexpr") or "")
+    token = whole_backend.set(everything or not any(indices))
+    yield
+    whole_backend.reset(token)
 
 
 @pytest.fixture

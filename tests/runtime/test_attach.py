@@ -188,7 +188,9 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, pytest.param(by_torch_save, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, *(pytest.param(each, marks=pytest.mark.slow) for each in (by_pickle, by_torch_save))]
+)
 def test_copies_work_and_are_not_optimized(duplicate):
     model = optimized(small())
     checkpoint(model, use_reentrant=False)

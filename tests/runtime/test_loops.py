@@ -270,7 +270,7 @@ def test_tied_embeddings():
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("checkpointing", [None, True, pytest.param(False, marks=pytest.mark.slow)])
 def test_dropout_by_seed(checkpointing):
     def build():
         return zoo.adapt(small(attention_dropout=0.1), lora_dropout=0.2)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @pytest.fixture
 def device():

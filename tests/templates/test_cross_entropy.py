@@ -51,7 +51,7 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32))
 def test_against_fp64(device, error, bound, dtype, options):
     logits, labels = inputs(5, 700, device, dtype)
     labels[2] = options.get("ignore_index", -100)

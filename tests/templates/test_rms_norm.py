@@ -12,7 +12,7 @@ FAMILIES = {
     "gemma": dict(offset=1.0, round_before_scale=False),
     "olmo2": dict(offset=0.0, round_before_scale=False),
 }
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32)
 
 
 def reference(x, weight, eps, offset, grad=None, residual=None, residual_grad=None):

@@ -8,7 +8,7 @@ from tests.support.ops.templates import REFERENCE, make, reference
 pytest.importorskip("triton")
 from tunecompile.templates import swiglu  # noqa: E402
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32)
 
 
 @pytest.mark.parametrize("activation", REFERENCE)

@@ -219,9 +219,7 @@ def test_a_right_step_is_verified(of, monkeypatch):
         pytest.param(
             fault,
             id=f"{fault.of}: {fault.what}",
-            marks=[]
-            if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of in ("NF4", "RMS norm", "RoPE")
-            else pytest.mark.slow,
+            marks=[] if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of == "RoPE" else pytest.mark.slow,
         )
         for fault in FAULTS
         if SUBJECTS[fault.of].model

@@ -109,8 +109,15 @@ def pair_of(kind):
     return of(kind, int(1.2 * tunecompile.report(whole).memory["predicted_peak"])), of(kind, None)
 
 
-@pytest.mark.parametrize("kind", [Doubling, Counting])
-@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize(
+    "retained, kind",
+    [
+        (False, Doubling),
+        (True, Counting),
+        pytest.param(False, Counting, marks=pytest.mark.slow),
+        pytest.param(True, Doubling, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_that_write_are_not_repeated(kind, retained):
     def run(model):
         torch.manual_seed(3)

@@ -53,7 +53,7 @@ def empty(offload: Offload) -> bool:
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (0, 2, 9))])
-@pytest.mark.parametrize("keep_last", [False, True])
+@pytest.mark.parametrize("keep_last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_the_same(ahead, keep_last):
     offload = make(ahead=ahead)
     stack = offloaded(offload, keep_last=keep_last)

@@ -76,8 +76,15 @@ def test_the_fuller_device_computes_again(monkeypatch):
     assert computing_again(model)["cpu:1"] == 0 < computing_again(model)["cpu"]
 
 
-@pytest.mark.parametrize("where", ["forward", "behind the backward"])
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize(
+    "layer, where",
+    [
+        (0, "forward"),
+        (LAYERS - 1, "behind the backward"),
+        pytest.param(0, "behind the backward", marks=pytest.mark.slow),
+        pytest.param(LAYERS - 1, "forward", marks=pytest.mark.slow),
+    ],
+)
 def test_the_device_that_is_full_plans_for_less(layer, where):
     model = build(int(1.2 * needed()))
     step(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,9 @@ from tunecompile.compiler.pass_manager import Context, run_stage
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.ir.op import OPS
 from tunecompile.passes import PIPELINE
+
+#: False in the further cases of a parametrised test of passes, but for `make test-all` (tests/passes/conftest.py)
+whole_backend: ContextVar[bool] = ContextVar("whole_backend", default=True)
 
 
 def family(*names: str):
@@ -93,9 +97,11 @@ def assert_same(got, expected, tol):
             assert off <= tol, f"{i}: relative error {off:.1e}"
 
 
-def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None, rows=(), whole=True) -> Seen:
+def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None, rows=(), whole=None) -> Seen:
     """Run eagerly, through the passes alone, and through the whole backend; all must agree. `expect`: ops in the graph.
-    `rows`: dims of the first argument that are symbols; `dynamic=True` makes all sizes and floats symbols."""
+    `rows`: dims of the first argument that are symbols; `dynamic=True` makes all sizes and floats symbols.
+    `whole`: whether it goes through the whole backend, AOTAutograd included; by default as `whole_backend` says."""
+    whole = whole_backend.get() if whole is None else whole
     expected = results(fn, args, parameters)
     recorder = Recorder(passes)
     backends = [recorder]
