@@ -117,7 +117,7 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
         trl, "SFTConfig", functools.partial(trl.SFTConfig, use_cpu=not torch.cuda.is_available())
     )  # it wants bf16 of a GPU
     datasets = pytest.importorskip("datasets")
-    from tests.support.matrix.trainers import words
+    from tests.support.matrix.trl import words
 
     (block,) = [block for block in blocks("quickstart.md") if re.search(rf"(^|\W){re.escape(way)}", block)]
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 255, (8, 12)).tolist()]

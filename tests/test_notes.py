@@ -6,11 +6,11 @@ import json
 import pickle
 import re
 import string
+from pathlib import Path
 
 import pytest
 
 from tests.support.notes import codes, find, has
-from tests.test_architecture import ROOT
 from tunecompile.notes import (
     KINDS,
     NOTES,
@@ -24,6 +24,8 @@ from tunecompile.notes import (
     running,
     verifying,
 )
+
+ROOT = Path(__file__).parents[1]
 
 TABLES = (compiling, memory, padding, providers, running, verifying)
 #: calls that make a note of a code, subject and detail: `note` itself, and what hands these on to it

@@ -8,10 +8,10 @@ import pytest
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
-from tests.support.matrix import trainers as support_trainers
+from tests.support.matrix import trainers
 from tests.support.matrix.follow import follow_run
 from tests.support.matrix.losses import dpo, grpo
-from tests.support.matrix.trainers import adapted
+from tests.support.matrix.runs import adapted
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back
 from tests.support.reports import head_tally
@@ -33,7 +33,7 @@ def test_by_trls_functions(loss, made):
 @pytest.mark.parametrize("kind", ["DPO", "ORPO"])
 @pytest.mark.slow
 def test_trainers(kind, tmp_path):
-    model = follow_run(next(cell for cell in support_trainers.CELLS if cell.name == kind), tmp_path)
+    model = follow_run(next(cell for cell in trainers.CELLS if cell.name == kind), tmp_path)
     fused = kind == "DPO" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")  # TRL's own
     assert head_tally(model).rewritten == (0 if fused else 1), tunecompile.report(model)
     assert not fell_back(model)

@@ -5,18 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.passes.norms import EPS, llama_norm
 from tests.support.passes.run import check, family, random
 
 PASSES = family("rms_norm")
-EPS = 1e-3
-
-
-def llama(x, w):
-    dtype = x.dtype
-    x = x.to(torch.float32)
-    variance = x.pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + EPS)
-    return w * x.to(dtype)
 
 
 def swapped(x, w):
@@ -77,7 +69,7 @@ def keywords(x, w):
 
 
 SPELLINGS = [
-    llama,
+    llama_norm,
     swapped,
     product,
     power,
@@ -105,7 +97,7 @@ def test_matches(spelling, dtype):
     )
 
 
-@pytest.mark.parametrize("spelling", [llama, gemma, olmo, functional])
+@pytest.mark.parametrize("spelling", [llama_norm, gemma, olmo, functional])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_weight_of_another_dtype(spelling, dtypes):
     """Whether it matches or not: values and dtypes are eager's."""
@@ -144,14 +136,14 @@ def test_a_dynamic_epsilon_is_made_a_constant():
 
 def test_several_in_a_row_through_other_work():
     def fn(x, w, v):
-        return llama(torch.sin(llama(x, w)), v) + gemma(x, v)
+        return llama_norm(torch.sin(llama_norm(x, w)), v) + gemma(x, v)
 
     check(fn, random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"rms_norm": 3})
 
 
 def test_a_norm_of_a_norm():
     check(
-        lambda x, w, v: llama(llama(x, w), v),
+        lambda x, w, v: llama_norm(llama_norm(x, w), v),
         random(2, 3, 8),
         random(8),
         random(8),
@@ -297,7 +289,7 @@ def test_does_not_match(mutation):
 
 @pytest.mark.parametrize("shape", [(1,), (8, 8), (3, 1), ()])
 def test_weight_of_another_shape(shape):
-    check(llama, random(2, 8, 8) if shape != (3, 1) else random(2, 3, 8), random(*shape), passes=PASSES, expect={})
+    check(llama_norm, random(2, 8, 8) if shape != (3, 1) else random(2, 3, 8), random(*shape), passes=PASSES, expect={})
 
 
 def test_narrow_statistics():
@@ -392,123 +384,3 @@ def test_detached_statistics():
 )
 def test_spellings_not_known_yet_are_right(fn):
     check(fn, random(4, 8), random(8), passes=PASSES)
-
-
-# the residual add before a norm
-
-ADD = family("rms_norm", "add_rms_norm")
-
-
-def residual(x, r, w):
-    total = x + r
-    return llama(total, w), total
-
-
-def test_residual():
-    check(residual, random(2, 3, 8), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
-    check(lambda x, w: residual(x, x, w), random(2, 3, 8), random(8), passes=ADD, expect={"add_rms_norm": 1})
-    check(
-        residual,
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(8, dtype=torch.bfloat16),
-        passes=ADD,
-        expect={"add_rms_norm": 1},
-        tol=1.2e-2,
-    )
-
-
-@pytest.mark.parametrize("other", [(8,), (2, 1, 8), ()])
-def test_residual_that_is_broadcast(other):
-    check(residual, random(2, 3, 8), random(*other), random(8), passes=ADD, expect={"rms_norm": 1})
-    check(
-        lambda r, x, w: residual(r, x, w),
-        random(*other),
-        random(2, 3, 8),
-        random(8),
-        passes=ADD,
-        expect={"rms_norm": 1},
-    )
-
-
-def test_residual_of_another_dtype():
-    check(
-        residual,
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(2, 3, 8),
-        random(8),
-        passes=ADD,
-        expect={"rms_norm": 1},
-        tol=1e-2,
-    )
-
-
-def test_total_read_before_the_norm():
-    check(
-        lambda x, r, w: (lambda t: torch.sin(t) * llama(t, w) + t)(x + r),
-        random(2, 3, 8),
-        random(2, 3, 8),
-        random(8),
-        passes=ADD,
-    )
-
-
-def test_constant_summand():
-    check(lambda x, w: llama(x + 1.0, w), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
-
-
-def test_constant_first_summand():
-    check(lambda x, w: llama(1.0 + x, w), random(2, 3, 8), random(8), passes=ADD, expect={"rms_norm": 1})
-
-
-def test_two_residuals_in_a_row():
-    def fn(x, r, w, v):
-        n, total = residual(x, r, w)
-        return residual(torch.sin(n), total, v)
-
-    check(fn, random(2, 3, 8), random(2, 3, 8), random(8), random(8), passes=ADD, expect={"add_rms_norm": 2})
-
-
-def accumulate(x, r, w):
-    total = x + r
-    n = llama(total, w)
-    total += torch.sin(n)
-    return total
-
-
-def test_total_mutated_after_the_norm():
-    check(
-        accumulate,
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(8, dtype=torch.bfloat16),
-        passes=[],
-        tol=1.2e-2,
-    )
-
-
-def test_total_mutated_after_the_norm_without_gradients():
-    check(accumulate, random(2, 3, 8, grad=False), random(2, 3, 8, grad=False), random(8, grad=False), passes=ADD)
-
-
-def test_never_across_a_mutation_of_a_summand_or_the_total():
-    def summand(x, r, w):
-        x = x * 1.0
-        total = x + r
-        x.add_(1.0)
-        return llama(total, w) + total
-
-    def sum_(x, r, w):
-        total = x + r
-        total.mul_(3.0)
-        return llama(total, w) + total
-
-    for fn in (summand, sum_):
-        check(
-            fn,
-            random(4, 8, grad=False),
-            random(4, 8, grad=False),
-            random(8, grad=False),
-            passes=ADD,
-            expect={"rms_norm": 1},
-        )

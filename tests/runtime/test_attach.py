@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -382,90 +381,3 @@ def test_nothing_of_another_package_is_assigned_to():
     after = snapshot()
     changed = {name: {key for key in before[name] if before[name][key] != after[name].get(key)} for name in before}
     assert not {name: keys for name, keys in changed.items() if keys}
-
-
-# -- fallbacks are said -------------------------------------------------------------------------------------------------
-
-
-class Scaled(nn.Module):
-    """Each layer has a constant of its own, so that Dynamo compiles each anew."""
-
-    def __init__(self, index: int):
-        super().__init__()
-        self.index, self.linear = index, nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(x) / (self.index + 1)
-
-
-class Deep(nn.Module):
-    def __init__(self, layers: int):
-        super().__init__()
-        self.layers = nn.ModuleList(Scaled(i) for i in range(layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_reaching_dynamos_limit_is_reported():
-    torch.manual_seed(0)
-    model = Deep(torch._dynamo.config.recompile_limit + 3)
-    reference = copy.deepcopy(model)
-    optimized(model)
-    x = torch.randn(2, 4, 8)
-    for m in (model, reference):
-        m(x).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters()):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    assert has(model, "ran-eagerly", reason="graph-limit"), tunecompile.report(model)
-
-
-def test_layers_that_come_later_are_reported_and_optimized_the_next_time():
-    model = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2), executor="eager")
-    model.model.layers.append(zoo.make("llama", num_hidden_layers=3).model.layers[2])
-    model.config.num_hidden_layers = 3
-    zoo.step(model, zoo.batch())
-    assert has(model, "new-layers", count=1)
-    tunecompile.optimize(tunecompile.restore(model), executor="eager")
-    zoo.step(model, zoo.batch())
-    assert not find(model, "new-layers") and tunecompile.report(model).regions[0].layers == 3
-
-
-def test_layers_called_around_their_owner_are_reported():
-    model = Deep(3)
-    optimized(model)
-    x = torch.randn(2, 4, 8)
-    for layer in model.layers:
-        x = layer(x)
-    x.sum().backward()
-    assert has(model, "ran-eagerly", reason="called-without-owner")
-
-
-def test_a_model_compiled_by_its_user():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model = optimized(Deep(3))
-        reference = copy.deepcopy(model)
-        x = torch.randn(2, 4, 8)
-        model(x).sum().backward()
-        model.zero_grad()
-        torch.compile(model, backend="aot_eager")(x).square().sum().backward()
-        reference(x).square().sum().backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters()):
-            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-        assert has(model, "compiled-from-outside")
-
-
-@pytest.mark.slow
-def test_report_says_why_a_region_was_compiled_again():
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
-    for length in (16, 24, 32):
-        zoo.step(model, zoo.batch(length=length))
-    report = tunecompile.report(model)
-    (region,) = report.regions
-    assert region.compiles == 2 and len(region.recompiles) == 1
-    assert all("size mismatch" in reason for reason in region.recompiles) and "recompiled because" in str(report)
-    assert report.to_dict()["regions"][0]["recompiles"] == region.recompiles

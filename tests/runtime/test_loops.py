@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# -- a plain loop (losses on logits, clipping and more: support_losses.py, support_trainers.py) -------------------------
+# -- a plain loop (losses on logits, clipping and more: tests/support/matrix) -------------------------
 
 
 def test_logits_can_be_logged():
@@ -183,7 +183,7 @@ def test_attentions_are_returned():
     assert len(ours) == len(theirs) == 2 and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs))
 
 
-# -- batches (see support_batches.py) ------------------------------------------------------------------------------------------------------------
+# -- batches (see tests/support/matrix/batches.py) ------------------------------------------------------------------------------
 
 
 def test_no_label_at_all():

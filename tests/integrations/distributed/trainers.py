@@ -16,7 +16,8 @@ from tests.integrations.distributed.common import DEVICE, batch, model, optimize
 from tests.integrations.distributed.fsdp import _refused
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
-from tests.support.matrix.trainers import by_trl, hugging_face, pairs, texts
+from tests.support.matrix.trainers import hugging_face
+from tests.support.matrix.trl import by_trl, pairs, texts
 from tests.support.notes import fell_back
 
 PORT = {"MASTER_PORT": "29500"}  #: accelerate and Lightning want one, although the ranks have met

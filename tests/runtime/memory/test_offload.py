@@ -1,6 +1,5 @@
 """What layers save comes back as it was, under any loop; host memory is bounded and empty in the end. On a CPU, with real copies."""
 
-import gc
 import weakref
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support import zoo
 from tests.support.compare import equal_bits
 from tests.support.memory.copiers import LateCopier, Recorder
 from tests.support.memory.copy_engine import HostCopyEngine
-from tests.support.memory.offload_stack import Stack, wrap
+from tests.support.memory.offload_stack import Stack, empty, files, inputs, make_offload, offloaded, plain, run, wrap
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.pinned_pool import GRANULE
@@ -20,42 +19,10 @@ from tunecompile.runtime.memory.pinned_pool import GRANULE
 CPU = torch.device("cpu")
 
 
-def make(host_bytes=1 << 26, **options) -> Offload:
-    return Offload(CPU, host_bytes, smallest=256, **{"copier": HostCopyEngine(), **options})
-
-
-def inputs(seed=0) -> torch.Tensor:
-    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(seed))
-
-
-def plain(x: torch.Tensor, **options) -> tuple:
-    stack = Stack(**options)
-    loss = stack(x)
-    loss.backward()
-    return loss.detach(), stack.gradients()
-
-
-def run(stack: Stack, x: torch.Tensor) -> tuple:
-    loss = stack(x)
-    loss.backward()
-    return loss.detach(), stack.gradients()
-
-
-def offloaded(offload: Offload, **options) -> Stack:
-    stack = Stack(**options)
-    stack.offload = offload
-    return stack
-
-
-def empty(offload: Offload) -> bool:
-    gc.collect()
-    return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks
-
-
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(ahead, marks=pytest.mark.slow) for ahead in (0, 2, 9))])
 @pytest.mark.parametrize("keep_last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_the_same(ahead, keep_last):
-    offload = make(ahead=ahead)
+    offload = make_offload(ahead=ahead)
     stack = offloaded(offload, keep_last=keep_last)
     for seed in range(3):
         assert equal_bits(run(stack, inputs(seed)), plain(inputs(seed)))
@@ -71,7 +38,7 @@ def test_gradients_are_the_same(ahead, keep_last):
 )
 def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
     """Small pieces of host memory change hands all the time, and copies come as late as they may."""
-    offload = make(granules * GRANULE, copier=LateCopier(), folder=tmp_path if on_disk else None)
+    offload = make_offload(granules * GRANULE, copier=LateCopier(), folder=tmp_path if on_disk else None)
     stack, reference = offloaded(offload, layers=8), Stack(layers=8)
     for seed in range(6):
         left = stack(inputs(99)) if seed % 2 else None  # no backward comes
@@ -109,7 +76,7 @@ def test_compiled_layers(mode):
         graphs(model),
     )
     torch._dynamo.reset()
-    model, offload = make_model(), make()
+    model, offload = make_model(), make_offload()
     wrap(model, offload)
     for batch, reference in (
         (zoo.batch(), expected),
@@ -125,7 +92,7 @@ def test_compiled_layers(mode):
 
 def test_weights_and_shared_arguments_are_not_copied_by_each_layer():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
-    offload = make()
+    offload = make_offload()
     wrap(model, offload)
     zoo.step(model, zoo.batch())
     first, *others = offload.report()["bytes_out_by_layer"].values()
@@ -136,11 +103,11 @@ def test_weights_and_shared_arguments_are_not_copied_by_each_layer():
 
 def test_views_of_one_storage_are_copied_once():
     recorder = Recorder()
-    run(offloaded(make(copier=recorder), layers=3), inputs())
+    run(offloaded(make_offload(copier=recorder), layers=3), inputs())
     assert [entry for entry in recorder.log if entry[0] == "out"] == [
         ("out", 4)
     ] * 3  # input, up's output, silu's output, product
-    offload = make()
+    offload = make_offload()
     base = torch.randn(8, 64, requires_grad=True)
     with offload.layer(0, torch.nn.Identity()):
         doubled = base * 2
@@ -155,7 +122,7 @@ def test_views_of_one_storage_are_copied_once():
 
 
 def test_backward_twice():
-    offload = make()
+    offload = make_offload()
     stack = offloaded(offload)
     loss = stack(inputs())
     loss.backward(retain_graph=True)
@@ -173,7 +140,7 @@ def test_backward_twice():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
 def test_two_forwards_then_two_backwards(order):
-    offload = make()
+    offload = make_offload()
     stack, reference = offloaded(offload), Stack()
     for model in (stack, reference):
         losses = [model(inputs(0)), model(inputs(1))]
@@ -188,7 +155,7 @@ def test_two_forwards_then_two_backwards(order):
 
 
 def test_forward_without_backward_frees_everything():
-    offload = make()
+    offload = make_offload()
     stack = offloaded(offload)
     loss = stack(inputs())
     assert offload.report()["host_bytes"] > 0
@@ -201,7 +168,7 @@ def test_forward_without_backward_frees_everything():
 
 
 def test_part_of_the_backward():
-    offload = make()
+    offload = make_offload()
     stack, reference = offloaded(offload), Stack()
     loss, expected = stack(inputs()), reference(inputs())
     mine = torch.autograd.grad(
@@ -220,7 +187,7 @@ def test_part_of_the_backward():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_layer_keeps_its_own(reentrant):
-    offload, reference = make(), plain(inputs().requires_grad_())
+    offload, reference = make_offload(), plain(inputs().requires_grad_())
     stack = offloaded(offload)
     x = inputs().requires_grad_()
     offload.begin_step()
@@ -238,7 +205,7 @@ def test_a_checkpoint_around_the_layer_keeps_its_own(reentrant):
 
 
 def test_the_users_own_hooks_come_first():
-    offload = make()
+    offload = make_offload()
     stack = offloaded(offload)
     with torch.autograd.graph.save_on_cpu():
         result = run(stack, inputs())
@@ -248,7 +215,7 @@ def test_the_users_own_hooks_come_first():
 
 @pytest.mark.parametrize("when", ["inside", "after", "kept"])
 def test_changes_in_place_are_refused(when):
-    offload = make()
+    offload = make_offload()
     x = torch.randn(16, 16, requires_grad=True)
     with offload.layer(0, torch.nn.Identity(), (lambda tensor: False) if when == "kept" else None):
         y = x.exp()
@@ -264,7 +231,7 @@ def test_changes_in_place_are_refused(when):
 
 
 def test_changes_in_place_behind_the_copy_do_no_harm():
-    offload = make()
+    offload = make_offload()
     x = torch.randn(16, 16, requires_grad=True)
     with offload.layer(0, torch.nn.Identity()):
         y = x.exp()
@@ -281,7 +248,7 @@ def test_changes_in_place_behind_the_copy_do_no_harm():
 
 
 def test_device_memory_is_freed():
-    offload = make()
+    offload = make_offload()
     x = torch.randn(64, 64, requires_grad=True)
     with offload.layer(0, torch.nn.Identity()):
         y = x.exp()
@@ -303,7 +270,7 @@ def empty_after(result, offload) -> bool:
 
 
 def test_only_the_last_two_layers_wait_on_the_device():
-    offload = make()
+    offload = make_offload()
     kept, x = [], torch.randn(8, 32)
     for index in range(5):
         layer = torch.nn.Linear(32, 32)
@@ -317,7 +284,7 @@ def test_only_the_last_two_layers_wait_on_the_device():
 
 def test_prefetch_comes_two_layers_ahead():
     recorder = Recorder()
-    offload = make(copier=recorder)
+    offload = make_offload(copier=recorder)
     stack = offloaded(offload, layers=5, keep_last=True)
     loss = stack(inputs())
     offload.settle()
@@ -333,7 +300,7 @@ def test_prefetch_comes_two_layers_ahead():
 
 
 def test_host_memory_is_bounded():
-    offload = make(host_bytes=5 * GRANULE)
+    offload = make_offload(host_bytes=5 * GRANULE)
     stack = offloaded(offload)
     assert equal_bits(run(stack, inputs()), plain(inputs()))
     report = offload.report()
@@ -347,7 +314,7 @@ def test_without_pinned_memory_tensors_stay():
         def allocate(self, nbytes):
             raise torch.OutOfMemoryError("CUDA error: out of memory")
 
-    offload = make(copier=Poor())
+    offload = make_offload(copier=Poor())
     assert equal_bits(run(offloaded(offload), inputs()), plain(inputs()))
     (reason,) = offload.report()["refusals"]
     assert (
@@ -356,7 +323,7 @@ def test_without_pinned_memory_tensors_stay():
 
 
 def test_what_outlives_the_step_is_not_copied_again():
-    offload = make()
+    offload = make_offload()
     constant = torch.randn(32, 32)  # neither parameter nor buffer: a 4-bit weight's scales, say
     for step in range(3):
         offload.begin_step()
@@ -369,7 +336,7 @@ def test_what_outlives_the_step_is_not_copied_again():
 
 
 def test_a_failing_forward_leaves_nothing():
-    offload = make()
+    offload = make_offload()
     x = torch.randn(32, 32, requires_grad=True)
     with pytest.raises(ValueError), offload.layer(0, torch.nn.Identity()):
         y = x.exp() * 2
@@ -381,56 +348,9 @@ def test_a_failing_forward_leaves_nothing():
 
 
 def test_a_cpu_counts_and_copies_nothing():
-    counting, copying = Offload(CPU, 1 << 26, smallest=256), make()
+    counting, copying = Offload(CPU, 1 << 26, smallest=256), make_offload()
     results = [run(offloaded(offload), inputs()) for offload in (counting, copying)]
     assert equal_bits(*results)
     a, b = counting.report(), copying.report()
     assert {key: a[key] for key in b} == b
     assert empty(counting)
-
-
-class TestDisk:
-    def test_takes_what_host_memory_cannot(self, tmp_path):
-        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
-        stack = offloaded(offload, layers=8)
-        for seed in range(3):
-            assert equal_bits(run(stack, inputs(seed)), plain(inputs(seed), layers=8))
-            report = offload.report()
-            assert report["disk_bytes"] > 0 and not report["refusals"] and report["peak_host_bytes"] <= 8 * GRANULE
-            assert empty(offload) and not files(tmp_path)
-
-    def test_backward_twice_and_forwards_left_alone(self, tmp_path):
-        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
-        stack = offloaded(offload, layers=8)
-        stack(inputs())
-        loss = stack(inputs())
-        assert files(tmp_path)
-        expected = plain(inputs(), layers=8)[1]
-        for retain in (True, True, False):
-            loss.backward(retain_graph=retain)
-            assert all(map(torch.equal, expected, stack.gradients()))
-        del loss
-        assert empty(offload) and not files(tmp_path)
-
-    def test_a_full_disk_leaves_tensors_where_they_are(self, tmp_path, monkeypatch):
-        def fail(*_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("tunecompile.runtime.memory.disk_store._write", fail)
-        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
-        assert equal_bits(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
-        (reason,) = offload.report()["refusals"]
-        assert reason == "no more room on disk: [Errno 28] No space left on device"
-        assert empty(offload) and not files(tmp_path)
-
-    def test_the_folder_goes_with_the_runtime(self, tmp_path):
-        offload = make(host_bytes=8 * GRANULE, folder=tmp_path)
-        loss = offloaded(offload, layers=8)(inputs())
-        assert list(tmp_path.iterdir())
-        del loss, offload
-        gc.collect()
-        assert not list(tmp_path.iterdir())
-
-
-def files(folder) -> list:
-    return [path for path in folder.rglob("*") if path.is_file()]

@@ -1,7 +1,6 @@
 """Out of memory under a budget: the step goes on, and losses and gradients are bit for bit those of a step that nothing disturbed."""
 
 import logging
-import weakref
 
 import pytest
 import torch
@@ -27,16 +26,12 @@ from tests.support.memory.full_device import (
     needed,
     peak,
     plain,
-    recovery,
     step,
 )
 from tests.support.notes import has, logged
-from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
-from tunecompile.planner.device_memory import HostGauge
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.loss_head import Head, losses
-from tunecompile.runtime.memory.oom_recovery import requested
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -364,67 +359,3 @@ def test_a_model_without_layers(where):
     full = Full(model, 0, where)
     assert_equal(run(model), run(make(None)))
     assert full.raised == 1
-
-
-# -- what is given up -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_dropped_graph_is_freed():
-    model = guarded()
-    found = loss(model)
-    nodes = [weakref.ref(call.edges[0].node) for call in recovery(model).calls]
-    assert len(nodes) == LAYERS and all(node() is not None for node in nodes)
-    recovery(model).make_room(0, 1, model._tunecompile.step.budget)
-    assert all(node() is None for node in nodes)
-    found.backward()
-
-
-def test_nothing_is_held_beyond_the_step():
-    model = guarded()
-    found = loss(model)
-    calls = [weakref.ref(call) for call in recovery(model).calls]
-    assert len(calls) == LAYERS
-    found.backward()
-    del found
-    assert all(call() is None for call in calls)
-
-
-def test_layers_are_left_alone_where_there_is_room():
-    model = build("1TiB")
-    step(model)
-    kept = loss(model)
-    assert not recovery(model).calls and kept is not None
-
-
-@pytest.mark.parametrize("where", [WHERE[0], pytest.param(WHERE[1], marks=pytest.mark.slow)])
-def test_when_nothing_fits(where):
-    model = guarded()
-    full = Full(model, 1, where, times=100)
-    with pytest.raises(
-        NothingFits, match="is short of 0.00 MiB. Most would help a smaller batch: about [0-9]+ tokens"
-    ) as caught:
-        step(model)
-    assert isinstance(caught.value, torch.OutOfMemoryError) and full.raised <= 4
-    full.left = 0
-    model.zero_grad()
-    assert_equal(step(model), plain())
-
-
-def test_a_step_that_was_lost_elsewhere_is_planned_anew(monkeypatch):
-    failures = [0]
-    monkeypatch.setattr(HostGauge, "failures", lambda self: failures[0])
-    model = guarded()
-    before = peak(model)
-    loss(model)
-    failures[0] += 1  # in the user's own loss, say
-    assert_equal(step(model), plain())
-    assert (after := peak(model)) < before
-    failures[0] += 1  # in an evaluation: the step itself was whole
-    assert_equal(step(model), plain())
-    assert peak(model) == after
-
-
-def test_bytes_that_were_asked_for():
-    assert requested(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0")) == 3 << 29
-    assert requested(torch.OutOfMemoryError("out of memory")) == 0

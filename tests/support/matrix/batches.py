@@ -1,4 +1,4 @@
-"""Batches people train on: padded, packed, with masks and embeddings of the caller's, of any lengths. A cell each (see `support.py`)."""
+"""Batches people train on: padded, packed, with masks and embeddings of the caller's, of any lengths. A cell each (see `cells.py`)."""
 
 from __future__ import annotations
 

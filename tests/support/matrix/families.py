@@ -1,4 +1,4 @@
-"""Whose models people train: families of transformers under LoRA, models that read images, and models of a user's own. A cell each (see `support.py`)."""
+"""Whose models people train: families of transformers under LoRA, models that read images, and models of a user's own. A cell each (see `cells.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How models come from files and go into them: every way to load one that is too big to be loaded whole, and all that is saved of what was trained. A cell each (see `support.py`)."""
+"""How models come from files and go into them: every way to load one that is too big to be loaded whole, and all that is saved of what was trained. A cell each (see `cells.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.matrix.cells import DEVICE, Cell, Make, eight_bit, four_bit, lora, small
-from tests.support.matrix.trainers import WHOLE, Outcome, inputs_of, loop
+from tests.support.matrix.runs import Outcome
+from tests.support.matrix.trainers import WHOLE, inputs_of, loop
 
 # -- loading ---------------------------------------------------------------------------------------------------------------
 

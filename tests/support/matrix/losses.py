@@ -1,4 +1,4 @@
-"""Losses people train on beside that of the labels: of their own on logits, a teacher's, a preference's. A cell each (see `support.py`)."""
+"""Losses people train on beside that of the labels: of their own on logits, a teacher's, a preference's. A cell each (see `cells.py`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What people train by: trainers as they are released, optimizers, and loops that do more than train. A cell each (see `support.py`)."""
+"""What people train by: trainers as they are released, optimizers, and loops that do more than train. A cell each (see `cells.py`)."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,9 @@ from torch import Tensor, nn
 
 from tests.support import zoo
 from tests.support.matrix.cells import DEVICE, Cell, Make, lora, small, trained, two_adapters
-from tests.support.trainers import Rows, arguments, collate, tokenizer
-
-Numbers = dict[str, float]
-Outcome = tuple[Numbers, nn.Module]
-CLOCKS = "runtime", "per_second", "time"  #: parts of the names of what no two runs share
-SETTINGS = dict(
-    optim="sgd",
-    learning_rate=0.5,
-    max_steps=3,
-    eval_strategy="no",
-    use_cpu=DEVICE == "cpu",
-    bf16=False,
-    dataloader_num_workers=0,
-)  #: what SGD has changed is the sum of the gradients
-
-
-def logged(trainer: Any) -> Numbers:
-    """All numbers of its log: losses, norms, and metrics as entropy and token accuracy."""
-    return {
-        f"{key}, entry {i}": value
-        for i, entry in enumerate(trainer.state.log_history)
-        for key, value in entry.items()
-        if not any(clock in key for clock in CLOCKS)
-    }
-
-
-def adapted() -> nn.Module:
-    return lora(target_modules=["q_proj", "down_proj"])()
-
+from tests.support.matrix.runs import SETTINGS, Numbers, Outcome, adapted, logged
+from tests.support.matrix.trl import by_trl, classifier, completions_of, judged, pairs, prompts, reward, talks, texts
+from tests.support.trainers import Rows, arguments, collate
 
 # -- Hugging Face's ------------------------------------------------------------------------------------------------------
 
@@ -119,88 +92,6 @@ def resumed(make: Make, folder: Path) -> Outcome:
 # -- TRL's ---------------------------------------------------------------------------------------------------------------
 
 
-def words() -> Any:
-    """A tokenizer of w1 to w254, with a chat template that says which tokens are the assistant's."""
-    from tokenizers.pre_tokenizers import Whitespace
-
-    made = tokenizer()
-    made.backend_tokenizer.pre_tokenizer = Whitespace()
-    made.chat_template = "{% for m in messages %}{% if m.role == 'user' %}w1 {{ m.content }} {% else %}w2 {% generation %}{{ m.content }} <eos> {% endgeneration %}{% endif %}{% endfor %}"
-    return made
-
-
-def rows_of_words() -> list[list[str]]:
-    return [[f"w{i}" for i in row["input_ids"].clamp(max=254).tolist()] for row in Rows(12)]
-
-
-def pairs() -> list[dict]:
-    return [
-        {"prompt": " ".join(row[:3]), "chosen": " " + " ".join(row[3:]), "rejected": " " + " ".join(row[:2:-1])}
-        for row in rows_of_words()
-    ]
-
-
-def judged() -> list[dict]:
-    """Every other answer is a good one."""
-    return [
-        {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
-        for row, good in zip(pairs(), itertools.cycle([True, False]))
-    ]
-
-
-def talks() -> list[dict]:
-    def says(role: str, words: list[str]) -> dict:
-        return {"role": role, "content": " ".join(words)}
-
-    return [
-        {
-            "messages": [
-                says("user", row[:2]),
-                says("assistant", row[2:4]),
-                says("user", row[4:5]),
-                says("assistant", row[5:]),
-            ]
-        }
-        for row in rows_of_words()
-    ]
-
-
-def prompts() -> list[dict]:
-    return [{"prompt": row["prompt"]} for row in pairs()]
-
-
-def texts() -> list[dict]:
-    return [{"text": " ".join(row)} for row in rows_of_words()]
-
-
-def completions_of() -> list[dict]:
-    return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs()]
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [sum(int(word[1:]) for word in text.split() if word[0] == "w") % 11 / 10 for text in completions]
-
-
-def by_trl(
-    kind: str, rows: Callable[[], list[dict]], own: Callable[[], dict] = dict, **options: Any
-) -> Callable[[Make, Path], Outcome]:
-    """By `{kind}Trainer`, wherever this version of TRL has it; `own`: what else it is given."""
-
-    def run(make: Make, folder: Path) -> Outcome:
-        trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-        where = trl if hasattr(trl, f"{kind}Trainer") else pytest.importorskip(f"trl.experimental.{kind.lower()}")
-        args = arguments(
-            getattr(where, f"{kind}Config"), folder, **{**SETTINGS, "gradient_checkpointing": False, **options}
-        )
-        trainer = getattr(where, f"{kind}Trainer")(
-            make(), args=args, train_dataset=datasets.Dataset.from_list(rows()), processing_class=words(), **own()
-        )
-        trainer.train()
-        return logged(trainer), trainer.model
-
-    return run
-
-
 GENERATED = dict(
     rows=prompts,
     own=lambda: {"reward_funcs": reward},
@@ -210,16 +101,6 @@ GENERATED = dict(
     gradient_accumulation_steps=1,
     beta=0.04,
 )
-
-
-def classifier() -> nn.Module:
-    """Scores a text: the model of a reward."""
-    import transformers as tf
-
-    torch.manual_seed(0)
-    return tf.LlamaForSequenceClassification(
-        tf.LlamaConfig(**{**zoo.SMALL, "num_hidden_layers": 2, "num_labels": 1, "pad_token_id": 0})
-    )
 
 
 # -- loops of the user's own, accelerate's and Lightning's -----------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""A stack of small layers under a runtime, and compiled layers wrapped as the runtime's caller wraps them."""
+"""A stack of small layers, alone or under a runtime, and compiled layers wrapped as the runtime's caller wraps them."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 from torch import nn
 
+from tests.support.memory.copy_engine import HostCopyEngine
 from tunecompile.runtime.memory.offload import Offload
 
 
@@ -67,3 +69,39 @@ def wrap(model: nn.Module, offload: Offload) -> None:
     """Every compiled layer of an optimized model."""
     for index, slot in enumerate(model._tunecompile.slots):
         slot.layer._compiled_call_impl = Wrapped(slot, index, offload)
+
+
+def make_offload(host_bytes=1 << 26, **options) -> Offload:
+    return Offload(torch.device("cpu"), host_bytes, smallest=256, **{"copier": HostCopyEngine(), **options})
+
+
+def inputs(seed=0) -> torch.Tensor:
+    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(x: torch.Tensor, **options) -> tuple:
+    stack = Stack(**options)
+    loss = stack(x)
+    loss.backward()
+    return loss.detach(), stack.gradients()
+
+
+def run(stack: Stack, x: torch.Tensor) -> tuple:
+    loss = stack(x)
+    loss.backward()
+    return loss.detach(), stack.gradients()
+
+
+def offloaded(offload: Offload, **options) -> Stack:
+    stack = Stack(**options)
+    stack.offload = offload
+    return stack
+
+
+def empty(offload: Offload) -> bool:
+    gc.collect()
+    return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks
+
+
+def files(folder) -> list:
+    return [path for path in folder.rglob("*") if path.is_file()]
