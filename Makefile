@@ -1,5 +1,5 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
-# make test    what needs no GPU, without the slow cases (make test-all has them)
+# make test    what needs no GPU, without the slow cases; make test-all has them, and sends every case of a pass through the whole backend
 # make lint    ruff and pyright; make format mends what they can mend by themselves
 # make docs    the pages of docs/ and all docstrings as a site, reports/docs/index.html
 # make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
