@@ -25,6 +25,7 @@ SETS = {
 SHOWN = ("torch", "transformers", "peft", "bitsandbytes", "trl")  #: of each set, in the table
 QUICK = (
     "runtime/test_attach.py",
+    "runtime/test_fallbacks.py",
     "models/test_families.py",
     "models/test_adapters.py",
     "models/test_trainers.py",
