@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,9 @@ pytest.register_assert_rewrite("tests.support")
 
 # Without a GPU templates run in Triton's interpreter, which changes every kernel of the process, other packages' too. So they have a
 # process of their own: test_templates.py starts it, and so does naming them on the command line.
-if not torch.cuda.is_available() and any("templates" in argument for argument in sys.argv[1:]):
+if not torch.cuda.is_available() and any(
+    "templates" in Path(argument.partition("::")[0]).parts for argument in sys.argv[1:]
+):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton.jit runs, so before any import of triton
 collect_ignore = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else ["templates"]
 
