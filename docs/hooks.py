@@ -320,29 +320,52 @@ def _summary(name: str) -> str:
     return (ast.get_docstring(ast.parse(found.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
 
 
+def _private(rows: Any) -> str:
+    """One table of private names."""
+    return table(
+        ["name", "used since", "last checked", "where it is gone"],
+        [
+            [
+                f"`{row.name}`",
+                row.since + (f", until {row.until}" if row.until else ""),
+                ", ".join(row.last_checked),
+                row.fallback,
+            ]
+            for row in sorted(rows, key=lambda row: row.name)
+        ],
+    )
+
+
 @generated
 def private_torch() -> Iterator[str]:
-    """The files that touch private names of torch, and which names these are."""
-    rows = []
-    for file in sorted((ROOT / "tunecompile" / "_torch").glob("[a-z]*.py")):
-        text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        found = {
-            f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
-            for alias in node.names
-            if "._" in node.module or alias.name.startswith("_")
-        }
-        found |= set(re.findall(r"\btorch(?:\.\w+)*\._\w+(?:\.\w+)*", text))
-        rows.append(
-            [
-                f"`_torch/{file.name}`",
-                (ast.get_docstring(tree) or "").partition("\n\n")[0],
-                ", ".join(f"`{name}`" for name in sorted(found)),
-            ]
-        )
-    yield table(["file", "topic", "private names"], rows)
+    """Private names of torch."""
+    from tunecompile._torch.private_names import PRIVATE_NAMES
+
+    yield _private(PRIVATE_NAMES)
+
+
+@generated
+def private_packages() -> Iterator[str]:
+    """Private names of other packages."""
+    from tunecompile.integrations.private_names import PRIVATE_NAMES
+
+    for package in sorted({row.package for row in PRIVATE_NAMES}):
+        yield f"\n### {package}\n"
+        yield _private(row for row in PRIVATE_NAMES if row.package == package)
+
+
+@generated
+def notes() -> Iterator[str]:
+    """All notes of the report by code, with advice."""
+    from tunecompile.notes import NOTES, REASONS
+
+    for heading, kinds in (("Notes", NOTES), ("Reasons inside notes", REASONS)):
+        yield f"\n### {heading}\n"
+        rows = [
+            [f"`{code}`", kind.words.replace("{", "*").replace("}", "*"), kind.mend]
+            for code, kind in sorted(kinds.items())
+        ]
+        yield table(["code", "words", "what to do"], rows)
 
 
 @generated

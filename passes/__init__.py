@@ -5,7 +5,7 @@
 - recognize: the forward graph of a region, as plain torch calls, before autograd. It puts ops in the place of
   subgraphs. Values are in `node.meta["example_value"]`, to be read by `tunecompile.ir.canonicalize.value`.
 - plan: forward and backward in one, the joint graph, as ATen calls and ops; values are in `node.meta["val"]`. It tags
-  what is computed again: `node.meta["recompute"]` is a `torch.utils.checkpoint.CheckpointPolicy`.
+  the values to recompute: `node.meta["recompute"]` is a `torch.utils.checkpoint.CheckpointPolicy`.
 - lower: the forward and the backward graph, apart; values are in `node.meta["val"]`. It gives ops to providers.
 
 Values are fake tensors: they have shape, strides, dtype and device, and sizes may be symbolic. A pass changes the

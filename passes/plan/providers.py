@@ -43,7 +43,7 @@ def _reason(op: Op, provider: Provider, values: list) -> str:
 
 
 def _plain_products(graph: Graph) -> int:
-    """How many products of the forward pass no op stands for: linears without an adapter, or with a trained weight."""
+    """How many products of the forward pass no op represents: linears without an adapter, or with a trained weight."""
     backward: set[Node] = backward_nodes(graph)
     return sum(node.target in _PRODUCTS and node not in backward for node in graph.nodes)
 

@@ -79,7 +79,7 @@ def _build(
     A, B, absmax, bias, absmax_8bit, absmax_code, absmax_offset, rows, columns, blocksize, quant_type, dtype, storage
 ):
     nested = absmax_8bit is not None
-    if storage != torch.uint8:  # bnb_4bit_quant_storage, which FSDP asks for: the same bytes
+    if storage != torch.uint8:  # bnb_4bit_quant_storage, which FSDP requires: the same bytes
         B = B.view(torch.uint8).reshape(-1, 1)
     weight = dequantize_4bit(
         B,

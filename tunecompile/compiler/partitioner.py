@@ -103,7 +103,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
         return forward, backward
 
     def _movable(self, graph: Graph) -> tuple[str, ...]:
-        """As the plan has it: what computes in pieces reads weights by themselves."""
+        """As the plan has it: tiled computations read each weight by itself."""
         return tuple(movable(graph)) if self.context.moves else ()
 
     def _try(

@@ -56,7 +56,7 @@ def find_config(model: str) -> Any:
 KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
 
 
-@functools.lru_cache(maxsize=8)  # the model is only read; plans that do not fit ask for the other modes of one model
+@functools.lru_cache(maxsize=8)  # the model is only read; plans that do not fit need the other modes of one model
 def meta_model(model: str, mode: str, rank: int) -> nn.Module:
     """The model on the meta device, in bf16.
 

@@ -1,7 +1,7 @@
 """Context parallelism: every process has a part of each sequence, and only attention exchanges the parts.
 
 torch's `context_parallel` replaces `F.scaled_dot_product_attention` by a function that sends keys and values around, a
-new one in every step: a graph that contains it would be recompiled in every step, until Dynamo gives up. So layers are
+new one in every step: a graph that contains it would be recompiled in every step, until Dynamo's limit. So layers are
 compiled up to attention and behind it: attention is called outside of graphs, under a name of our own among the
 attention functions of transformers. Layers that do not use transformers' attention interface run as they are.
 """

@@ -36,8 +36,7 @@ KINDS = _joined([NOTES, REASONS])  #: code -> words, and what the user can do
 
 
 class Note(str):
-    """A line of the report: its words, and what it is about. It is a plain string for everything that prints, "
-    "compares or stores it."""
+    """A line of the report: its words, and what it is about. Printed, compared and stored, it is a plain string."""
 
     code: str  #: a key of `KINDS`
     subject: str  #: what the note is about: a region, a module, a package

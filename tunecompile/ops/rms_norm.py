@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> list[Tensor]:
-    """The gradients of `rms_norm`. 1/rms is computed again: cheaper than one more tensor to read.
+    """The gradients of `rms_norm`. 1/rms is recomputed: cheaper than one more tensor to read.
 
     Args:
         grad: of the result, [..., H] in its dtype. The others are those of `rms_norm`.

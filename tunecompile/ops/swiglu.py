@@ -36,7 +36,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @gated_activation.backward(saves=("gate", "up", "activation"), gives=("gate", "up"))
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
-    """The gradients of `gated_activation`; the activation is computed again.
+    """The gradients of `gated_activation`; the activation is recomputed.
 
     Args:
         grad: of the result, [..., F] in its dtype. The others are those of `gated_activation`.

@@ -64,7 +64,7 @@ class ModelCall:
 
     args: tuple
     kwargs: dict[str, Any]
-    counts: bool = True  #: whether it stands for the step: a decoder's call does, its encoder's does not
+    counts: bool = True  #: whether it counts as the step: a decoder's call does, its encoder's does not
 
 
 class Part:

@@ -1,5 +1,5 @@
-"""The training process's side of `tunecompile monitor`: steps and tokens by the host's clock, written where a monitor
-asks for them.
+"""The training process's side of `tunecompile monitor`: steps and tokens by the host's clock, written for a
+monitor that requests them.
 """
 
 from __future__ import annotations

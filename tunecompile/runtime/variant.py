@@ -21,7 +21,7 @@ from tunecompile.integrations.varlen_attention import attends
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if (
         not torch.compiler.is_dynamo_compiling()
-    ):  # a constant where Dynamo traces, so this runs only where Dynamo has given up
+    ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
         slot_of(layer).note_eager()
     return call_original(layer, *args, **kwargs)
 

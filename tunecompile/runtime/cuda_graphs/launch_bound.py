@@ -1,4 +1,4 @@
-"""Whether a layer's kernels wait for the host: found from a few calls, without a wait for the device."""
+"""Whether a layer is launch-bound: found from a few calls, without a synchronisation with the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Clock:
         self.calls: list[TimedCall] = []
         #: whether the timed step may be the first, in which the host has more to do: only a "no" counts from it
         self.first = True
-        self.waiting: bool | None = None  #: whether kernels wait for the host; None as long as that is not known
+        self.waiting: bool | None = None  #: whether the layer is launch-bound; None until that is known
         self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it; the kernels take as long then
 
     def time(

@@ -1,7 +1,7 @@
 """Launch-bound layers are replayed as CUDA graphs, under any loop: one recording for each layer and shape.
 
 A small step takes the host longer to launch than the GPU to compute. Each compiled graph (the forward or the backward
-of a region) is therefore wrapped. Where its kernels wait for the host, it is recorded once for every layer that runs
+of a region) is therefore wrapped. Where it is launch-bound, it is recorded once for every layer that runs
 it, and replayed from then on: Dynamo's guards, autograd, hooks and the user's optimizer see an ordinary compiled
 function.
 
@@ -217,7 +217,7 @@ class Phase(Enum):
 
     UNKNOWN = auto()  #: the call runs: it is too early to time, to record or to know the times
     TIMING = auto()  #: the call runs, and is timed
-    RECORDING = auto()  #: kernels wait for the host, and the layer has been called often enough
+    RECORDING = auto()  #: launch-bound, and called often enough
     REPLAYING = auto()  #: there is a recording
     OFF = auto()  #: kernels do not wait, or the graph cannot be recorded
 

@@ -218,7 +218,7 @@ class RuntimePlanner:
         self.notes += [made] if made not in self.notes else []
 
     def _follow_the_user(self) -> None:
-        """Without any candidates, layers do what the user asked for."""
+        """Without any candidates, layers follow the user's own checkpointing."""
         for slot in self.layers:
             self.options.setdefault(id(slot), PlanOption(_unplanned(slot), 0, 0, 0, 0.0))
 

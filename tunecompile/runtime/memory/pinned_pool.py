@@ -71,7 +71,7 @@ class Ahead:
 class PinnedPool:
     """Host memory, allocated when first needed, or ahead where bytes are expected, and kept for the next step.
 
-    A block may lie in several pieces, so free memory is never too scattered to be used.
+    A block may be split over several ranges, so free memory is never too scattered to be used.
 
     Args:
         limit: bytes that may be allocated in all.
@@ -204,7 +204,7 @@ class CopyEngine(Protocol):
         """New host memory of this many bytes."""
 
     def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
-        """Copy to the host, behind the work that the device was given up to now."""
+        """Copy to the host, behind the work that is queued on the device."""
 
     def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         """Copy to new memory on the device. It may be used, or freed, once `wait` was called."""

@@ -30,7 +30,7 @@ class Layers(Part):
         if not state.stacks:
             state.notes.append(note("no-layers-found"))
             self._attach_whole(state)
-        # a decoder's call stands for the step rather than its encoder's
+        # a decoder's call counts as the step, its encoder's does not
         longest = max(reversed(state.stacks), key=lambda stack: len(stack.members), default=None)
         for stack in state.stacks:
             self._attach_stack(state, stack)
@@ -108,7 +108,7 @@ class EntryHook(NotCopied):
         return self._without_cache(args, kwargs)
 
     def _without_cache(self, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
-        """A cache holds each layer's index, for which every layer would be compiled anew until Dynamo gives up."""
+        """A cache holds each layer's index, for which every layer would be recompiled up to Dynamo's limit."""
         if kwargs is None or not self.takes_cache or len(args) > 2:
             return None
         if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
