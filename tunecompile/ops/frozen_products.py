@@ -63,16 +63,22 @@ def frozen(node: Node) -> list[FrozenProduct] | None:
     args = _arguments(node)
     if args is None:
         return None
-    columns, dtype = args["x"].meta["val"].shape[-1], args["x"].meta["val"].dtype
-    weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, columns, dtype)
+    widths, dtype = [_columns(a) for a in args["a"]], args["x"].meta["val"].dtype
+    weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, widths, dtype)
 
-    def product(part: slice, width: int) -> FrozenProduct:
+    def product(part: slice) -> FrozenProduct:
         a, b, scales = (tuple(args[name][part]) for name in ("a", "b", "scales"))
-        return FrozenProduct(tuple(weights[part]), a, b, scales, width)
+        return FrozenProduct(tuple(weights[part]), a, b, scales, widths[part][0])
 
-    if "activation" in args:  # an MLP
-        return [product(WIDE, columns), product(DOWN, args["rows"][0])]
-    return [product(slice(None), columns)]
+    return [product(WIDE), product(DOWN)] if "activation" in args else [product(slice(None))]  # an MLP has two
+
+
+def _columns(adapter: Node) -> int:
+    """K, of A [r, K]: a parameter's size is a number, while that of an input is a symbol in graphs for changing sizes.
+
+    (A view of [n, heads, width] as [n, K] has a symbolic K, though n cancels out.)
+    """
+    return adapter.meta["val"].shape[-1]
 
 
 def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
@@ -105,7 +111,7 @@ def _source(weight: Node) -> tuple:
     return tuple(weight.args) if weight.target is dequantize_4bit.overload else (weight,)
 
 
-def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
+def _packed(args: dict[str, Any], widths: Sequence[int], dtype: Any) -> list[tuple]:
     blank = [None] * len(args["rows"])
     members = zip(
         args["packed"],
@@ -115,7 +121,6 @@ def _packed(args: dict[str, Any], columns: int, dtype: Any) -> list[tuple]:
         args["offset"] or blank,
         args["rows"],
     )
-    widths = [columns, columns, args["rows"][0]] if "activation" in args else [columns] * len(args["rows"])
     return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
 
 
