@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tunecompile._torch.dynamo import mark_dynamic
@@ -29,17 +30,19 @@ def batch_tokens(args: tuple, kwargs: dict) -> int:
 
 @dataclass
 class DynamicShapes:
-    """Which dimensions of which arguments follow the batch's rows and length.
+    """Which dimensions of which arguments follow the batch.
 
-    The first shape is compiled with constant sizes. From the second on, all dimensions that follow are symbolic
+    The first lengths are compiled with constant sizes. From the second on, all dimensions that follow are symbolic
     together; left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt
-    from the shapes seen: a dimension that equals the length by chance drops out at the next shape. It never comes back,
-    since Dynamo recompiles for a new mark.
+    from the shapes seen: a dimension that equals a length by chance drops out when lengths change and it does not.
     """
 
-    first: tuple[int, ...] | None = None
-    last: tuple[int, ...] | None = None
-    following: dict[Any, dict[int, int]] = field(default_factory=dict)
+    first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
+    lengths: tuple[int, ...] = ()  #: of the last call
+    last: tuple[torch.Size, ...] = ()
+    shapes: dict[Any, torch.Size] = field(default_factory=dict)  #: of each argument, when it was seen last
+    following: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that are one of the lengths
+    others: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that change by themselves
 
     @staticmethod
     def of(tensors: Sequence[tuple[Any, Tensor]]) -> tuple[int, ...]:
@@ -52,28 +55,53 @@ class DynamicShapes:
         return ()
 
     def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        """Mark the dimensions of one call's arguments that follow `sizes`."""
-        if sizes == self.first or not sizes:
-            return
-        if sizes != self.last:
-            self._learn(tensors, sizes)
+        """Mark the dimensions of one call's arguments that follow the batch, whose rows and length are `sizes`."""
+        self._look(tensors, sizes)
         if self.first is None:
-            self.first = sizes
-            return
-        for where, tensor in tensors:
-            dims = self.following.get(where)
-            if dims:
-                mark_dynamic(tensor, list(dims))
+            self.first = self.lengths
+        self._mark(tensors, self.lengths != self.first)
 
-    def _learn(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        self.last = sizes
+    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+        """As `mark`, also at the first lengths."""
+        self._look(tensors, sizes)
+        self._mark(tensors, True)
+
+    def _mark(self, tensors: Sequence[tuple[Any, Tensor]], following: bool) -> None:
         for where, tensor in tensors:
-            known = self.following.get(where)
-            if known is None:  # which of rows and length a dimension follows: the one it equals
-                known = {dim: sizes.index(size) for dim, size in enumerate(tensor.shape) if size in sizes}
-            self.following[where] = {
-                dim: axis for dim, axis in known.items() if dim < tensor.dim() and tensor.shape[dim] == sizes[axis]
-            }
+            dims = self.others[where] | self.following[where] if following else self.others[where]
+            if dims:
+                mark_dynamic(tensor, sorted(dims))
+
+    def _look(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+        """Learn from shapes that differ from those of the last call."""
+        shapes = tuple([tensor.shape for _, tensor in tensors])
+        if shapes == self.last and all(where in self.shapes for where, _ in tensors):
+            return
+        self.last, self.lengths = shapes, _lengths(tensors, sizes)
+        for where, tensor in tensors:
+            self._learn(where, tensor)
+
+    def _learn(self, where: Any, tensor: Tensor) -> None:
+        shape, before = tensor.shape, self.shapes.get(where)
+        equal = {dim for dim, size in enumerate(shape) if size in self.lengths}
+        self.shapes[where] = shape
+        if before is None or len(before) != len(shape):
+            self.following[where], self.others[where] = equal, set() if equal or not _is_list(tensor) else {0}
+            return
+        changed = {dim for dim, size in enumerate(shape) if size != before[dim]}
+        self.following[where] = (self.following[where] & (equal | changed)) | (changed & equal)
+        self.others[where] |= changed - equal
+
+
+def _lengths(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows and length, and the lengths of other states, [rows, length, width] as the hidden states: of an encoder's."""
+    wide = [tensor.shape for _, tensor in tensors if tensor.dim() == 3 and tensor.is_floating_point()]
+    return sizes + tuple([shape[1] for shape in wide[1:] if shape[0] == sizes[0] and shape[2] == wide[0][2]])
+
+
+def _is_list(tensor: Tensor) -> bool:
+    """Whether these are offsets of sequences or images, say, whose number is no length."""
+    return tensor.dim() == 1 and not tensor.is_floating_point()
 
 
 def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:

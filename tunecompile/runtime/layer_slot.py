@@ -178,9 +178,11 @@ class LayerSlot:
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         return self._marked(kwargs, lambda mark: self._run(args, kwargs, mark, finish))
 
-    def _marked(self, kwargs: dict, run: Callable[[Callable], Any]) -> Any:
+    def _marked(self, kwargs: dict, run: Callable[[Callable], Any], scores: bool = False) -> Any:
         """`run`, with the function that marks dynamic sizes: another one for a batch without its padding."""
-        return self._flattened(run) if OFFSETS in kwargs else run(self.region.sizes.mark)
+        if OFFSETS in kwargs:
+            return self._flattened(run)
+        return run(self.region.sizes.mark_all if scores else self.region.sizes.mark)
 
     def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
         kind, sizes = self._kind(args, kwargs, mark)
@@ -216,13 +218,13 @@ class LayerSlot:
         ), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
-        """A forward without gradients."""
+        """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
         def run(mark: Callable) -> Any:
             self.variant = self.region.scoring(self._kind(args, kwargs, mark)[0])
             return self._call(args, kwargs)
 
-        return self._marked(kwargs, run)
+        return self._marked(kwargs, run, scores=True)
 
     def _call(self, args: tuple, kwargs: dict) -> Any:
         with context_parallel.outside(self.padding):
