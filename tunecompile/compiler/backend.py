@@ -79,10 +79,11 @@ class Backend:
         region: its name.
         passes: a pipeline.
         executor: "eager" runs the final graphs op by op: the same passes without code generation.
-        plan: of the layer.
+        plan: of the layer, until `look` makes one.
         replays: records and replays graphs, if any are.
         precision: a lower precision that the user allows.
         kept: gives weights to graphs, if any are cached.
+        look: sees the first joint graph that is made, and may make the plan.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class Backend:
         replays: GraphRecorder | None = None,
         precision: str | None = None,
         kept: WeightProvider | None = None,
+        look: Look | None = None,
     ):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.kept = replays, precision, kept
-        self.look: Look | None = None  #: sees the first joint graph that is made
+        self.look = look
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
         self.accesses = AccessCache()

@@ -78,7 +78,8 @@ class JointGraph:
     attention: float | None  #: floating point operations a millisecond of its attention, where that was timed
 
 
-Look = Callable[[JointGraph], None]  #: reads a joint graph and leaves it as it is
+#: reads a joint graph and leaves it as it is. Returns the plan to go on with; None for the one that was there
+Look = Callable[[JointGraph], Plan | None]
 
 
 class Partitioner(_Hook, CustomPartitionerFn):
@@ -92,7 +93,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
         look, self.look = self.look, None  # compiled code may hold this object for good, and `look` the model
         if look is not None:
             cut = functools.partial(self._try, gm, joint_inputs, kwargs, {})
-            look(JointGraph(gm.graph, cut, self.context.attention_rate))
+            self.context.plan = look(JointGraph(gm.graph, cut, self.context.attention_rate)) or self.context.plan
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import partial
 
 import torch.nn.functional as F
@@ -37,22 +36,14 @@ class Surveyed(BaseException):
     """
 
 
-class Traced(Enum):
-    """The result of a trace of a layer's call."""
-
-    SEEN = auto()  #: its joint graph
-    NOT_TRAINED = auto()  #: a graph without a backward, or none that compiles
-    BROKEN = auto()  #: a graph break, or a failure before the backend
-
-
 @dataclass
 class Surveys:
     """The graphs that were seen."""
 
     candidates: dict[int, RegionCandidates] = field(default_factory=dict)  #: by region; devices share them
     reopened: set[int] = field(default_factory=set)  #: regions of which more plans have to be surveyed
-    broken: set[int] = field(default_factory=set)  #: regions with graph breaks
-    traced: dict[tuple, Traced] = field(default_factory=dict)  #: by region, kind of call, and what is trained
+    #: by region, kind of call, and what is trained: whether a call showed a joint graph
+    called: dict[tuple, bool] = field(default_factory=dict)
 
     def needs(self, region: int) -> bool:
         """Whether a region's plan has to wait for a survey."""
@@ -61,14 +52,7 @@ class Surveys:
     def reopen(self, regions: set[int]) -> None:
         """Survey these once more."""
         self.reopened |= regions
-        self.traced = {
-            key: seen for key, seen in self.traced.items() if key[0] not in regions or seen is Traced.NOT_TRAINED
-        }
-
-    def make_do(self, region: int) -> None:
-        """No more of this region can be surveyed now: the candidates that are known have to serve."""
-        self.reopened.discard(region)
-        self.candidates[region] = replace(self.candidates[region], whole=True)
+        self.called = {key: seen for key, seen in self.called.items() if key[0] not in regions or not seen}
 
 
 @dataclass(frozen=True)
@@ -190,9 +174,4 @@ def recognized(gm: GraphModule, passes: Sequence[Pass], context: Context) -> Gra
 
 def _stop(gm: GraphModule, inputs: list, kind: str) -> None:
     """In the place of code generation: a graph that comes here was not cut, since it has no backward."""
-    raise Surveyed
-
-
-def stop(gm: GraphModule) -> Callable:
-    """For `SurveyBackend.finish`: end Dynamo's trace, so that nothing of the layer runs."""
     raise Surveyed

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
-from tunecompile.compiler.partitioner import Look
-from tunecompile.compiler.survey import Traced
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import put_states_back
@@ -192,17 +190,15 @@ class LayerSlot:
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
             return self.step.telling(lambda: self._call(args, kwargs))
-        plan, look = budget.plan_for(self, kind, math.prod(sizes), lambda look: self._trace(look, args, kwargs))
-        self.variant = self.region.variant(plan, kind, look)
-        with budget.around(self):
-            output = self._call(args, kwargs)
+        plan, look = budget.plan_for(self, kind, math.prod(sizes))
+        with budget.around(self, planned=look is None):
+            if look is None:
+                self.variant = self.region.variant(plan, kind)
+                output = self._call(args, kwargs)
+            else:
+                output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, made))
             budget.ran(self, output)
             return finish(output)
-
-    def _trace(self, look: Look, args: tuple, kwargs: dict) -> Traced:
-        """Show the joint graph of this call to `look`."""
-        with context_parallel.outside(self.padding):
-            return self.region.trace(look, self.layer, args, kwargs)
 
     def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
@@ -226,7 +222,8 @@ class LayerSlot:
 
         return self._marked(kwargs, run, scores=True)
 
-    def _call(self, args: tuple, kwargs: dict) -> Any:
+    def _call(self, args: tuple, kwargs: dict, made: Variant | None = None) -> Any:
+        self.variant = made or self.variant
         with context_parallel.outside(self.padding):
             return self.variant.call(self.layer, *args, **kwargs)
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from torch import nn
+from typing import TypeVar
 
 from tunecompile.compiler.backend import Backend, Executor
-from tunecompile.compiler.partitioner import Look
+from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.compiler.survey import SurveyBackend, Traced, stop
 from tunecompile.notes import Note
 from tunecompile.planner.solver import Plan
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.variant import Variant, trace
+from tunecompile.runtime.variant import Variant
 
+T = TypeVar("T")
 SCORING = "without_gradient"  #: in place of a plan
 
 
@@ -43,24 +42,44 @@ class Region:
     bypassed: bool = False
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
 
-    def variant(self, plan: Plan, kind: tuple, look: Look | None = None) -> Variant:
-        """The variant for a plan and a kind of call. With `look`, which sees the joint graph, it is compiled anew."""
-        if look is not None:
-            self.variants.pop((plan, *kind), None)
-        found = self._variant(
-            plan,
-            kind,
-            self.name + _suffix(plan),
-            lambda name: Backend(name, self.passes, self.executor, plan, self.replays, self.precision, self.kept),
-        )
-        found.backend.look = look
-        return found
+    def variant(self, plan: Plan, kind: tuple) -> Variant:
+        """The variant for a plan and a kind of call."""
+        return self._variant(plan, kind, self.name + _suffix(plan), lambda name: self._backend(name, plan))
 
-    def trace(self, look: Look, layer: nn.Module, args: tuple, kwargs: dict) -> Traced:
-        """Show the joint graph of a layer's call to `look`. The layer does not run, and no code is generated."""
-        moves = self.kept is not None and bool(self.kept.moves)
-        backend = SurveyBackend(self.name, self.passes, self.executor, self.precision, moves, look, stop)
-        return trace(backend, layer, args, kwargs)
+    def surveyed(
+        self, unplanned: Plan, kind: tuple, look: Callable[[JointGraph], Plan], run: Callable[[Variant], T]
+    ) -> T:
+        """`run`, with a variant that is compiled anew, and follows the plan that `look` makes of its joint graph.
+
+        unplanned: what it follows where `look` sees none.
+        """
+        backend = self._backend(self.name, unplanned)
+        found = Variant(self.name, backend)
+
+        def plan(joint: JointGraph) -> Plan:
+            backend.look = None  # it is surveyed once, however often it is compiled
+            backend.plan = look(joint)
+            backend.region = self.name + _suffix(backend.plan)
+            return backend.plan
+
+        backend.look = plan
+        try:
+            return run(found)
+        finally:
+            backend.look = None  # it knows the model, and Dynamo keeps backends for good
+            self._take_in(found, backend, kind)
+
+    def _take_in(self, found: Variant, backend: Backend, kind: tuple) -> None:
+        """Keep a variant that has its plan now."""
+        known = self.backends.setdefault(backend.plan, backend)
+        if known is not backend:
+            known.contexts += backend.contexts
+            known.failures += backend.failures
+            found.backend = known
+        self.variants[(backend.plan, *kind)] = found
+
+    def _backend(self, name: str, plan: Plan) -> Backend:
+        return Backend(name, self.passes, self.executor, plan, self.replays, self.precision, self.kept)
 
     def scoring(self, kind: tuple) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded."""

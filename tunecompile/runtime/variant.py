@@ -13,7 +13,6 @@ from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, re
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.survey import SurveyBackend, Surveyed, Traced
 from tunecompile.errors import summary
 from tunecompile.integrations.varlen_attention import attends
 
@@ -33,7 +32,7 @@ class Variant:
     limit of graphs for a code object, beyond which layers run eagerly.
     """
 
-    def __init__(self, name: str, backend: Backend | SurveyBackend):
+    def __init__(self, name: str, backend: Backend):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
@@ -83,34 +82,6 @@ class Variant:
             compiled = self.backend(gm, inputs)
             self.contexts += self.backend.contexts[before:]
             return compiled
-
-
-def _traced(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As `_region`, but where Dynamo skips this function, the layer is not called."""
-    return call_original(layer, *args, **kwargs) if torch.compiler.is_dynamo_compiling() else None
-
-
-def trace(backend: SurveyBackend, layer: nn.Module, args: tuple, kwargs: dict) -> Traced:
-    """Trace a layer's call.
-
-    Dynamo reads its code and runs none of it: buffers, lists and random state stay as they are.
-
-    Args:
-        backend: sees the graph, and raises `Surveyed` from `finish`.
-        layer: to trace.
-        args, kwargs: of its call.
-    """
-    compiled = torch.compile(
-        own_code(_traced, f"{backend.region}_survey"), backend=WeakBackend(backend.__call__), fullgraph=True
-    )
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # as in `Variant.compile`
-            call_whole(compiled, layer, *args, **kwargs)
-    except Surveyed:
-        return Traced.SEEN if backend.seen else Traced.NOT_TRAINED
-    except Exception:  # whatever it is, the layer's own call meets it, too
-        return Traced.BROKEN
-    return Traced.BROKEN
 
 
 def _same(value: Any) -> Any:

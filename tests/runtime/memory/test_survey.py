@@ -1,4 +1,4 @@
-"""A survey reads a layer's code and runs none of it; layers with graph breaks are planned from their second call on."""
+"""Layers are surveyed while they are compiled: nothing runs twice, and nothing is traced twice."""
 
 import pytest
 import torch
@@ -66,10 +66,16 @@ def test_nothing_runs_twice(broken, capsys):
     assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
 
 
-def test_a_survey_leaves_no_code_behind():
-    """A kind of layers is compiled once, and surveyed without a graph that counts to Dynamo's limit."""
-    model = build("1TiB")
-    step(model)
+def test_a_budget_takes_no_further_trace():
+    def traced(memory):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = build(memory)
+        step(model)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], model
+
+    (without, _), (within, model) = traced(None), traced("1TiB")
+    assert without == within
     (region,) = model._tunecompile.regions
     assert len(region.backends) == 1 and len(region.variants) == 1 and tunecompile.report(model).compiles == 1
 
@@ -82,7 +88,7 @@ def test_a_call_that_is_not_trained_is_traced_once():
         torch.manual_seed(3)
         model(torch.randn(8, 16, 32)).backward()
     budget = model._tunecompile.step.budget
-    assert len(budget.surveys.traced) == 2 and len(budget.options) == LAYERS
+    assert len(budget.surveys.called) == 2 and len(budget.options) == LAYERS
 
 
 def test_layers_in_pieces_are_surveyed_again_for_a_bigger_batch():

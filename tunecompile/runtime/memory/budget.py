@@ -1,8 +1,8 @@
 """The plan of a model's layers on one device: made in the first training step, and again where a batch outgrows it.
 
-Survey, solve, compile. A kind of layers is surveyed before its first call, by a trace of its graph that generates no
-code. The plan of the whole step is solved from all surveys (tunecompile/planner/step_plan.py). Only then is a layer
-compiled, under the plan it follows.
+Survey, solve, compile. The first call of a kind of layers is compiled up to its joint graph, which is surveyed. The
+plan of the whole step is solved from all surveys (tunecompile/planner/step_plan.py). Only then is code generated, under
+the plan that the layer follows. So nothing is traced twice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tunecompile.compiler.partitioner import JointGraph, Look
-from tunecompile.compiler.survey import Surveys, Traced, survey
+from tunecompile.compiler.partitioner import JointGraph
+from tunecompile.compiler.survey import Surveys, survey
 from tunecompile.compiler.weight_layout import growth
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
@@ -100,26 +100,28 @@ class RuntimePlanner:
             now.exceeded = held > memory.allowed()
 
     def plan_for(
-        self, slot: PlannedLayer, kind: Hashable, tokens: int, trace: Callable[[Look], Traced]
-    ) -> tuple[Plan, Look | None]:
-        """The plan that a layer follows in this step. Where its graph is not known, it is surveyed first.
+        self, slot: PlannedLayer, kind: Hashable, tokens: int
+    ) -> tuple[Plan, Callable[[JointGraph], Plan] | None]:
+        """The plan that a layer follows in this step.
 
         Args:
             slot: of a layer on this device.
             kind: the same for calls with the same graph.
             tokens: of the batch that the layer is called on.
-            trace: shows the joint graph of the call, of which nothing runs.
 
         Returns:
-            The plan; and a function that has to see the joint graph as the layer is compiled, where Dynamo traces it in
-            several pieces.
+            The plan; and where that has to be made first, the function that makes it of the joint graph.
         """
         if not self.progress.layers_began:
             self._begin_layers(tokens)
         self.trace.note("forward", self.places[id(slot)])
-        look = self._survey(slot, kind, trace) if id(slot) not in self.options else None
+        look = self._look(slot, kind) if id(slot) not in self.options else None
+        return self._plan_of(slot), look
+
+    def _plan_of(self, slot: PlannedLayer) -> Plan:
+        """What a layer follows as far as is known. Without candidates, that is the user's own checkpointing."""
         option = self.options.get(id(slot))
-        return (_unplanned(slot) if option is None else option.plan), look
+        return (RECOMPUTE if slot.checkpoint else KEEP) if option is None else option.plan
 
     def _begin_layers(self, tokens: int) -> None:
         """Once a step, at its first layer."""
@@ -130,9 +132,12 @@ class RuntimePlanner:
         self._review()
         self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
 
-    def around(self, slot: PlannedLayer) -> AbstractContextManager:
-        """A context for a layer's call: saved tensors are offloaded, where its plan says so."""
-        if self.offload is None or not self.offloading:
+    def around(self, slot: PlannedLayer, planned: bool = True) -> AbstractContextManager:
+        """A context for a layer's call: saved tensors are offloaded, where its plan says so.
+
+        planned: whether its plan is known; else it is made during the call.
+        """
+        if self.offload is None or (planned and not self.offloading):
             return nullcontext()
         return self.offload.layer(self.places[id(slot)], slot.layer, partial(self._leaves, slot))
 
@@ -153,24 +158,18 @@ class RuntimePlanner:
             self.offload.settle()
         self.trace.note("tail")
 
-    def _survey(self, slot: PlannedLayer, kind: Hashable, trace: Callable[[Look], Traced]) -> Look | None:
-        """Survey a layer before its call.
+    def _look(self, slot: PlannedLayer, kind: Hashable) -> Callable[[JointGraph], Plan] | None:
+        """The function that makes a layer's plan of its joint graph, where that is to be surveyed."""
+        key = id(slot.region), kind, tuple(parameter.requires_grad for parameter in slot.layer.parameters())
+        if not self.surveys.needs(id(slot.region)) or key in self.surveys.called:
+            return None
+        self.surveys.called[key] = False
 
-        Returns the function that has to see its joint graph while it is compiled, where Dynamo traces it in several
-        pieces: its first call follows no plan then, and later calls of its kind do.
-        """
-        region = id(slot.region)
-        key = region, kind, tuple(parameter.requires_grad for parameter in slot.layer.parameters())
-        if not self.surveys.needs(region) or key in self.surveys.traced:
-            return None
-        look = partial(self._see, slot)
-        seen = self.surveys.traced[key] = Traced.BROKEN if region in self.surveys.broken else trace(look)
-        if seen is not Traced.BROKEN:
-            return None
-        self.surveys.broken.add(region)
-        if region in self.surveys.reopened:
-            self.surveys.make_do(region)
-            self._admit()
+        def look(joint: JointGraph) -> Plan:
+            self.surveys.called[key] = True
+            self._see(slot, joint)
+            return self._plan_of(slot)
+
         return look
 
     def _see(self, slot: PlannedLayer, joint: JointGraph) -> None:
@@ -220,7 +219,7 @@ class RuntimePlanner:
     def _follow_the_user(self) -> None:
         """Without any candidates, layers follow the user's own checkpointing."""
         for slot in self.layers:
-            self.options.setdefault(id(slot), PlanOption(_unplanned(slot), 0, 0, 0, 0.0))
+            self.options.setdefault(id(slot), PlanOption(self._plan_of(slot), 0, 0, 0, 0.0))
 
     def _survey_again(self) -> bool:
         """Survey regions once more of which only a part of the plans is known. Returns whether there are any."""
@@ -406,8 +405,3 @@ class RuntimePlanner:
     def _names(self, slot: PlannedLayer) -> Sequence[str]:
         found = self.surveys.candidates.get(id(slot.region))
         return found.names if found is not None else ()
-
-
-def _unplanned(slot: PlannedLayer) -> Plan:
-    """The plan of a layer that was not surveyed: the user's checkpointing."""
-    return RECOMPUTE if slot.checkpoint else KEEP
