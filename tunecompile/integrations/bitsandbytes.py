@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +17,24 @@ STATE = "quant_state"  #: where bitsandbytes keeps the quantisation state, on th
 PACKS = "support_avx512bf16_for_cpu"  #: of its linears: whether one packs its weight in an evaluation on this CPU
 
 
-def put_states_back(layer: nn.Module) -> RemovableHandle | None:
+@dataclass(frozen=True)
+class PackedStates:
+    """Gives a layer's gathered 4-bit weights their quantisation state: by a hook, and where no hook is called."""
+
+    put_back: Callable[[], None]
+    hook: RemovableHandle
+
+
+def put_states_back(layer: nn.Module) -> PackedStates | None:
     """Give a layer's 4-bit weights their quantisation state behind the engine's own hook, in every call from now on.
 
     FSDP2 gives a layer plain parameters, without the state that bitsandbytes keeps beside a packed weight. Its linear
     then makes a weight that has it, in its forward: Dynamo cannot trace that, and a graph would end at each linear.
+    FSDP2 also does so before a layer's backward, where a repetition of its forward calls no hooks.
 
     Returns:
-        The hook. None where no weight is both sharded and packed, or bitsandbytes has no such function any more.
+        The function, which every call makes. None where no weight is both sharded and packed, or bitsandbytes has no
+        such function any more.
     """
     modules = [
         module
@@ -37,12 +49,15 @@ def put_states_back(layer: nn.Module) -> RemovableHandle | None:
     if put_back is None:
         return None
 
-    @torch.compiler.disable
-    def gathered(_: nn.Module, args: Any) -> None:
+    def put_all_back() -> None:
         for module in modules:
             put_back(module)
 
-    return layer.register_forward_pre_hook(gathered)
+    @torch.compiler.disable
+    def gathered(_: nn.Module, args: Any) -> None:
+        put_all_back()
+
+    return PackedStates(put_all_back, layer.register_forward_pre_hook(gathered))
 
 
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
-from tunecompile.integrations.bitsandbytes import put_states_back
+from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
 from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import unit
 from tunecompile.integrations.layer_host import LayerHost
@@ -58,7 +57,7 @@ class LayerSlot:
         self.inside: ModuleSnapshot | None = None
         #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
         self.placement: LayerHost | None = None
-        self.states: RemovableHandle | None = None  #: of the hook that gives gathered weights their quantisation state
+        self.states: PackedStates | None = None  #: gives gathered weights their quantisation state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._mode()
@@ -155,7 +154,7 @@ class LayerSlot:
         if self.placement is not None:
             self.placement.release()
         if self.states is not None:
-            self.states.remove()
+            self.states.hook.remove()
 
     @property
     def budget(self) -> Any:
@@ -170,6 +169,8 @@ class LayerSlot:
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
         """The layer's call; `finish` gets its output while saved tensors are still hooked."""
         if self.placement is not None:
+            if self.states is not None:
+                self.states.put_back()
             return self.placement.call(lambda args, kwargs: self._compiled(args, kwargs, finish), args, kwargs)
         return self._compiled(args, kwargs, finish)
 
