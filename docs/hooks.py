@@ -27,6 +27,9 @@ VARIABLES = {  #: what the code does not say in one place
     "or `none`. All installed ones if not set.",
     "TUNECOMPILE_CACHE": "The folder in which `tunecompile demo` keeps the model that it downloads. "
     "`~/.cache/tunecompile` if not set.",
+    "TUNECOMPILE_NODES": "Operations of a graph from which on it is not compiled: 5000 if not set.",
+    "TUNECOMPILE_SECONDS": "Seconds of one compilation from which on no further graph of its layers is compiled: "
+    "600 if not set.",
     "TUNECOMPILE_TURNS": "Set by `tunecompile compare` for its own worker processes. Not for users.",
 }
 AUTHORS = (  #: modules that authors of passes import

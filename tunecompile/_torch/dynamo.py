@@ -18,6 +18,7 @@ __all__ = [
     "call_compiled",
     "call_whole",
     "current_frame",
+    "forget_specialized",
     "graph_limit",
     "is_compiling",
     "is_full",
@@ -42,6 +43,8 @@ reset = torch.compiler.reset  #: forget all graphs
 _STATE = "torch._dynamo.symbolic_convert.TensorifyState"
 _specialize = lookup(f"{_STATE}.specialize")
 _is_special = lookup(f"{_STATE}.should_specialize")
+#: after a compilation: the names of symbols that became constants would hold for those of later graphs
+forget_specialized = lookup(f"{_STATE}.clear", lambda: None)
 _CAN_SPECIALIZE = (
     _specialize is not None
     and _is_special is not None

@@ -174,6 +174,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *group(
         "numbers that differ between layers stay symbols, and patterns with them are not found",
         "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+        "torch._dynamo.symbolic_convert.TensorifyState.clear",
         "torch._dynamo.symbolic_convert.TensorifyState.should_specialize",
         "torch._dynamo.symbolic_convert.TensorifyState.specialize",
         "torch.fx.experimental.sym_node.SymNode._expr",

@@ -34,6 +34,8 @@ VARIABLES = {  #: variables that change a training, and how; None: an ordinary s
     "TUNECOMPILE_DUMP": "every graph is written, and caches are not used",
     "TUNECOMPILE_PASSES": None,
     "TUNECOMPILE_CACHE": None,
+    "TUNECOMPILE_NODES": None,
+    "TUNECOMPILE_SECONDS": None,
     "TUNECOMPILE_TURNS": "a comparison sets it for its own processes",
     "TORCH_COMPILE_DISABLE": "1 leaves all code uncompiled",
     "TORCHDYNAMO_DISABLE": "1 leaves all code uncompiled",

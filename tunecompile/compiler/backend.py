@@ -104,8 +104,17 @@ class Backend:
         self.failures: list[Note] = []
         self.accesses = AccessCache()
 
-    def __call__(self, gm: GraphModule, inputs: list) -> Callable:
-        specialize_floats(gm)  # patterns bind scales and epsilons as constants
+    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
+        """Compile one graph.
+
+        Args:
+            gm: of Dynamo.
+            inputs: its fake inputs.
+            floats_change: whether floats of the host change from batch to batch. They stay symbols, and patterns that
+                bind them do not match.
+        """
+        if not floats_change:
+            specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
             return self._attempt(gm, inputs)
         except TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure

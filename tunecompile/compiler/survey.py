@@ -127,7 +127,7 @@ class SurveyBackend:
         self.failures: list[Note] = []
         self.accesses = AccessCache()
 
-    def __call__(self, gm: GraphModule, inputs: list) -> Callable:
+    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
         specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
         self.attends = self.attends or any(node.target is F.scaled_dot_product_attention for node in gm.graph.nodes)
         attempt = partial(self._attempt, gm, inputs)

@@ -30,6 +30,7 @@ from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.notes import Note, note
 from tunecompile.planner.datasheets import HOST, GpuSpec
+from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, tensors_in
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.memory.offload import Offload
@@ -88,7 +89,7 @@ class TraceOnlySlot:
             None if known else partial(self.planner.see, self.slot),
             partial(_blank_results, self.fakes),
         )
-        variant = Variant(region.name, backend)  # Dynamo holds it weakly
+        variant = Variant(region.name, backend, CompileEffort(region.name))  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = backend, output
         return output

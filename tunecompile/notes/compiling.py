@@ -27,6 +27,10 @@ NOTES = {
         "{subject} ran eagerly{times}: {detail}",
         "Follow the reason. Layers that run eagerly give the same numbers, only slower.",
     ),
+    "given-up": NoteKind(
+        "{subject} is compiled no further, and such calls run operation by operation: {detail}",
+        "The numbers are right. Follow the reason to have these calls compiled.",
+    ),
     "graph-break": NoteKind(
         "{subject} has graph breaks: {detail}",
         "Dynamo cannot trace an operation, such as a branch that depends on data. Change the line, if it is your code.",
@@ -82,6 +86,22 @@ REASONS = {
     "graph-limit": NoteKind(
         "Dynamo's limit of {limit} graphs is reached (layers, adapters or arguments differ too much)",
         "Use fewer kinds of layers, adapters or arguments, or raise torch._dynamo.config.recompile_limit.",
+    ),
+    "compiled-too-often": NoteKind(
+        "it was compiled anew at {limit} batches, the last time since {detail} no longer held",
+        "A number that the layer reads changes from batch to batch. Keep it in a tensor, or change it less often.",
+    ),
+    "loop-over-list": NoteKind(
+        "a loop in it runs over a list whose length changes ({detail}), and would be a graph of its length",
+        "Nothing, or replace the loop by an operation on one tensor, if it is your code.",
+    ),
+    "too-many-nodes": NoteKind(
+        "its graph has {count} nodes, more than {limit} (a loop over chunks or time steps, say)",
+        "Set TUNECOMPILE_NODES to a larger number to compile it all the same.",
+    ),
+    "too-slow-to-compile": NoteKind(
+        "one compilation took {seconds} s, more than {limit} s",
+        "Set TUNECOMPILE_SECONDS to a larger number to go on compiling.",
     ),
     "shared-graph-limit": NoteKind(
         "Dynamo's limit of {limit} graphs is reached by {subject}, which other layers share",

@@ -36,6 +36,7 @@ class RegionReport:
     reasons: dict[str, list[str]]  #: by the same names: what the provider gains, or why others refused
     changes: list[Change]  #: operations that each pass added or removed in the last graph; none of `lower` if cached
     breaks: list[str]  #: reasons of graph breaks
+    seconds: float = 0.0  #: that its compilations took
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Report:
         lines = [f"tunecompile: {self.model}"]
         for r in self.regions:
             saved = f", {r.saved_bytes[-1] / 2**20:.2f} MiB saved a layer" if r.saved_bytes else ""
-            lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{saved}")
+            took = f" in {r.seconds:.1f} s" if r.seconds >= 0.1 else ""
+            lines.append(f"  region {r.name}: {r.layers} layers, compiled {r.compiles}x{took}{saved}")
             lines += [f"    recompiled because {reason}" for reason in r.recompiles]
             for name, count in sorted(r.providers.items()):
                 lines += [f"    {count:3d} x {name}", *(f"          {reason}" for reason in r.reasons.get(name, []))]
@@ -154,6 +156,7 @@ def _region_report(region: Region, layers: int) -> RegionReport:
         reasons={name: [reason for reason in given if reason] for name, given in reasons.items()},
         changes=[change for c in pieces for change in c.changes],
         breaks=[reason for variant in region.variants.values() for reason in variant.breaks],
+        seconds=region.effort.seconds,
     )
 
 

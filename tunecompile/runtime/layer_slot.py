@@ -225,6 +225,7 @@ class LayerSlot:
 
     def _call(self, args: tuple, kwargs: dict, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
+        self.variant.batch = self.step.batches
         with context_parallel.outside(self.padding):
             return self.variant.call(self.layer, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.notes import Note
 from tunecompile.planner.solver import Plan
+from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
@@ -41,6 +42,10 @@ class Region:
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     bypassed: bool = False
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
+    effort: CompileEffort = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.effort = CompileEffort(self.name)
 
     def variant(self, plan: Plan, kind: tuple) -> Variant:
         """The variant for a plan and a kind of call."""
@@ -54,7 +59,7 @@ class Region:
         unplanned: what it follows where `look` sees none.
         """
         backend = self._backend(self.name, unplanned)
-        found = Variant(self.name, backend)
+        found = Variant(self.name, backend, self.effort)
 
         def plan(joint: JointGraph) -> Plan:
             backend.look = None  # it is surveyed once, however often it is compiled
@@ -95,7 +100,7 @@ class Region:
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            self.variants[key] = Variant(name, self.backends[way])
+            self.variants[key] = Variant(name, self.backends[way], self.effort)
         return self.variants[key]
 
 

@@ -45,6 +45,7 @@ class Step:
     active: bool = False
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
     entered: bool = False  #: whether any step has begun at all
+    batches: int = 0  #: calls of modules that own layers
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
@@ -74,6 +75,7 @@ class Step:
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""
         self.entered = True
+        self.batches += 1
         self.active = module.training and torch.is_grad_enabled() and not others_trace()
         if is_compiling():
             self.outer = True  # written and never read there, where Dynamo would guard on it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,20 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from tunecompile._torch.dynamo import TorchRuntimeError, call_whole, is_full, recompile_reason
+from tunecompile._torch.dynamo import (
+    TorchRuntimeError,
+    call_whole,
+    current_frame,
+    forget_specialized,
+    is_full,
+    recompile_reason,
+)
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import summary
 from tunecompile.integrations.varlen_attention import attends
+from tunecompile.runtime.compile_limits import CompileEffort, History
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,8 +41,10 @@ class Variant:
     limit of graphs for a code object, beyond which layers run eagerly.
     """
 
-    def __init__(self, name: str, backend: Backend):
+    def __init__(self, name: str, backend: Backend, effort: CompileEffort):
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
+        self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
+        self.batch = 0  #: the number of the batch that runs
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
         self.attends = False  #: whether its attention is tunecompile's, which reads offsets
@@ -67,10 +78,13 @@ class Variant:
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
         self.attends = self.attends or attends(gm)
-        if (why := recompile_reason()) is not None:
-            self.recompiles.append(
-                why.strip().splitlines()[0].partition(": ")[2][:200]
-            )  # without the number of the graph
+        why = recompile_reason()
+        guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
+        history = self.histories[current_frame()]
+        if self.effort.refuse(gm, history, self.batch, guard):
+            return gm.forward
+        if why is not None:
+            self.recompiles.append(guard)  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
@@ -79,7 +93,9 @@ class Variant:
             # and miss
             # them in the recomputation, which compiles nothing.
             before = len(self.backend.contexts)
-            compiled = self.backend(gm, inputs)
+            with self.effort.timed():
+                compiled = self.backend(gm, inputs, history.goes_on)
+            forget_specialized()
             self.contexts += self.backend.contexts[before:]
             return compiled
 

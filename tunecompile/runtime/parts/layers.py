@@ -36,6 +36,8 @@ class Layers(Part):
             self._attach_stack(state, stack)
             hook = EntryHook(state, stack.owner, counts=stack is longest)
             self.handles.append(stack.owner.register_forward_pre_hook(hook, with_kwargs=True))
+        for index, region in enumerate(state.regions):
+            region.effort.number = (index + 1, len(state.regions))
 
     def _attach_stack(self, state: State, stack: LayerStack) -> None:
         kinds: dict[tuple, Region] = {}

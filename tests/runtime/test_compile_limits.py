@@ -1,0 +1,167 @@
+"""What is compiled again and again, is too large or takes too long, goes on operation by operation, and the report says why."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.compare import assert_same_step
+from tests.support.models.pairs import pair
+from tests.support.notes import find, has
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1
+
+    def forward(self, x):
+        return x + self.linear(x).tanh() * self.scale
+
+
+class Chunked(nn.Module):
+    """Cuts a batch in chunks, as many as its data says."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, sizes):
+        parts = torch.split(x, sizes.tolist(), dim=1)
+        return torch.cat([part + self.linear(part).softmax(1) for part in parts], 1)
+
+
+class Long(nn.Module):
+    """A loop over time steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        state, out = x[:, 0], []
+        for at in range(x.shape[1]):
+            state = (state + self.linear(x[:, at])).tanh()
+            out.append(state)
+        return torch.stack(out, 1)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x, *others):
+        for layer in self.layers:
+            x = layer(x, *others)
+        return x
+
+
+def assert_same(models, *inputs):
+    grads = []
+    for model in models:
+        model.zero_grad()
+        loss = model(*inputs).square().mean()
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def annealed(model, batch: int) -> None:
+    """The strength of all adapters, batch by batch."""
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["default"] = 2.0 / (1 + batch)
+
+
+def data(length: int = 12, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_number_of_the_host_that_changes_with_each_batch():
+    models = pair(lambda: Stack(Layer))
+    for batch in range(7):
+        for model in models:
+            for layer in model.layers:
+                layer.scale = 2 + batch
+        assert_same(models, data(seed=batch))
+    report = tunecompile.report(models[0])
+    assert report.compiles <= 3 and has(report, "given-up"), report
+    assert has(report, "compiled-too-often", limit=3), report
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_float_that_changes_becomes_a_symbol(executor):
+    models = pair(lambda: Stack(Layer), executor=executor)
+    for batch in range(7):
+        for model in models:
+            for layer in model.layers:
+                layer.scale = 0.5 + 0.1 * batch
+        assert_same(models, data(seed=batch))
+    report = tunecompile.report(models[0])
+    assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
+
+
+def test_the_scaling_of_adapters_is_annealed():
+    pytest.importorskip("peft")
+    models = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2)))
+    for batch in range(5):
+        for model in models:
+            annealed(model, batch)
+        assert_same_step(*models, zoo.batch(seed=batch))
+    report = tunecompile.report(models[0])
+    assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
+
+
+def test_each_layer_may_have_a_number_of_its_own():
+    models = pair(lambda: Stack(Layer))
+    for model in models:
+        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(3))
+        for index, layer in enumerate(model.layers):
+            layer.scale = index + 1
+    model = tunecompile.optimize(tunecompile.restore(models[0]), executor="eager")
+    assert_same((model, models[1]), data())
+    assert tunecompile.report(model).compiles == 5 and not find(model, "given-up", "ran-eagerly")
+
+
+def test_a_loop_over_chunks_is_no_graph_for_each_of_their_numbers():
+    models = pair(lambda: Stack(Chunked))
+    for batch, sizes in enumerate(([12], [6, 6], [4, 4, 4], [3, 3, 3, 3], [2] * 6)):
+        assert_same(models, data(seed=batch), torch.tensor(sizes))
+    report = tunecompile.report(models[0])
+    assert report.compiles <= 3 and has(report, "given-up", reason="loop-over-list"), report
+
+
+def test_a_graph_of_too_many_operations(monkeypatch):
+    monkeypatch.setenv("TUNECOMPILE_NODES", "60")
+    models = pair(lambda: Stack(Long))
+    assert_same(models, data(6))
+    assert tunecompile.report(models[0]).compiles == 1 and not find(models[0], "given-up")
+    assert_same(models, data(40))
+    assert tunecompile.report(models[0]).compiles == 1 and has(models[0], "too-many-nodes", limit=60)
+
+
+def test_a_compilation_that_takes_too_long(monkeypatch):
+    monkeypatch.setenv("TUNECOMPILE_SECONDS", "0.0001")
+    models = pair(lambda: Stack(Layer))
+    for length in (12, 20):
+        assert_same(models, data(length))
+    assert tunecompile.report(models[0]).compiles == 1 and has(models[0], "given-up", reason="too-slow-to-compile")
+
+
+def test_progress_is_logged(caplog):
+    models = pair(lambda: Stack(Layer))
+    with caplog.at_level(logging.INFO, logger="tunecompile"):
+        assert_same(models, data())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and all("layers_Layer (region 1 of 1)" in line for line in told), told
+    report = tunecompile.report(models[0])
+    assert report.regions[0].seconds > 0 and report.to_dict()["regions"][0]["seconds"] > 0

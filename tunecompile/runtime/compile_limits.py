@@ -1,0 +1,105 @@
+"""How much may be compiled for one region: batches that a function is compiled at, the size of a graph, and time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from tunecompile.notes import Note, note
+
+log = logging.getLogger("tunecompile")
+
+BATCHES = 3  #: at which one function is compiled: at the first, for changing sizes, and once more
+NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
+SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
+SLOW = 60.0  #: seconds from which on a compilation is worth a warning
+
+#: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
+#: list, and neither are modules.)
+_LIST = re.compile(r"len\((?!kwargs|args)[^().]*\) == \d+")
+
+
+def _setting(name: str, default: float) -> float:
+    return float(os.environ.get(name) or default)
+
+
+@dataclass
+class CompileEffort:
+    """The compilations of one region: what they took, and whether a further one is allowed."""
+
+    region: str
+    number: tuple[int, int] = (1, 1)  #: of the region, and how many there are
+    nodes: int = field(default_factory=lambda: int(_setting("TUNECOMPILE_NODES", NODES)))
+    limit: float = field(default_factory=lambda: _setting("TUNECOMPILE_SECONDS", SECONDS))
+    seconds: float = 0.0  #: of all compilations
+    longest: float = 0.0  #: seconds of one
+    refused: dict[Note, None] = field(default_factory=dict)
+
+    def refuse(self, gm: GraphModule, history: History, batch: int, guard: str) -> bool:
+        """Whether a graph is not compiled, and runs operation by operation.
+
+        Args:
+            gm: the graph.
+            history: of the function that it is of.
+            batch: the number of the batch.
+            guard: the one whose failure led to this compilation; empty the first time.
+        """
+        why = self._too_large(gm) or self._too_slow() or history.too_often(batch, guard)
+        if why:
+            self.refused[note("given-up", self.region, why)] = None
+        return bool(why)
+
+    def _too_large(self, gm: GraphModule) -> Note | None:
+        count = sum(len(module.graph.nodes) for module in gm.modules() if isinstance(module, GraphModule))
+        return note("too-many-nodes", count=count, limit=self.nodes) if count > self.nodes else None
+
+    def _too_slow(self) -> Note | None:
+        if self.longest <= self.limit:
+            return None
+        return note("too-slow-to-compile", seconds=round(self.longest), limit=round(self.limit))
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around one compilation: it is logged as it begins and ends."""
+        place, begin = "region {} of {}".format(*self.number), time.perf_counter()
+        log.info("tunecompile: compiling %s (%s)", self.region, place)
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds, self.longest = self.seconds + took, max(self.longest, took)
+            level = logging.WARNING if took > SLOW else logging.INFO
+            log.log(level, "tunecompile: %s (%s) compiled in %.1f s", self.region, place, took)
+
+
+@dataclass
+class History:
+    """At which batches one function was compiled."""
+
+    batches: set[int] = field(default_factory=set)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether changing sizes are not the reason why it is compiled: these are symbols from the second batch on."""
+        return len(self.batches) >= BATCHES
+
+    def too_often(self, batch: int, guard: str) -> Note | None:
+        """Why it is not compiled at this batch.
+
+        A model compiles once for each kind of its layers at the first batch, and as often at the second, where sizes
+        become symbols. What goes on compiling depends on numbers for which there are no symbols.
+        """
+        known, guard = batch in self.batches or not self.batches, guard.partition("  ")[0]
+        if not known and _LIST.match(guard):
+            return note("loop-over-list", detail=guard)
+        if not known and len(self.batches) >= BATCHES:
+            return note("compiled-too-often", detail=guard, limit=BATCHES)
+        self.batches.add(batch)
+        return None
