@@ -17,6 +17,7 @@ import torch
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
+from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -215,9 +216,12 @@ def compile_inductor(
             code.current_callable = wrap(code.current_callable, kind, kwargs.get("static_input_idxs", ()))
         if around is not None:
             code.current_callable = around(code.current_callable)
+        if kind == "backward" and isinstance(code, _compiled_graph) and _CAN_WRAP:
+            code.current_callable = with_strides(code.current_callable, example_inputs)
         return code
 
-    with _functorch(enable_autograd_cache=wrap is None and cached):  # graphs from that cache are not wrapped
+    cached = cached and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
+    with _functorch(enable_autograd_cache=cached):
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=_inductor_settings(lower, partition))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
+from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
@@ -175,6 +176,7 @@ class LayerSlot:
         return self._compiled(args, kwargs, finish)
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
+        notice_hooks()
         return self._marked(kwargs, lambda mark: self._run(args, kwargs, mark, finish))
 
     def _marked(self, kwargs: dict, run: Callable[[Callable], Any], scores: bool = False) -> Any:
@@ -210,6 +212,7 @@ class LayerSlot:
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
             self._hooked(),
+            hooks_were_seen(),  # graphs that were made before may have come from a cache
             *(size == 1 for size in sizes),
             *((where, t.dtype, t.requires_grad) for where, t in tensors),
         ), sizes
