@@ -3,6 +3,8 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
 
 import tunecompile
 from tests.support import zoo
@@ -56,3 +58,46 @@ def test_verified_in_double_precision():
     """For which torch has no grouped product."""
     result = tunecompile.verify(tunecompile.optimize(zoo.adapt(zoo.make("mixtral")), executor="eager"), zoo.batch())
     assert result.passed and result.reference == "float64", str(result)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(16, 2, batch_first=True), nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.attention(h, h, h, need_weights=False)[0] + self.linear(h)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_attention_whose_weights_are_replaced_at_every_call():
+    """The report says what runs eagerly; no error of a compiler stands there."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["attention", "linear"], init_lora_weights=False)
+    reference = peft.get_peft_model(Stack(), config).train()
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    for length in (5, 6, 7):
+        grads = []
+        for m in (model, reference):
+            m.zero_grad()
+            m(torch.randn(2, length, 16, generator=torch.Generator().manual_seed(length))).square().mean().backward()
+            grads.append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
+        assert grads[1] and max(zoo.errors(*grads).values()) < 1e-5
+    report = tunecompile.report(model)
+    assert has(report, "merging-modules", count=2, subject="MultiheadAttention") and not has(report, "not-compiled"), (
+        report
+    )
+    assert report.compiles <= 4 and not has(report, "compiled-without-rewrites"), report

@@ -1,8 +1,9 @@
-"""Modules that parametrise another one at every call: PEFT's adapters over parameters of modules that are not linears.
+"""Modules that parametrise another one, or replace its weights, at every call: PEFT's adapters over what is no linear.
 
 Parameters of experts are such. torch gives a parametrised module a new class each time. Dynamo guards on classes, so it
-would compile the functions that such a module calls anew in every layer and step, until it stops. Here these modules
-run uncompiled, between two compiled graphs of their layer.
+would compile the functions that such a module calls anew in every layer and step, until it stops.
+`nn.MultiheadAttention` is another: its weights are deleted, and tensors with the adapter merged put in their place,
+which no graph can do to its inputs. Here these modules run uncompiled, between two compiled graphs of their layer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from tunecompile.notes import Note, note
 
 
-@torch.compiler.disable(reason="a parametrisation is put on at every call")
+@torch.compiler.disable(reason="weights are parametrised or replaced at every call")
 def _uncompiled(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return forward(module, *args, **kwargs)
 
@@ -45,14 +46,16 @@ def undo_skip(module: nn.Module) -> None:
 
 def report_lines(modules: Sequence[nn.Module]) -> list[Note]:
     """A note about the modules that Dynamo skips."""
-    if not modules:
-        return []
-    kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-    return [note("parametrizing-modules", kinds, count=len(modules))]
+    told = []
+    for code, which in (("merging-modules", True), ("parametrizing-modules", False)):
+        found = [type(module) for module in modules if _merges(type(module)) is which]
+        if found:
+            told.append(note(code, ", ".join(sorted({kind.__name__ for kind in found})), count=len(found)))
+    return told
 
 
 def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
-    if _parametrises(type(module)) and "forward" not in module.__dict__:
+    if (_parametrises(type(module)) or _merges(type(module))) and "forward" not in module.__dict__:
         yield module
         return
     for child in module.children():
@@ -70,3 +73,12 @@ def _parametrises(kind: type) -> bool:
         if inspect.isfunction(f)
     )
     return any("register_parametrization" in f.__code__.co_names for f in methods)
+
+
+@functools.cache
+def _merges(kind: type) -> bool:
+    """Whether the class's forward merges an adapter into the weights and takes it out again. (That of linears does
+    neither in training.)
+    """
+    forward = inspect.unwrap(kind.forward)
+    return inspect.isfunction(forward) and {"merge", "unmerge"} <= set(forward.__code__.co_names)

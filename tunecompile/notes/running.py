@@ -25,6 +25,11 @@ NOTES = {
         "{count} modules ({subject}) parametrise other modules at every call (adapters over experts): they run "
         "eagerly, and their layers have graph breaks there"
     ),
+    "merging-modules": NoteKind(
+        "{count} modules ({subject}) merge their adapter into the weights at every call: they run eagerly, and their "
+        "layers have graph breaks there",
+        "Nothing: PEFT adapts nn.MultiheadAttention in this way. Layers of separate linears are compiled whole.",
+    ),
     "packed-for-evaluation": NoteKind(
         "{count} 4-bit weights were evaluated on this CPU before `optimize`, and bitsandbytes packed them for good: "
         "gradients stop at them. Load the model anew to train it",

@@ -96,7 +96,7 @@ def region_notes(region: Region) -> list[Note]:
     variants, failures = list(region.variants.values()), [each.failures for each in region.backends.values()]
     told = [failure for each in failures for failure in each]
     told += [note("graph-break", region.name, reason) for variant in variants for reason in variant.breaks]
-    told += region.effort.refused
+    told += region.effort.refused.values()
     for variant in variants:
         if not variant.graphs and not variant.eager:  # its function ran under Dynamo, which could trace nothing
             told.append(_eager(region, _skipped(variant)))

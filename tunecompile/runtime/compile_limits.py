@@ -40,7 +40,7 @@ class CompileEffort:
     limit: float = field(default_factory=lambda: _setting("TUNECOMPILE_SECONDS", SECONDS))
     seconds: float = 0.0  #: of all compilations
     longest: float = 0.0  #: seconds of one
-    refused: dict[Note, None] = field(default_factory=dict)
+    refused: dict[str, Note] = field(default_factory=dict)  #: one note for each reason's code
 
     def refuse(self, gm: GraphModule, history: History, batch: int, guard: str) -> bool:
         """Whether a graph is not compiled, and runs operation by operation.
@@ -53,7 +53,7 @@ class CompileEffort:
         """
         why = self._too_large(gm) or self._too_slow() or history.too_often(batch, guard)
         if why:
-            self.refused[note("given-up", self.region, why)] = None
+            self.refused.setdefault(why.code, note("given-up", self.region, why))
         return bool(why)
 
     def _too_large(self, gm: GraphModule) -> Note | None:
