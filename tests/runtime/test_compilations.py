@@ -50,6 +50,22 @@ def test_an_encoders_length_that_the_decoders_does_not_follow():
     assert compiles(model) == [2, 2]
 
 
+def test_a_reference_without_adapters_has_one_graph_for_all_shapes():
+    """As DPO runs it beside each training step."""
+    pytest.importorskip("peft")
+    model, reference = pair(lambda: zoo.adapt(small()))
+    counts = []
+    for seed, (rows, length) in enumerate(SHAPES[:4]):
+        inputs, logits = {**zoo.batch(256, rows, length, seed=seed), "use_cache": False}, []
+        for m in (model, reference):
+            with torch.no_grad(), m.disable_adapter():
+                logits.append(m(**inputs).logits)
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+        assert_same_step(model, reference, inputs)
+        counts.append(sum(compiles(model)))
+    assert counts == [2, 3, 3, 3]
+
+
 def learnt(*calls: dict, at_once: bool = False) -> dict:
     """Which dimensions are marked at the last of these calls; values are shapes."""
     shapes = DynamicShapes()

@@ -12,6 +12,7 @@ from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
+from tunecompile.runtime.compile_limits import History
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -138,6 +139,27 @@ def test_a_loop_over_chunks_is_no_graph_for_each_of_their_numbers():
         assert_same(models, data(seed=batch), torch.tensor(sizes))
     report = tunecompile.report(models[0])
     assert report.compiles <= 3 and has(report, "given-up", reason="loop-over-list"), report
+
+
+@pytest.mark.parametrize(
+    "guard, batches",
+    [
+        ("layer.scale == 0.5  # forward", 3),
+        ("not G['kept']", 3),
+        ("len(___stack0[0]) == 2", 1),
+        ("len(kwargs) == 4", 3),
+        ("len(layer.adapters) == 4", 3),
+        ("tensor 'args[0]' size mismatch at index 0. expected 4, actual 3", 6),
+        ("(511 + s0*s1) // 512 != 1", 6),
+        ("___stack0 >= self.chance", 6),
+    ],
+)
+def test_at_how_many_batches_a_guard_may_fail(guard, batches):
+    history = History()
+    assert [history.too_often(batch, guard if batch else "") is None for batch in range(6)] == [
+        batch < batches for batch in range(6)
+    ]
+    assert history.too_often(0, guard) is None  # of another layer, at a batch at which it was compiled
 
 
 def test_a_graph_of_too_many_operations(monkeypatch):

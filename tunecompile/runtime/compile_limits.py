@@ -24,6 +24,8 @@ SLOW = 60.0  #: seconds from which on a compilation is worth a warning
 #: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
 #: list, and neither are modules.)
 _LIST = re.compile(r"len\((?!kwargs|args)[^().]*\) == \d+")
+#: a guard on sizes, or on a comparison of numbers: it parts them in few ranges, with a graph for each
+_RANGE = re.compile(r"size|stride|\bs\d+\b|[<>%]|!=|//")
 
 
 def _setting(name: str, default: float) -> float:
@@ -94,12 +96,13 @@ class History:
         """Why it is not compiled at this batch.
 
         A model compiles once for each kind of its layers at the first batch, and as often at the second, where sizes
-        become symbols. What goes on compiling depends on numbers for which there are no symbols.
+        become symbols. What goes on compiling depends on numbers for which there are no symbols. (Of ranges of sizes
+        there may be more, up to Dynamo's limit.)
         """
         known, guard = batch in self.batches or not self.batches, guard.partition("  ")[0]
         if not known and _LIST.match(guard):
             return note("loop-over-list", detail=guard)
-        if not known and len(self.batches) >= BATCHES:
+        if not known and len(self.batches) >= BATCHES and not _RANGE.search(guard):
             return note("compiled-too-often", detail=guard, limit=BATCHES)
         self.batches.add(batch)
         return None
