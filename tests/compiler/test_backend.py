@@ -55,6 +55,29 @@ def saved_bytes(model) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
+def test_kernels_that_cannot_be_joined_are_left_apart(monkeypatch):
+    """Where Inductor's scheduler fails on them. All rewrites stay."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+
+    def fails(gm, inputs, **told):
+        if config.combo_kernels:
+            raise InductorError(KeyError("op45"), None)
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fails)
+    model = zoo.make("llama")
+    inputs = zoo.batch()
+    loss, gradients = zoo.step(model, inputs)
+    tunecompile.optimize(model)
+    again, found = zoo.step(model, inputs)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5) and max(zoo.errors(found, gradients).values()) < 1e-4
+    report = tunecompile.report(model)
+    assert has(report, "kernels-not-combined", detail="op45") and not has(report, "compiled-without-rewrites"), report
+    assert {m.family: m.rewritten for m in report.matches}["swiglu"] == 1
+
+
 def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(monkeypatch):
     """Where the layer can run as it is. In the first backward pass it would be too late."""
     from functorch.compile import make_boxed_func

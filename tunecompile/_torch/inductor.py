@@ -28,6 +28,7 @@ else:
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "InductorError",
     "Keep",
     "Turn",
     "Wrap",
@@ -65,6 +66,15 @@ _tracing = lookup(f"{_GUARDS}.try_get", lambda: None)
 _CLEARS_DONATED = exist(f"{_GUARDS}.try_get", f"{_GUARDS}.fw_metadata") and exists(
     "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs"
 )
+
+
+class _NotRaised(Exception):
+    """In the place of an error that this version of torch does not have."""
+
+
+#: Inductor could not generate code
+InductorError = lookup("torch._inductor.exc.InductorError", _NotRaised)
+
 _CODE = "torch._inductor.output_code.CompiledFxGraph"
 _compiled_graph = lookup(_CODE)
 _CAN_WRAP = exist(_CODE, f"{_CODE}.current_callable", f"{_CODE}.mutated_input_idxs")
@@ -156,14 +166,14 @@ def _functorch(**settings: Any) -> contextlib.AbstractContextManager:
     return patched(torch._functorch.config, force_non_lazy_backward_lowering=True, **settings)
 
 
-def _inductor_settings(lower: CustomGraphPass, partition: CustomPartitionerFn) -> dict[str, Any]:
+def _inductor_settings(lower: CustomGraphPass, partition: CustomPartitionerFn, combine: bool) -> dict[str, Any]:
     """Inductor's configuration of one graph, as far as this version of torch knows it.
 
     combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476
     on a 1B model. Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a
     kernel (its workers know from their environment).
     """
-    settings: dict[str, Any] = {"combo_kernels": True, "static_launch_user_defined_triton_kernels": True}
+    settings: dict[str, Any] = {"combo_kernels": combine, "static_launch_user_defined_triton_kernels": True}
     if known_bugs.MIX_ORDER_REDUCTION.present:
         settings["triton.mix_order_reduction"] = False
     known = {name: value for name, value in settings.items() if exists(f"torch._inductor.config.{name}")}
@@ -179,6 +189,7 @@ def compile_inductor(
     keep: Keep | None = None,
     cached: bool = True,
     turn: Turn = _at_once,
+    combine: bool = True,
 ) -> Callable:
     """Generate code for a graph of Dynamo, and for its backward.
 
@@ -191,6 +202,7 @@ def compile_inductor(
         keep: see `Keep`.
         cached: whether AOTAutograd may take both graphs from its cache, and so skip the partitioner.
         turn: around the generation of code.
+        combine: whether small independent kernels are joined.
 
     Raises:
         ImportError: this version of torch has no `compile_fx` where it was.
@@ -222,7 +234,7 @@ def compile_inductor(
 
     cached = cached and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
     with _functorch(enable_autograd_cache=cached):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=_inductor_settings(lower, partition))
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=_inductor_settings(lower, partition, combine))
 
 
 def compile_eager(
@@ -234,6 +246,7 @@ def compile_eager(
     keep: Keep | None = None,
     cached: bool = False,
     turn: Turn = _at_once,
+    combine: bool = True,
 ) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled.
 

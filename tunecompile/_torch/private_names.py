@@ -245,6 +245,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group("AOTAutograd's own choice of donated buffers holds", "torch._functorch.config.donated_buffer"),
     *group("small kernels are not joined", "torch._inductor.config.combo_kernels"),
+    *group("layers that fail with joined kernels are compiled without rewrites", "torch._inductor.exc.InductorError"),
     *group("mix-order reduction is as torch has it", "torch._inductor.config.triton.mix_order_reduction"),
     *group(
         "kernels of templates start through launchers in C, each of which is compiled",

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from tunecompile._torch import known_bugs
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
-from tunecompile._torch.inductor import Keep, Wrap, compile_eager, compile_inductor
+from tunecompile._torch.inductor import InductorError, Keep, Wrap, compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.compile_cache import in_turn
@@ -121,6 +121,8 @@ class Backend:
             raise
         except Exception as error:  # the user's training goes on without these passes
             attempt = partial(self._attempt, gm, inputs)
+            if isinstance(error, InductorError) and (compiled := self._uncombined(gm, inputs, error)) is not None:
+                return compiled
             if (compiled := without_packages(self.region, self.passes, error, attempt)) is not None:
                 return compiled
             self._note("compiled-without-rewrites", error)
@@ -130,7 +132,18 @@ class Backend:
                 self._note("not-compiled", second)
                 return gm.forward
 
-    def _attempt(self, gm: GraphModule, inputs: list) -> Callable:
+    def _uncombined(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
+        """With all passes, and none of Inductor's kernels joined, where its scheduler has had faults; None if it fails."""
+        try:
+            compiled = self._attempt(gm, inputs, combine=False)
+        except TensorifyScalarRestartAnalysis:
+            raise
+        except Exception:
+            return None
+        self._note("kernels-not-combined", error)
+        return compiled
+
+    def _attempt(self, gm: GraphModule, inputs: list, combine: bool = True) -> Callable:
         """Compile with all passes.
 
         Raises:
@@ -145,7 +158,7 @@ class Backend:
             frame=current_frame(),
             moves=moves,
         )
-        compiled = self._compile(gm, inputs, context)
+        compiled = self._compile(gm, inputs, context, combine)
         self.contexts.append(context)
         if context.outputs:
             self.look = None
@@ -164,7 +177,7 @@ class Backend:
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
-    def _compile(self, gm: GraphModule, inputs: list, context: Context) -> Callable:
+    def _compile(self, gm: GraphModule, inputs: list, context: Context, combine: bool) -> Callable:
         """Run the recognize stage on a copy, then compile it with the other stages hooked in."""
         work = copied(gm)  # the original stays as it is, to fall back on
         before = context.record("recognize", work.graph)
@@ -191,6 +204,7 @@ class Backend:
                 self._keep(context),
                 cached=self.look is None and not self.plan.weights and not context.moves and context.cached,
                 turn=partial(in_turn, lower.uuid),
+                combine=combine,
             )
 
     def _keep(self, context: Context) -> Keep | None:

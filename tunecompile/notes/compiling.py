@@ -18,6 +18,10 @@ NOTES = {
         "A rewrite failed on this layer, which runs as under torch.compile. The numbers are right. Report it "
         "with the error.",
     ),
+    "kernels-not-combined": NoteKind(
+        "{subject} is compiled with a launch for each of its kernels, since joining small ones failed: {detail}",
+        "Nothing, or update torch: its scheduler failed. The numbers are right, and all rewrites are in.",
+    ),
     "not-compiled": NoteKind(
         "{subject} runs eagerly, since it does not compile: {detail}",
         "The numbers are right. See whether torch.compile(layer) alone fails, too: then the error is torch's, "
