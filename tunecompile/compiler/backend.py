@@ -133,7 +133,7 @@ class Backend:
                 return gm.forward
 
     def _uncombined(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
-        """With all passes, and none of Inductor's kernels joined, where its scheduler has had faults; None if it fails."""
+        """Compile with all passes, and no kernels joined: Inductor's scheduler has had faults there. None if it fails."""
         try:
             compiled = self._attempt(gm, inputs, combine=False)
         except TensorifyScalarRestartAnalysis:
