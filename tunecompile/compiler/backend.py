@@ -133,7 +133,11 @@ class Backend:
                 return gm.forward
 
     def _uncombined(self, gm: GraphModule, inputs: list, error: Exception) -> Callable | None:
-        """Compile with all passes, and no kernels joined: Inductor's scheduler has had faults there. None if it fails."""
+        """Compile with all passes, and no kernels joined: Inductor's scheduler has had faults there.
+
+        Returns:
+            None if that fails, too.
+        """
         try:
             compiled = self._attempt(gm, inputs, combine=False)
         except TensorifyScalarRestartAnalysis:
