@@ -41,6 +41,7 @@ __all__ = ["PIPELINE"]
 #: all that come with tunecompile, in order
 PIPELINE = [
     recognize.linear_cross_entropy,  # widest first: a narrow rewrite must not eat a wide one's anchor
+    recognize.document_attention,
     recognize.nf4,
     recognize.dora,
     recognize.lora,

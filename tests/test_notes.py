@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 TABLES = (compiling, memory, padding, providers, running, verifying)
 #: calls that make a note of a code, subject and detail: `note` itself, and what hands these on to it
-MAKERS = {"note", "CannotFlatten", "_note", "_note_failure"}
+MAKERS = {"note", "_note", "_note_failure"}
 
 
 def sources():

@@ -1,6 +1,7 @@
 """Torch subgraphs to ops. Each file is one family; it says in plain PyTorch what it looks for."""
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
+from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
@@ -14,6 +15,7 @@ from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
 __all__ = [
     "add_rms_norm",
+    "document_attention",
     "dora",
     "grouped_linear",
     "linear_cross_entropy",

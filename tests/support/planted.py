@@ -84,7 +84,7 @@ def plant(monkeypatch, subject: Subject, old: str = "", new: str = "") -> Op:
     planted = getattr(module, subject.op)
     planted.providers.clear()  # they would run in place of what is changed
     for place, name in subject.places:
-        monkeypatch.setattr(importlib.import_module(place), name, planted.overload if name == "_varlen" else planted)
+        monkeypatch.setattr(importlib.import_module(place), name, planted)
     return planted
 
 
@@ -308,7 +308,7 @@ def an_attention(window, model) -> Subject:
         lambda q, k, v: attention(q, k, v, window),
         lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
         lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
-        (("tunecompile.integrations.varlen_attention", "_varlen"),),
+        ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=model,
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sympy import Expr
+from sympy import Eq, Expr
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.lookup import lookup
@@ -15,6 +15,7 @@ from tunecompile._torch.lookup import lookup
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
 else:
 
     class _Absent:
@@ -23,19 +24,23 @@ else:
     FakeTensor = lookup("torch._subclasses.fake_tensor.FakeTensor", _Absent)
     FakeTensorMode = lookup("torch._subclasses.fake_tensor.FakeTensorMode", _Absent)
     StorageWeakRef = lookup("torch.multiprocessing.reductions.StorageWeakRef", _Absent)
+    TorchDispatchMode = lookup("torch.utils._python_dispatch.TorchDispatchMode", _Absent)
 
 __all__ = [
     "Expr",
     "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
+    "TorchDispatchMode",
     "dispatch_mode",
     "enable_python_dispatcher",
     "fake_mode_of",
     "free_unbacked_symbols",
+    "guards_at",
     "is_fake",
     "make_fx",
     "size_hint",
+    "size_with",
     "trace",
 ]
 
@@ -76,3 +81,33 @@ def size_hint(size: int | torch.SymInt) -> int:
 def is_fake(value: Any) -> bool:
     """Whether a tensor has no data."""
     return isinstance(value, FakeTensor)
+
+
+def size_with(size: torch.SymInt, symbol: torch.SymInt, value: int) -> int:
+    """A size of which one symbol has another value.
+
+    Raises:
+        ValueError: the size depends on other symbols besides.
+    """
+    expression = size.node.expr
+    if not expression.free_symbols & symbol.node.expr.free_symbols:
+        return size_hint(size)
+    found = expression.subs({symbol.node.expr: value})
+    if not found.is_integer or found.free_symbols:
+        raise ValueError(f"the size {expression} has other symbols besides {symbol}")
+    return int(found)
+
+
+def guards_at(size: Any, values: Sequence[int]) -> list[list[bool]]:
+    """Whether the guards that a trace set on a symbol would hold for other values of it: a list for each guard.
+
+    Symbols that have to be equal to it have its value.
+    """
+    guards = [guard.expr for guard in size.node.shape_env.guards]
+    equal, count = {size.node.expr}, 0
+    while count < len(equal):
+        count = len(equal)
+        pairs = [guard.args for guard in guards if isinstance(guard, Eq) and all(side.is_symbol for side in guard.args)]
+        equal |= {side for pair in pairs if equal & set(pair) for side in pair}
+    own = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= equal]
+    return [[bool(guard.subs(dict.fromkeys(equal, value))) for value in values] for guard in own]

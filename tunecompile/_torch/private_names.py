@@ -223,6 +223,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
     ),
     *group(
+        "batches keep their padding",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ),
+    *group(
         "kernels of templates start through torch's wrapper, which costs host time",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
     ),

@@ -28,6 +28,7 @@ from tunecompile._torch.autograd import outside_compilation
 from tunecompile._torch.cuda import attention_order, occupy_gpu
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
+from tunecompile.compiler.token_wise import attention_arguments, document_mask_of
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import CudaGauge
 
@@ -284,10 +285,11 @@ def notes() -> list[Note]:
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """All calls of attention, those in the bodies of checkpoints included."""
+    """All calls of attention, those in the bodies of checkpoints included; not those that become `varlen_attention`."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            yield from (node for node in module.graph.nodes if node.target is F.scaled_dot_product_attention)
+            found = [node for node in module.graph.nodes if node.target is F.scaled_dot_product_attention]
+            yield from (node for node in found if document_mask_of(attention_arguments(node).mask) is None)
 
 
 def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,21 @@ def can_run_outside(owner: Any) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _attention_outside(owner: Any) -> Iterator[None]:
+    """Inside, layers call `attention`. Each config is put back to what it was."""
+    found = [vars(module).get("config") for module in owner.modules()]
+    configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    for config, _ in before:
+        config._attn_implementation_internal = INTERFACE
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
 def outside(padding: Any) -> contextlib.AbstractContextManager:
     """Around a layer whose owner has an `Unpadding`: where `context_parallel` has replaced attention, it runs outside
     of compiled code.
@@ -53,4 +69,4 @@ def outside(padding: Any) -> contextlib.AbstractContextManager:
     if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal != "sdpa":
         return contextlib.nullcontext()
     padding.shared = True
-    return padding.attention(INTERFACE)
+    return _attention_outside(padding.owner)

@@ -19,24 +19,12 @@ _BITSANDBYTES = {"since": "0.50", "last_checked": ("0.50",)}
 _DEEPSPEED = {"since": "0.19", "last_checked": ("0.19",)}
 _TRL = {"since": "1.0", "last_checked": ("1.0", "1.16")}
 
-_PADDED = "batches keep their padding, and context parallelism leaves layers eager"
-
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *group(
-        _PADDED,
+        "context parallelism leaves layers eager",
         "transformers.AttentionInterface.register",
         "transformers.PreTrainedConfig._attn_implementation_internal",
         "transformers.PreTrainedModel._supports_attention_backend",
-        **_TRANSFORMERS,
-    ),
-    *group(
-        "batches keep their padding",
-        "transformers.PreTrainedModel._supports_flash_attn",
-        **_TRANSFORMERS,
-    ),
-    *group(
-        "layers that keep a state between tokens may lose their padding",
-        "transformers.PreTrainedModel._is_stateful",
         **_TRANSFORMERS,
     ),
     *group(

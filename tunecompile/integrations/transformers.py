@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,3 +34,16 @@ def only_checkpoints(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return function is checkpoint
+
+
+def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A layer's arguments without the cache that its model made, which is empty in a training step.
+
+    It holds each layer's index, for which every layer would be recompiled up to Dynamo's limit; and a layer that is
+    recomputed would fill it twice.
+    """
+    cache = getattr(sys.modules.get("transformers"), "Cache", ())
+    given = {name: None for name, value in kwargs.items() if isinstance(value, cache)}
+    if not given:
+        return args, kwargs
+    return args, {**kwargs, **given, **({"use_cache": False} if "use_cache" in kwargs else {})}

@@ -20,15 +20,16 @@ NOTES = {
 
 REASONS = {
     # the model's structure
-    "no-attention-interface": NoteKind(
-        "its attention is not called through the attention interface of transformers",
+    "mixes-tokens": NoteKind("its layers may mix tokens by more than attention: {detail}"),
+    "graph-not-understood": NoteKind("a layer's graph is not understood ({detail})"),
+    "has-graph-breaks": NoteKind("its layers have graph breaks"),
+    "runs-eagerly": NoteKind("its layers run eagerly"),
+    "layer-not-compiled": NoteKind(
+        "a {subject} among the layers is not compiled by tunecompile", "Call tunecompile.optimize once more."
     ),
-    "needs-mask": NoteKind("its attention needs a mask"),
-    "drops-keywords": NoteKind("its forward does not pass keyword arguments on"),
-    "mixes-tokens": NoteKind("its layers mix tokens by more than attention"),
-    "not-causal": NoteKind("its attention is not causal"),
-    "embeds-more": NoteKind("it embeds more than tokens, positions perhaps"),
-    "rope-follows-length": NoteKind("its rotary frequencies depend on the length of the batch"),
+    "no-mask-in-layers": NoteKind(
+        "its layers are given no boolean mask [B, 1, T, T] that says which tokens see each other"
+    ),
     "one-owner-several-lists": NoteKind("one module owns several lists of layers"),
     # code that may read other tokens
     "hook-on-all-modules": NoteKind("a hook is registered for all modules", "Remove the hook for training steps."),
@@ -38,10 +39,9 @@ REASONS = {
     ),
     "hook-on-module": NoteKind("a hook is registered on {subject}", "Remove the hook for training steps."),
     # the batch and how the model is called
-    "shapes-differ": NoteKind("mask, tokens and positions are not all [B, T]"),
     "labels-shape": NoteKind("labels are not [B, T]"),
     "output-required": NoteKind("{subject} is required", "Leave it out, if it is not used."),
-    "argument-given": NoteKind("{subject} is given"),
+    "argument-given": NoteKind("layers are given {subject}"),
     "cache-used": NoteKind("a cache is used", "Set model.config.use_cache = False."),
     "labels-at-padding": NoteKind(
         "tokens at padding have labels, and count in the loss",
@@ -49,14 +49,13 @@ REASONS = {
     ),
     "row-interrupted": NoteKind("the tokens of a row are not contiguous", "Pad at one end of each row."),
     "sequences-see-each-other": NoteKind(
-        "transformers lets their sequences see each other, as it does where a cache is made (model.config.use_cache = "
-        "False makes none)",
+        "the model lets their sequences see each other, as transformers does where a cache is made "
+        "(model.config.use_cache = False makes none)",
         "Set model.config.use_cache = False, if the sequences should be independent.",
     ),
     "masks-not-understood": NoteKind("its masks are not understood"),
     "logits-read": NoteKind(
-        "logits are read beside the loss, at padding perhaps (they were computed from zero hidden states there in the "
-        "first such step)",
+        "logits are read beside the loss, at padding perhaps (layers ran once more in the first such step, with it)",
         "Compute metrics in an evaluation, or from labelled rows only.",
     ),
     # the loss
@@ -91,13 +90,9 @@ REASONS = {
         "a checkpoint is around all layers, and would have to repeat the decision",
         "Use model.gradient_checkpointing_enable(), which checkpoints each layer.",
     ),
-    "attention-not-called": NoteKind("its layers do not call attention by transformers' attention interface"),
-    "attention-without-offsets": NoteKind("its layers do not pass keyword arguments on to attention"),
     "own-mask": NoteKind("its layers make a mask of their own"),
     "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),
     "value-width": NoteKind("the heads of values are not as wide as those of queries"),
-    "soft-capped": NoteKind("its attention is soft-capped"),
     "attention-argument": NoteKind("its attention takes {detail}"),
     "output-holds-more": NoteKind("its output holds more than hidden states"),
-    "output-not-known": NoteKind("its output is a {detail}"),
 }

@@ -4,7 +4,7 @@ The function is the meaning; its backward, an op of its own, stands beside it in
 [T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; gradients have shape and dtype of what they are
 gradients of. `tunecompile.op` says how an op is made."""
 
-from tunecompile.ops.attention import varlen_attention
+from tunecompile.ops.attention import document_mask, varlen_attention
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
@@ -20,6 +20,7 @@ __all__ = [
     "adapted_norm",
     "add_rms_norm",
     "dequantize_4bit",
+    "document_mask",
     "gated_activation",
     "linear_cross_entropy",
     "linear_cross_entropy_rows",

@@ -6,7 +6,28 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 
-__all__ = ["varlen_attention", "varlen_attention_backward"]
+__all__ = ["document_mask", "varlen_attention", "varlen_attention_backward"]
+
+
+@op(cost=Cost.POINTWISE)
+def document_mask(offsets: Tensor, longest: int, total: int, window: int) -> Tensor:
+    """The mask of causal attention inside documents: each token sees itself and what stands before it in its own.
+
+    Attention under it is `varlen_attention`, which reads offsets and makes no mask.
+
+    Args:
+        offsets: int32 [S + 1], rising from 0 to N: where each document begins.
+        longest: tokens of the longest document, or more: kernels are launched for so many.
+        total: N.
+        window: how many tokens a token sees, itself included; 0 for all.
+
+    Returns:
+        bool [1, 1, N, N], True where the query of the third dimension sees the key of the fourth."""
+    place = torch.arange(total, device=offsets.device)
+    document = torch.searchsorted(offsets[1:].long(), place, right=True)
+    back = place[:, None] - place
+    seen = (document[:, None] == document) & (back >= 0)
+    return (seen & (back < window) if window else seen)[None, None]
 
 
 @op(cost=Cost.MATMUL)

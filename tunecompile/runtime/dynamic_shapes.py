@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.dynamo import mark_dynamic
-from tunecompile.integrations.varlen_attention import LONGEST, OFFSETS
+from tunecompile.runtime.unpad.flat_batch import LONGEST, OFFSETS
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunecompile._torch.autograd import in_backward
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
+from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.integrations import context_parallel
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
 from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import unit
 from tunecompile.integrations.layer_host import LayerHost
-from tunecompile.integrations.varlen_attention import OFFSETS, CannotFlatten
-from tunecompile.notes import note
+from tunecompile.integrations.transformers import without_cache
+from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
 from tunecompile.runtime.force_grad import drop_graph, require_grad
@@ -29,6 +30,8 @@ from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
+from tunecompile.runtime.unpad.decision import PACKED
+from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.variant import Variant, _same
 
@@ -64,6 +67,34 @@ class LayerSlot:
         mode = self._mode()
         if mode is Mode.EAGER or self._refused():
             return call_original(self.layer, *args, **kwargs)
+        if self.step.makes_cache:
+            args, kwargs = without_cache(args, kwargs)
+        found = self.padding.batch_of(self.layer, args, kwargs) if self.padding is not None else None
+        if found is None:
+            return self._run_as(mode, args, kwargs)
+        flat, mask = found
+        keep = not in_backward() and not in_checkpoint()
+        if (entered := flat.enter(args, kwargs, mask, keep)) is None:
+            return self._padded(note("argument-given", "one without tokens"), flat.drops, mode, args, kwargs)
+        try:
+            output = self._run_as(mode, *entered)
+        except NotTokenWise as refused:
+            self._forget_variant()
+            return self._padded(refused.reason, flat.drops, mode, args, kwargs)
+        return flat.leave(output, keep)
+
+    def _padded(self, reason: Note, drops: bool, mode: Mode, args: tuple, kwargs: dict) -> Any:
+        """The call as it comes, where the layer cannot run on a row of documents.
+
+        Raises:
+            NotTokenWise: layers before it have left out what stands at padding, so that all have to begin anew.
+        """
+        if drops:
+            raise NotTokenWise(reason)
+        self.padding.refuse(reason, PACKED)
+        return self._run_as(mode, args, kwargs)
+
+    def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode is Mode.SCORE:
             return self._gathered(self._scored, args, kwargs)
         args, kwargs, forced = self.differentiable(args, kwargs)
@@ -177,16 +208,7 @@ class LayerSlot:
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         notice_hooks()
-        return self._marked(kwargs, lambda mark: self._run(args, kwargs, mark, finish))
-
-    def _marked(self, kwargs: dict, run: Callable[[Callable], Any], scores: bool = False) -> Any:
-        """`run`, with the function that marks dynamic sizes: another one for a batch without its padding."""
-        if OFFSETS in kwargs:
-            return self._flattened(run)
-        return run(self.region.sizes.mark_all if scores else self.region.sizes.mark)
-
-    def _run(self, args: tuple, kwargs: dict, mark: Callable, finish: Callable) -> Any:
-        kind, sizes = self._kind(args, kwargs, mark)
+        kind, sizes = self._kind(args, kwargs)
         budget = self.budget
         if self.region.kept is not None:
             self.region.kept.enter(self.place)
@@ -203,14 +225,18 @@ class LayerSlot:
             budget.ran(self, output)
             return finish(output)
 
-    def _kind(self, args: tuple, kwargs: dict, mark: Callable) -> tuple[tuple, tuple[int, ...]]:
+    def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[tuple, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
         tensors = list(tensors_in(args, kwargs))
         sizes = DynamicShapes.of(tensors)
-        mark(tensors, sizes)
+        if OFFSETS in kwargs:
+            mark_flat(tensors, sizes[1])
+        else:
+            (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes)
         return (
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
+            kwargs.get(WINDOW),
             self._hooked(),
             hooks_were_seen(),  # graphs that were made before may have come from a cache
             *(size == 1 for size in sizes),
@@ -220,11 +246,8 @@ class LayerSlot:
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
-        def run(mark: Callable) -> Any:
-            self.variant = self.region.scoring(self._kind(args, kwargs, mark)[0])
-            return self._call(args, kwargs)
-
-        return self._marked(kwargs, run, scores=True)
+        self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0])
+        return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
@@ -236,20 +259,11 @@ class LayerSlot:
         """The arguments, with hidden states that require a gradient, and the node made for that, if one was."""
         return require_grad(self.layer, args, kwargs)
 
-    def _flattened(self, run: Callable[[Callable], Any]) -> Any:
-        """Run a batch without its padding. Nothing but attention may mix tokens, so the graph must contain it."""
-        try:
-            # again for each layer: a checkpoint around it recomputes it when the owner's call is long over
-            with self.padding.attention():
-                output = run(lambda tensors, sizes: mark_flat(tensors, sizes[1]))
-            if not self.variant.attends:
-                raise CannotFlatten("attention-not-called")
-            return output
-        except CannotFlatten:
-            self.region.variants = {
-                key: variant for key, variant in self.region.variants.items() if variant is not self.variant
-            }
-            raise
+    def _forget_variant(self) -> None:
+        """No call runs it."""
+        self.region.variants = {
+            key: variant for key, variant in self.region.variants.items() if variant is not self.variant
+        }
 
     def _hooked(self) -> tuple:
         """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later

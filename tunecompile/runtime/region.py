@@ -21,6 +21,7 @@ from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
+from tunecompile.runtime.unpad.flat_batch import OFFSETS
 from tunecompile.runtime.variant import Variant
 
 T = TypeVar("T")
@@ -100,8 +101,13 @@ class Region:
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            self.variants[key] = Variant(name, self.backends[way], self.effort)
+            self.variants[key] = Variant(name, self.backends[way], self.effort, flat=_is_flat(kind))
         return self.variants[key]
+
+
+def _is_flat(kind: tuple) -> bool:
+    """Whether a kind of call is one of rows of documents."""
+    return any(isinstance(each, tuple) and each and each[0] == OFFSETS for each in kind)
 
 
 def _suffix(plan: Plan) -> str:

@@ -44,6 +44,8 @@ class Step:
 
     active: bool = False
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
+    repeats: bool = False  #: whether the owner's call is made once more, as it was
+    makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that
     entered: bool = False  #: whether any step has begun at all
     batches: int = 0  #: calls of modules that own layers
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode

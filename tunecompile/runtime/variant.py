@@ -17,20 +17,26 @@ from tunecompile._torch.dynamo import (
     forget_specialized,
     is_full,
     recompile_reason,
+    specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import Backend, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
-from tunecompile.integrations.varlen_attention import attends
+from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
+from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if (
         not torch.compiler.is_dynamo_compiling()
     ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
+        if OFFSETS in kwargs:
+            raise NotTokenWise(note("runs-eagerly"))
         slot_of(layer).note_eager()
+    args, kwargs = with_document_mask(args, kwargs)
     return call_original(layer, *args, **kwargs)
 
 
@@ -41,13 +47,13 @@ class Variant:
     limit of graphs for a code object, beyond which layers run eagerly.
     """
 
-    def __init__(self, name: str, backend: Backend, effort: CompileEffort):
+    def __init__(self, name: str, backend: Backend, effort: CompileEffort, flat: bool = False):
+        self.flat = flat  #: whether it runs on rows of documents
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
         self.batch = 0  #: the number of the batch that runs
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
-        self.attends = False  #: whether its attention is tunecompile's, which reads offsets
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
         self._compiled = torch.compile(own_code(_region, name), backend=WeakBackend(self.compile))
@@ -68,6 +74,8 @@ class Variant:
                 return output
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
+        if self.flat:
+            raise NotTokenWise(note("runs-eagerly"))
         output = call_original(
             layer, *args, **kwargs
         )  # a mistake of the caller's raises here as well, and is forgotten
@@ -77,17 +85,22 @@ class Variant:
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
-        self.attends = self.attends or attends(gm)
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
         history = self.histories[current_frame()]
         if self.effort.refuse(gm, history, self.batch, guard):
+            if self.flat:
+                raise NotTokenWise(note("runs-eagerly"))
             return gm.forward
         if why is not None:
             self.recompiles.append(guard)  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
+        if self.flat:
+            specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
+            if (why := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
+                raise NotTokenWise(why)
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             # Passes evaluate what they rewrite. A checkpoint around the layer would count the tensors saved meanwhile,
             # and miss

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.integrations.transformers import without_cache
 from tunecompile.runtime.find_layers import find_layers
-from tunecompile.runtime.unpad.packed_masks import keeps_apart, seeing_all, tokens_of
 
 
 class Float64(TorchFunctionMode):
@@ -104,7 +104,6 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
         CannotVerify: the model cannot be copied.
     """
     twin = _copy(model)
-    _without_cache(twin)
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = False  # layers are checkpointed here
@@ -140,31 +139,6 @@ def _copy(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _without_cache(twin: nn.Module) -> None:
-    """Let the twin run without a cache of keys and values, which a recomputed layer would fill twice."""
-    if not getattr(getattr(twin, "config", None), "use_cache", None):
-        return
-    twin.config.use_cache = False
-    for stack in find_layers(twin):
-        hook = functools.partial(_as_with_cache, list(stack.members))
-        stack.owner.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _as_with_cache(layers: list[nn.Module], owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Add the mask by which packed sequences see each other, as they do where transformers makes a cache."""
-    tokens = args[0] if args and args[0] is not None else tokens_of(kwargs)
-    if (
-        tokens is None
-        or kwargs.get("position_ids") is None
-        or kwargs.get("attention_mask") is not None
-        or kwargs.get("use_cache") is not None
-    ):
-        return None
-    if keeps_apart(owner, layers, {**kwargs, "use_cache": True}, tokens) is not False:
-        return None
-    return args, seeing_all(kwargs, tokens)
-
-
 def _layer(
     layer: nn.Module, forward: Callable, dtype: torch.dtype | None, checkpointed: bool, *args: Any, **kwargs: Any
 ) -> Any:
@@ -182,6 +156,7 @@ def _layer(
         with mode(dtype), reparametrized(layer, wide):
             return forward(*args, **kwargs)
 
+    args, kwargs = without_cache(args, kwargs)
     return checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs)
 
 

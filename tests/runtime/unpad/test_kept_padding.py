@@ -11,6 +11,7 @@ from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
 from tests.support.notes import EAGER, find, has
+from tests.support.reports import flattened
 from tunecompile.runtime.unpad import refusals
 
 pytest.importorskip("transformers")
@@ -76,15 +77,10 @@ def beside_tokens(model: nn.Module) -> nn.Module:
     "build, said",
     [
         pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
-        (
-            lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope-follows-length",
-        ),
         (lambda: zoo.make("llama", attn_implementation="eager"), "other-attention"),
-        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "not-causal"),
-        (lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), "embeds-more"),
+        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "masks-not-understood"),
     ],
-    ids=["dropout", "dynamic", "eager", "bidirectional", "positions"],
+    ids=["dropout", "eager", "bidirectional"],
 )
 def test_models_that_keep_their_padding(build, said):
     model, reference = pair(build)
@@ -98,6 +94,22 @@ def test_models_that_keep_their_padding(build, said):
     assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
     assert all(note.subject == "eager" for note in find(model, "other-attention"))
     assert not find(model, "ran-eagerly")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)),
+    ],
+    ids=["dynamic", "positions"],
+)
+def test_what_is_computed_ahead_of_the_layers_sees_the_batch_as_it_is(build):
+    """Frequencies that follow the length, another table of embeddings: only layers run without padding."""
+    model, reference = pair(build)
+    for seed in range(2):
+        assert_same_flattened(model, reference, padded(seed=seed))
+    assert flattened(model) == 2
 
 
 class Deaf(nn.Module):
@@ -129,30 +141,65 @@ class Shifted(nn.Module):
         return self.inner(hidden_states=self.mix(hidden_states.transpose(1, 2))[..., :-1].transpose(1, 2), **kwargs)
 
 
+class Reading(Deaf):
+    """Lets tokens see the first one besides."""
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            attention_mask = attention_mask | (torch.arange(attention_mask.shape[-1]) == 0)
+        return super().forward(hidden_states, attention_mask, **kwargs)
+
+
+class Centred(Deaf):
+    """Takes the mean of a channel over a call's tokens away."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states - hidden_states.mean((0, 1)), **kwargs)
+
+
+def wrapped(wrap, only=None):
+    torch.manual_seed(0)
+    model = zoo.make("llama")
+    for at, layer in enumerate(model.model.layers):
+        if only in (None, at):
+            layer.self_attn = wrap(layer.self_attn)
+    return model
+
+
 @pytest.mark.parametrize(
     "wrap, said",
     [
-        (Deaf, "attention-without-offsets"),
-        (lambda inner: Average(), "attention-not-called"),
+        (lambda inner: Average(), "mixes-tokens"),
         (Shifted, "mixes-tokens"),
+        (Centred, "mixes-tokens"),
+        (Reading, "mixes-tokens"),
     ],
-    ids=["deaf", "average", "convolution"],
+    ids=["average", "convolution", "centred", "mask"],
 )
 def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)  # as if they were another package's
-
-    def build():
-        torch.manual_seed(0)
-        model = zoo.make("llama")
-        for layer in model.model.layers:
-            layer.self_attn = wrap(layer.self_attn)
-        return model
-
-    model, reference = pair(build)
+    model, reference = pair(lambda: wrapped(wrap))
     for seed in range(2):
         assert_same_flattened(model, reference, padded(seed=seed))
     assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
     assert not find(model, *EAGER)
+
+
+def test_the_last_layer_cannot_go_without_padding(monkeypatch):
+    """Layers before it have left padding out, which it reads: the step begins anew."""
+    monkeypatch.setattr(refusals, "_foreign", lambda module: None)
+    model, reference = pair(lambda: wrapped(Centred, only=2))
+    for seed in range(2):
+        assert_same_flattened(model, reference, padded(seed=seed))
+    assert has(model, "padding-kept", reason="mixes-tokens") and not find(model, "padding-removed")
+
+
+def test_layers_that_hand_on_what_they_know(monkeypatch):
+    """Offsets come by the mask, so no keyword has to be passed on."""
+    monkeypatch.setattr(refusals, "_foreign", lambda module: None)
+    model, reference = pair(lambda: wrapped(Deaf))
+    assert_same_flattened(model, reference, padded())
+    assert flattened(model) == 1
 
 
 def test_models_without_the_interface():
@@ -178,4 +225,4 @@ def test_models_without_the_interface():
     model, reference = pair(lambda: Model().train())
     inputs = padded(vocabulary=16)
     assert model(**inputs).item() == pytest.approx(reference(**inputs).item(), rel=1e-5)
-    assert has(model, "padding-kept", reason="no-attention-interface")
+    assert has(model, "padding-kept", reason="no-mask-in-layers")

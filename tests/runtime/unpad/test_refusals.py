@@ -37,14 +37,14 @@ def test_noise_on_embeddings_keeps_its_size():
 
 @pytest.mark.slow
 def test_another_loss_beside_the_labels():
-    """Distillation or a z-loss may read what stands at padding: from the step after the first such one the padding stays."""
+    """Distillation or a z-loss may read what stands at padding: layers run once more in the first such step."""
     model, reference = pair(lambda: zoo.make("llama"))
     for seed in range(3):
         losses = []
         for m in (model, reference):
             out = m.train()(**padded(seed=seed))
             losses.append((out.loss + out.logits.float().logsumexp(-1).square().mean()).item())
-        assert not seed or losses[0] == pytest.approx(losses[1], rel=1e-4)
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4), seed
     assert flattened(model) == 1 and has(model, "padding-kept", reason="logits-read")
 
 
@@ -74,7 +74,7 @@ def after_metrics(logits: torch.Tensor) -> torch.Tensor:
     ids=["own labels", "no reduction", "after metrics", "joined"],
 )
 def test_a_loss_of_the_users_own_counts_padding(loss):
-    """Beside labels that do not. From the next step on the padding stays, and numbers are right."""
+    """Beside labels that do not. Numbers are right in the first step, and from the next one on the padding stays."""
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     for _ in range(2):
         losses = [loss(m.train()(**padded()).logits).item() for m in (model, reference)]
@@ -178,8 +178,8 @@ def test_a_forward_of_the_users_own():
 
     model, reference = pair(build)
     assert_same_flattened(model, reference, padded())
-    assert has(model, "padding-kept", reason="unknown-module")
-    assert has(model, "unknown-module", subject="Centred", home=__name__)
+    assert has(model, "padding-kept", reason="unknown-caller")
+    assert has(model, "unknown-caller", subject=f"{__name__}.forward")
 
 
 class Squeezed(nn.Module):
@@ -389,10 +389,14 @@ def test_a_hook_of_the_owner_that_reads_the_mask():
     assert_same_flattened(model, reference, padded())
 
 
-def test_interleaved_calls_put_attention_back():
-    """Of two models that share a config."""
-    model, _ = pair(lambda: zoo.make("llama"))
-    first, second = (model._tunecompile.paddings[0].attention() for _ in range(2))
-    first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None), second.__exit__(None, None, None)
-    assert model.config._attn_implementation == "sdpa"
+def test_configs_stay_as_they_are():
+    """Another model may share them, and be under way in another thread."""
+    model, _ = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    seen = []
+    model.config.__class__ = type(
+        "Watched",
+        (type(model.config),),
+        {"__setattr__": lambda self, name, value: (seen.append(name), object.__setattr__(self, name, value))[1]},
+    )
+    zoo.step(model, padded())
+    assert flattened(model) == 1 and not seen

@@ -53,6 +53,9 @@ class DeferredValue(Protocol):
     def read_by(self, func: Callable) -> None:
         """Note for the report that `func` is about to read it."""
 
+    def read_at_padding(self) -> None:
+        """What stands at padding is about to be read: have it computed, if that is still possible."""
+
 
 #: function -> (function, args, kwargs) -> a tensor: deferred by `RECORD`, computed by `LOSSES`; or NotImplemented.
 #: A handler may raise `Unfit`.
@@ -321,4 +324,4 @@ def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
             and leaf.recipe.padded
             and not (func in MASKS and MASKS[func](leaf, args, kwargs))
         ):
-            leaf.recipe.head.read()
+            leaf.recipe.read_at_padding()

@@ -97,6 +97,9 @@ class RowReduction:
     def again(self, hidden: Tensor) -> Tensor:
         return self._taken_of(self.origin.compute(self.steps, hidden))
 
+    def read_at_padding(self) -> None:
+        self.origin.read_at_padding()
+
     def read_by(self, func: Callable) -> None:
         if self.index is None or not self.chain.normalized:
             self.origin.read_by(func)

@@ -166,6 +166,16 @@ class Logits:
         elif func is F.cross_entropy or func in RECORD:
             self.head.refuse(note("logits-used-before-loss"))
 
+    def read_at_padding(self) -> None:
+        whole = self.head.read(self.hidden, self.autocast) if self.real is None else None
+        if whole is None:
+            return
+        ahead: list[Logits | None] = [self]
+        while ahead:
+            if (each := ahead.pop()) is not None:
+                each.hidden, each.padded = whole, False
+                ahead += [each.source, each.before]
+
 
 CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
 COPIES = {Tensor.contiguous, Tensor.clone, torch.clone}

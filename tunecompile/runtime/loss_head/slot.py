@@ -61,7 +61,9 @@ class Head:
     module: nn.Module
     tally: MatchCount
     padded: Callable[[], bool] = lambda: False  #: whether the hidden states it is called with are zero at padding
-    read: Callable[[], None] = lambda: None  #: told when such logits are read where their padding may matter
+    #: told when such logits are read where their padding may matter. It takes the hidden states and the autocast dtype
+    #: of the head's call, and returns the same ones with what stands at padding; None where they are not known any more
+    read: Callable[[Tensor, torch.dtype | None], Tensor | None] = lambda hidden, autocast: None
     looked_at: Callable[[], bool] = lambda: (
         True
     )  #: whether the labels of a loss that is computed now are known to leave padding out
@@ -126,8 +128,10 @@ class HeadSlot:
             not self.called and torch.is_grad_enabled() and (module.training or self.step.active)
         ):  # not by `generate` between steps
             self.called, self.placement = True, place(module) or gathered(module) or held(module)
-        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded():
-            self.head.read()  # logits of a forward without gradients are real, and anybody's
+        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded() and isinstance(args[0], Tensor):
+            # logits of a forward without gradients are real, and anybody's
+            whole = self.head.read(args[0], _autocast(args[0]))
+            args = args if whole is None else (whole, *args[1:])
         if (
             not self.step.active
             or not torch.is_grad_enabled()

@@ -100,6 +100,9 @@ class EntryHook(NotCopied):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
         """kwargs: None where the hook was taken out while it ran."""
         step = self.state.step
+        step.makes_cache = False
+        if step.repeats:
+            return self._without_cache(args, kwargs)
         step.enter(module)
         step.scoring = scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
@@ -110,10 +113,18 @@ class EntryHook(NotCopied):
         return self._without_cache(args, kwargs)
 
     def _without_cache(self, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
-        """A cache holds each layer's index, for which every layer would be recompiled up to Dynamo's limit."""
+        """Training needs no cache, and layers take none (`without_cache`).
+
+        With one, transformers does not look for packed sequences in the positions: there the model goes on making it,
+        so that sequences that see each other go on doing so.
+        """
         if kwargs is None or not self.takes_cache or len(args) > 2:
             return None
         if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
+            return None
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+        if mask is None and kwargs.get("position_ids") is not None:
+            self.state.step.makes_cache = True
             return None
         return args, {**kwargs, "use_cache": False}
 

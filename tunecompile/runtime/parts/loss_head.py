@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.pass_manager import MatchCount
@@ -30,9 +31,9 @@ class LossHead(Part):
             state.notes.append(note("compiled-already", "the head"))
             return
 
-        def logits_are_read() -> None:
-            for padding in state.paddings:
-                padding.logits_are_read()
+        def logits_are_read(hidden: Tensor, autocast: torch.dtype | None) -> Tensor | None:
+            found = [padding.logits_are_read(hidden, autocast) for padding in state.paddings]
+            return next((whole for whole in found if whole is not None), None)
 
         head = Head(
             module,

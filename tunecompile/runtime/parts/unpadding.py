@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.notes import Note, note
+from tunecompile.runtime.find_layers import LayerStack
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.parts.loss_head import unused_heads
 from tunecompile.runtime.unpad.unpad import OwnerSlot, Unpadding
@@ -16,7 +21,7 @@ class PaddingRemoval(Part):
         for stack in state.stacks:
             slot = slot_of(stack.owner)
             if slot is None:
-                padding = Unpadding(stack.owner, stack.members, state.step, lambda: _head_is_called(state))
+                padding = Unpadding(stack.owner, members_of(stack), state.step, lambda: _head_is_called(state))
                 fill(stack.owner, OwnerSlot(padding))
                 state.paddings.append(padding)
                 for layer in state.slots:
@@ -31,6 +36,17 @@ class PaddingRemoval(Part):
         for padding in state.paddings:
             if isinstance(slot := slot_of(padding.owner), OwnerSlot):
                 empty(padding.owner, slot)
+
+
+def members_of(stack: LayerStack) -> Callable[[], tuple[nn.Module, ...]]:
+    """A function that returns the layers of a stack as they are now: they may have been replaced."""
+    name = stack.path.rpartition(".")[2]
+
+    def members() -> tuple[nn.Module, ...]:
+        now = getattr(stack.owner, name, None)
+        return tuple(now) if isinstance(now, nn.ModuleList) else stack.members
+
+    return members
 
 
 def _head_is_called(state: State) -> bool:

@@ -1,58 +1,107 @@
-"""One batch without its padding: [B, T] tokens as [1, N], and hidden states back as [B, T, H]."""
+"""One batch as a row of documents: a layer's arguments [B, T, ...] as [1, N, ...], and its results back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.integrations.varlen_attention import LONGEST, OFFSETS, CannotFlatten
-from tunecompile.runtime.unpad import refusals
+from tunecompile.ops import document_mask
+from tunecompile.runtime.unpad.documents import Documents
+
+OFFSETS = "document_offsets"  #: int32 [S + 2]: where documents begin; the last one is the rounding up of N
+LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
+WINDOW = "document_window"  #: how many tokens a token sees, 0 for all; as a text, since an int may become a symbol
+MASKS = "document_masks"  #: positions and names of the arguments that are the mask
+_OURS = (OFFSETS, LONGEST, WINDOW, MASKS)
+
+#: what collators tell other attention of boundaries; ours has them from the mask
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class FlatBatch:
     """The real tokens of one batch [B, T]."""
 
     index: Tensor  #: int64 [N]: the place of each token; beyond the last real token, place 0
     offsets: Tensor
     longest: Tensor
+    window: int
     real: int
     shape: tuple[int, int]
+    #: tensors that several layers are given, such as rotary tables, and what became of them
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    #: the last layer's result, padded and flat
+    last: tuple[weakref.ref, int, Tensor] | None = None
 
     @staticmethod
-    def of(real: Tensor, count: int) -> FlatBatch:
-        """From a bool mask of real tokens, [B, T], and their number."""
-        rows, length = real.shape
-        total = _rounded(count, real.device)
-        order = torch.argsort((~real.flatten()).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
-        offsets = torch.cat(
-            [real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0), torch.full((1,), total, device=real.device)]
-        )
-        longest = torch.empty(max(length, total - count, 2), 0, device=real.device)
-        return FlatBatch(F.pad(order, (0, total - count)), offsets.to(torch.int32), longest, count, (rows, length))
-
-    @staticmethod
-    def packed(starts: Tensor, device: torch.device) -> FlatBatch:
-        """From a bool mask [B, T] on the host of tokens that begin a sequence: every row's first token, and others."""
-        count, total = starts.numel(), _rounded(starts.numel(), device)
-        offsets = torch.cat([starts.flatten().nonzero()[:, 0], torch.tensor([count, total])])
-        longest = torch.empty(max(int(offsets.diff().max()), 2), 0, device=device)
+    def of(found: Documents) -> FlatBatch:
+        """From what a mask says."""
+        device, (rows, length), multiple = found.real.device, found.real.shape, _multiple(found.real.device)
+        total = _rounded(found.count, multiple)
+        order = _where(found.real.flatten(), found.count)
+        begin = _where(found.starts.flatten()[order], found.documents)
+        ends = torch.tensor([found.count, total], device=device)
+        longest = torch.empty(_rounded(max(found.longest, total - found.count, 2), multiple), 0, device=device)
         return FlatBatch(
-            F.pad(torch.arange(count, device=device), (0, total - count)),
-            offsets.to(device, torch.int32),
+            F.pad(order, (0, total - found.count)),
+            torch.cat([begin, ends]).to(torch.int32),
             longest,
-            count,
-            tuple(starts.shape),
+            found.window,
+            found.count,
+            (rows, length),
         )
 
     @property
-    def gives_up(self) -> bool:
+    def drops(self) -> bool:
         """Whether hidden states at padding are not computed."""
         return self.real < self.shape[0] * self.shape[1]
+
+    def enter(self, args: tuple, kwargs: dict, mask: Tensor, keep: bool) -> tuple[tuple, dict] | None:
+        """A layer's arguments for the row; None where one of them has neither a row nor a column for each token.
+
+        Args:
+            args, kwargs: for the batch.
+            mask: the one among them that was read.
+            keep: whether the result that this batch's last layer returned may be read as it was before it was padded.
+        """
+        places = [where for where, value in (*enumerate(args), *kwargs.items()) if value is mask]
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        try:
+            flat = [None if v is mask else self._entered(v, keep and v is hidden) for v in args]
+            named = {
+                name: None if v is mask else v if name in BOUNDARIES else self._entered(v, keep and v is hidden)
+                for name, v in kwargs.items()
+            }
+        except _HasNoTokens:
+            return None
+        ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
+        return tuple(flat), {**named, **ours}
+
+    def leave(self, output: Any, keep: bool) -> Any:
+        """A layer's result for the batch: zero at padding.
+
+        Args:
+            output: for the row.
+            keep: whether the next layer may read it as it is.
+        """
+        if isinstance(output, Tensor):
+            return self._left(output, keep)
+        if isinstance(output, (tuple, list)):
+            left = [self.leave(item, keep and not at) for at, item in enumerate(output)]
+            return type(output)(*left) if hasattr(output, "_fields") else type(output)(left)
+        if isinstance(output, dict):
+            return type(output)(**{name: self.leave(item, False) for name, item in output.items()})
+        return output
+
+    def forget(self) -> None:
+        """The model's layers are done: let go of what they share."""
+        self.shared.clear()
+        self.last = None
 
     def flatten(self, values: Tensor) -> Tensor:
         """[B, T, ...] -> [1, N, ...]"""
@@ -62,44 +111,83 @@ class FlatBatch:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         rows, length = self.shape
         blank = values.new_zeros(rows * length, *values.shape[2:])
-        return blank.index_copy(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
+        return blank.index_copy_(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
-    def inputs(self, kwargs: dict) -> dict:
-        """The owner's arguments, flattened. Where the caller gives no positions, a token's position is its index in the
-        row.
-        """
+    def _entered(self, value: Any, is_hidden: bool) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._entered(item, False) for item in value)
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if is_hidden and (flat := self._unpadded(value)) is not None:
+            return flat
+        if value.requires_grad:
+            return self._each_token(value)
+        if id(value) not in self.shared:
+            self.shared[id(value)] = value, self._each_token(value)
+        return self.shared[id(value)][1]
+
+    def _each_token(self, value: Tensor) -> Tensor:
+        """The row, of a value that has a row and a column for each token, or a column alone."""
         rows, length = self.shape
-        tokens = {
-            name: self.flatten(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
-        }
-        given = kwargs.get("position_ids")
-        positions = self.index[None] % length if given is None else self.flatten(given.expand(rows, length))
-        others = {name: value for name, value in kwargs.items() if name not in refusals.BOUNDARIES}
-        return {
-            **others,
-            **tokens,
-            "position_ids": positions,
-            "attention_mask": None,
-            OFFSETS: self.offsets,
-            LONGEST: self.longest,
-        }
+        if value.dim() > 1 and value.shape[:2] == (rows, length):
+            return self.flatten(value)
+        column = self.index % length
+        if value.dim() > 1 and value.shape[:2] == (1, length):
+            return value.index_select(1, column)
+        if value.shape == (length,) and not value.is_floating_point():
+            return value.index_select(0, column)
+        raise _HasNoTokens
 
-    def outputs(self, output: Any) -> Any:
-        """The owner's output in the padded shape: a tensor, tuple or transformers output, of hidden states alone."""
-        if isinstance(output, Tensor):
-            if output.dim() < 3 or output.shape[:2] != (1, len(self.index)):
-                raise CannotFlatten("output-holds-more")
-            return self.unflatten(output)
-        if output is None:
+    def _left(self, flat: Tensor, keep: bool) -> Tensor:
+        if flat.shape[:2] != (1, len(self.index)):
+            return flat
+        padded = self.unflatten(flat)
+        if keep:
+            self.last = weakref.ref(padded), padded._version, flat
+        return padded
+
+    def _unpadded(self, padded: Tensor) -> Tensor | None:
+        """What a layer's result was before it was padded, so that the next layer need not gather it again.
+
+        None where it is another tensor, was written to, or where a hook waits for its gradient.
+        """
+        if self.last is None:
             return None
-        if isinstance(output, tuple):
-            return type(output)(self.outputs(item) for item in output)
-        if not hasattr(output, "items"):
-            raise CannotFlatten("output-not-known", "", type(output).__name__)
-        return type(output)(**{name: self.outputs(item) for name, item in output.items()})
+        made, version, flat = self.last
+        if made() is not padded or padded._version != version or padded._backward_hooks or padded.retains_grad:
+            return None
+        return flat
 
 
-def _rounded(count: int, device: torch.device) -> int:
-    """Round up: every new size may cost a plan, or a recording."""
-    multiple = 128 if device.type == "cuda" else 8
+class _HasNoTokens(Exception):
+    """An argument has no dimension of tokens."""
+
+
+def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A layer's arguments, with the mask as an operation of its graph. Dynamo traces this.
+
+    Args:
+        args, kwargs: as `FlatBatch.enter` returns them, or of any other call.
+    """
+    if OFFSETS not in kwargs:
+        return args, kwargs
+    hidden = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][0]  # noqa: RUF015 (traced)
+    longest = kwargs[LONGEST].shape[0]
+    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], int(kwargs[WINDOW]))
+    places = kwargs[MASKS]
+    named = {name: mask if name in places else value for name, value in kwargs.items() if name not in _OURS}
+    return tuple(mask if place in places else value for place, value in enumerate(args)), named
+
+
+def _where(flags: Tensor, count: int) -> Tensor:
+    """Where `count` flags are set, in order. (`nonzero` would wait for the device.)"""
+    return torch.argsort((~flags).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
+
+
+def _multiple(device: torch.device) -> int:
+    """Every new size may cost a plan, or a recording."""
+    return 128 if device.type == "cuda" else 8
+
+
+def _rounded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple

@@ -1,168 +1,296 @@
-"""Padded batches reach the layers without their padding: [B, T] tokens become [1, N] real ones, and the last hidden
-states [B, T, H] again. Packed ones, whose positions begin anew inside a row, do so without the mask that would keep
-their sequences apart.
+"""Padded and packed batches reach the layers as one row of documents: [B, T] tokens become [1, N] real ones inside each
+compiled layer, and its result is [B, T, H] again.
 
-Only the calls between the module that owns the layers and its output change, so head, loss and trainer see the shapes
-they know. Attention learns where a row begins from `offsets`, through the attention interface of transformers: a
-function under a name of our own, without a mask function, so that no mask is made. The models' configs carry that name
-during the flattened call only.
+Everything else sees the shapes it knows: embeddings, masks and tables are the model's own, and so are layers that are
+not compiled by us. Nothing that is shared is changed for it. A layer learns where documents begin from the mask that
+the model made, whatever function made it (`documents`), and only where its graph leaves tokens apart
+(`compiler.token_wise`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.autograd import others_trace
-from tunecompile._torch.modules import call_original
-from tunecompile.integrations import loss_caller
-from tunecompile.integrations.varlen_attention import INTERFACE, CannotFlatten, attention
+from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
+from tunecompile._torch.fake_tensors import StorageWeakRef
+from tunecompile._torch.modules import call_original, slot_of
+from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad import packed_masks, refusals
-from tunecompile.runtime.unpad.decision import PACKED, PADDED, UnpadDecision, UnpadPolicy
+from tunecompile.runtime.unpad import refusals
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 log = logging.getLogger(__name__)
 
-UNPADDED = 8  #: batches that are read on the host to say why a padded one would not be flattened
+LOOKS = 8  #: batches that are read on the host to say why a padded one stays so
+
+
+@dataclass
+class OwnerCall:
+    """The owner's call that is under way."""
+
+    given: dict[str, Any]  #: its arguments by name
+    refused: Note | None = None  #: why nothing is flattened in it
+    keeps_padding: Note | None = None  #: why nothing at padding is left out in it
+    drops: bool = False  #: whether hidden states at padding were left out
+    packs: bool = False  #: whether documents were told apart without a mask
+    decided: bool = False  #: whether a layer was given a mask that could be read
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """A call that may have to be made again, with its padding."""
+
+    args: tuple
+    kwargs: dict
+    hidden: weakref.ref  #: what it returned
+
+    @staticmethod
+    def of(args: tuple, kwargs: dict, output: Any) -> LastCall | None:
+        """None where it returned no hidden states."""
+        hidden = _hidden_of(output)
+        return None if hidden is None else LastCall(args, kwargs, weakref.ref(hidden))
+
+    def returned(self, hidden: Tensor) -> bool:
+        """Whether it returned these hidden states: the same tensor, or all of it as a view."""
+        made = self.hidden()
+        return made is not None and made.shape == hidden.shape and made.data_ptr() == hidden.data_ptr()
+
+
+@dataclass(frozen=True)
+class MaskDecision:
+    """What was decided of a mask, in a call of the owner."""
+
+    call: OwnerCall
+    version: int
+    decision: UnpadDecision
 
 
 class Unpadding:
-    """Runs the calls of one owner of layers, flattened where its policy decides so, and keeps the reasons where not."""
+    """Decides for the calls of one owner of layers, and keeps the reasons where batches stay as they are.
+
+    Args:
+        owner: of the layers.
+        members: returns the layers that its next call is going to call.
+        step: the state of the running step.
+        head_is_called: whether any training step called the head.
+    """
 
     def __init__(
         self,
         owner: nn.Module,
-        layers: tuple[nn.Module, ...],
+        members: Callable[[], tuple[nn.Module, ...]],
         step: Any,
         head_is_called: Callable[[], bool] = lambda: True,
     ):
-        self.owner, self.step = owner, step
-        self.head_is_called = head_is_called  #: by any training step
-        self.policy = UnpadPolicy(owner, layers)
+        self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
+        self.watch = refusals.OwnerWatch(owner)
         self.notes: dict[Note, None] = {}
-        self.looks = UNPADDED
+        self.looks = LOOKS
         self.flattened = self.packed = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
-        self.refused = refusals.structure(owner, layers, self.parameters)
-        if not self.refused:
-            sys.modules["transformers"].AttentionInterface.register(INTERFACE, attention)
-        found = [vars(module).get("config") for module in owner.modules()]
-        self.configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
-        self.shared = False  #: whether attention ever ran outside of compiled code, see `integrations.context_parallel`
+        self.refused: Note | None = None  #: why no batch is flattened from now on
+        self.masks: dict[StorageWeakRef, MaskDecision] = {}  #: a checkpoint repeats a layer when the call is long over
+        self.running: OwnerCall | None = None
+        self.last: LastCall | None = None  #: that left out hidden states at padding
         self.flat = False  #: whether the last call left out hidden states at padding
+        self.shared = False  #: whether attention ever ran outside of compiled code, see `integrations.context_parallel`
 
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call in a training step, flattened where that changes no gradient."""
-        given = self._by_name(args, kwargs)
-        decision = self.decide(given)
-        if decision.flat is None:
-            return self._as_it_comes(given, args, kwargs)
-        output = self._without_padding(decision, given, args, kwargs)
-        if not self.refused:
-            self.flattened += decision.drops
-            self.packed += not decision.drops
-        return output
+        return self._run(OwnerCall(self._by_name(args, kwargs)), args, kwargs)
 
     def score(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call without gradients (DPO's reference model, GRPO's old policy). It must use the same kernels
         as training: a different rounding would look like a change of the policy.
         """
-        given = self._by_name(args, kwargs)
-        decision = self.decide(given) if self._scores_flat(given, args, kwargs) else UnpadDecision()
-        self.flat = decision.drops
-        if decision.flat is None:
+        call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
+        if not scores(self.owner, self._takes_cache, args, kwargs) or not self.flattened + self.packed:
+            self.flat = False
             return call_original(self.owner, *args, **kwargs)
-        return self._without_padding(decision, given, args, kwargs)
+        return self._run(call, args, kwargs)
 
-    def _scores_flat(self, given: dict, args: tuple, kwargs: dict) -> bool:
-        """Whether scoring calls come without padding: as training steps did. Padding is removed only if the head is
-        never called, that is, where the caller selects labelled rows itself.
+    def _why_scores_stay_padded(self) -> Note | None:
+        """Scores come without padding as training steps did, and only if the head is never called, that is, where the
+        caller selects labelled rows itself.
         """
-        takes_cache = any(parameter.name == "use_cache" for parameter in self.parameters)
-        if not scores(self.owner, takes_cache, args, kwargs):
-            return False
-        if given.get("attention_mask") is None:
-            return self.packed > 0
-        return self.flattened > 0 and not self.head_is_called() and loss_caller.causal_labels()[0] is not None
+        return None if self.flattened and not self.head_is_called() else note("no-labels")
 
-    def decide(self, given: dict) -> UnpadDecision:
-        """Once for each call, and noted."""
-        decision = self.policy.decide(given, self.refused)
-        self.flat = decision.drops
-        if decision.reason and self._matters(decision.plain):
+    @property
+    def _takes_cache(self) -> bool:
+        return any(parameter.name == "use_cache" for parameter in self.parameters)
+
+    def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
+        call.refused = self.refused or refused_now(self.owner) or refusals.arguments(call.given)
+        before, self.running, self.flat, self.last = self.running, call, False, None
+        self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
+        try:
+            output = call_original(self.owner, *args, **kwargs)
+        except NotTokenWise as found:  # from the compiler, before anything of this layer ran
+            self.refuse(found.reason, PADDED if call.drops else PACKED)
+            return self._run(OwnerCall(call.given), args, kwargs)
+        finally:
+            self.running = before
+            for known in self.masks.values():
+                if known.decision.flat is not None:
+                    known.decision.flat.forget()
+        if call.drops:
+            self.last = LastCall.of(args, kwargs, output)
+        if torch.is_grad_enabled():
+            self.flattened += call.drops
+            self.packed += call.packs and not call.drops
+        if not call.decided:
+            self._tell_of_call(call)
+        call.given = {}  # what was decided of its masks lives on
+        return output
+
+    def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor] | None:
+        """The batch of a layer's call without its padding, and the mask that says so; None where it stays as it is.
+
+        Raises:
+            NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
+        """
+        mask = _mask_in(args, kwargs)
+        if mask is None:
+            if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
+                raise NotTokenWise(note("no-mask-in-layers"))
+            return None
+        decision = self._known(mask) if in_backward() else self._decided(layer, mask)
+        return None if decision.flat is None else (decision.flat, mask)
+
+    def _known(self, mask: Tensor) -> UnpadDecision:
+        """For a checkpoint's repetition: what was decided when the layer ran first."""
+        known = self.masks.get(StorageWeakRef(mask.untyped_storage()))
+        return AS_IT_COMES if known is None else known.decision
+
+    def _decided(self, layer: nn.Module, mask: Tensor) -> UnpadDecision:
+        call = self.running
+        if call is None or call.refused is not None:
+            return AS_IT_COMES
+        place = StorageWeakRef(mask.untyped_storage())
+        known = self.masks.get(place)
+        if known is not None and known.call is call and known.version == mask._version:
+            return known.decision
+        if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
+            return AS_IT_COMES
+        call.decided = True
+        refused = call.keeps_padding or self._why_others_read_padding()
+        decision = decide(mask, _windows(layer), self.watch, refused)
+        self.masks[place] = MaskDecision(call, mask._version, decision)
+        if decision.flat is not None:
+            call.drops |= decision.flat.drops
+            call.packs |= not decision.flat.drops
+            self.flat |= decision.flat.drops
+        elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
         return decision
 
-    def _matters(self, plain: Tensor | None) -> bool:
-        """Whether there is padding, or packing, at all. A host read, so only for the first batches."""
-        if plain is None:
-            return True
-        if not self.looks:
-            return False
-        self.looks -= 1
-        return not bool(plain.all())
+    def _why_others_read_padding(self) -> Note | None:
+        """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""
+        for layer in self.members():
+            if getattr(slot_of(layer), "padding", None) is not self:
+                return note("layer-not-compiled", type(layer).__name__)
+        return None
 
     def _by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         return {**{parameter.name: value for parameter, value in zip(self.parameters, args)}, **kwargs}
 
-    def _without_padding(self, decision: UnpadDecision, given: dict, args: tuple, kwargs: dict) -> Any:
-        try:
-            with self.attention():
-                return decision.flat.outputs(call_original(self.owner, **decision.flat.inputs(given)))
-        except CannotFlatten as cannot:
-            self.refuse(cannot.reason, PADDED if decision.drops else PACKED)
-            return call_original(self.owner, *args, **kwargs)
-
-    def _as_it_comes(self, given: dict, args: tuple, kwargs: dict) -> Any:
-        """Training steps make no cache (see `EntryHook`), without which sequences would no longer see each other: a
-        mask keeps it so.
+    def _tell_of_call(self, call: OwnerCall) -> None:
+        """Note why a batch with padding, or several documents in a row, stays as it is. A host read, so only for the
+        first batches.
         """
-        tokens = packed_masks.tokens_of(given)
-        packed = given.get("attention_mask") is None and given.get("position_ids") is not None and tokens is not None
-        if packed and self.policy.keeps_apart(given, tokens) is False:
-            return call_original(self.owner, **packed_masks.seeing_all(given, tokens))
-        return call_original(self.owner, *args, **kwargs)
+        mask, positions = call.given.get("attention_mask"), call.given.get("position_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            whole, code = mask != 0, PADDED
+        elif mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
+            whole, code = positions.diff() == 1, PACKED
+        else:
+            return
+        if not self.looks:
+            return
+        self.looks -= 1
+        if not bool(whole.all()):
+            self._note(
+                call.refused or note("no-mask-in-layers" if code == PADDED else "sequences-see-each-other"), code
+            )
 
     def refuse(self, reason: Note, batches: str = PADDED) -> None:
         """From now on every batch runs as it comes."""
         self.refused, self.flat = reason, False
         self._note(reason, batches)
 
-    def logits_are_read(self) -> None:
+    def logits_are_read(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor | None:
         """Logits of a flattened call have another reader beside the loss, or a loss with other labels: padding may
-        matter to it.
+        matter to it. From now on it stays.
+
+        Args:
+            hidden: what the head was called with.
+            autocast: the dtype of that call's autocast; None for none.
+
+        Returns:
+            The same hidden states with what stands at padding: the owner is called once more. None where they are not
+            those of its last call.
         """
         if self.flattened and not self.refused:
             self.refuse(note("logits-read"))
             log.warning("tunecompile: %s", next(reversed(self.notes)))
+        last, self.last = self.last, None
+        if last is None or not last.returned(hidden):
+            return None
+        self.step.repeats = True
+        try:
+            with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+                return _hidden_of(self._run(OwnerCall(self._by_name(last.args, last.kwargs)), last.args, last.kwargs))
+        finally:
+            self.step.repeats = False
 
     def _note(self, reason: Note, batches: str = PADDED) -> None:
         self.notes[note(batches, type(self.owner).__name__, reason)] = None
-
-    @contextlib.contextmanager
-    def attention(self, interface: str = INTERFACE) -> Iterator[None]:
-        """Inside, layers call our attention function, and no mask is made."""
-        before = [(config, config._attn_implementation_internal) for config in self.configs]
-        for config, _ in before:
-            config._attn_implementation_internal = interface
-        try:
-            yield
-        finally:
-            for config, name in before:  # another model may share the config, and be under way
-                config._attn_implementation_internal = "sdpa" if name == interface else name
 
     def report(self) -> list[Note]:
         """For the report: how many batches came without padding, and why others did not."""
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
         return told + [note("attention-outside")] * self.shared + list(self.notes)
+
+
+def _hidden_of(output: Any) -> Tensor | None:
+    """The last hidden states of a model's output."""
+    found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
+    return found if isinstance(found, Tensor) else None
+
+
+def _mask_in(args: tuple, kwargs: dict) -> Tensor | None:
+    """The only argument that is a mask of all pairs of tokens."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors or tensors[0].dim() != 3:
+        return None
+    rows, length = tensors[0].shape[:2]
+    masks = [x for x in tensors if x.dtype is torch.bool and tuple(x.shape) == (rows, 1, length, length)]
+    return masks[0] if len(masks) == 1 else None
+
+
+def _is_given(mask: Tensor, given: dict[str, Any]) -> bool:
+    storage = mask.untyped_storage().data_ptr()
+    return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in given.values())
+
+
+def _windows(layer: nn.Module) -> tuple[int, ...]:
+    """How many tokens a token may see by the layer's attributes, then 0 for all. The mask has the last word."""
+    modules = list(layer.modules())
+    for holder in (*modules, *(getattr(module, "config", None) for module in modules)):
+        if "sliding_window" in getattr(holder, "__dict__", ()):
+            window = holder.sliding_window
+            return (window, 0) if isinstance(window, int) and window > 0 else (0,)
+    return (0,)
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
@@ -187,11 +315,20 @@ class OwnerSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.padding.owner
-        if not owner.training or others_trace():
+        if not owner.training or others_trace() or in_backward():  # a checkpoint repeats the owner's call
             return call_original(owner, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self.padding.score(args, kwargs)
         recovery = self.padding.step.recovery
         if recovery is None:
-            return self.padding.call(args, kwargs)
-        return recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
+            output = self.padding.call(args, kwargs)
+        else:
+            output = recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
+        return _without_cache(output) if self.padding.step.makes_cache else output
+
+
+def _without_cache(output: Any) -> Any:
+    """A model's output without the cache that it made: layers left it empty."""
+    if getattr(output, "past_key_values", None) is None or not hasattr(output, "items"):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})

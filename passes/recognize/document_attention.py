@@ -1,0 +1,94 @@
+"""Attention under a document mask: by offsets, without the mask.
+
+Padded and packed batches reach a layer as one row of documents, whose mask is the op `document_mask`. What a model's
+code does with it is in the graph: attention that only reads it becomes `varlen_attention`.
+"""
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.token_wise import AttentionArguments, attention_arguments, document_mask_of, not_by_documents
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import node_arg
+from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ops import varlen_attention
+
+__all__ = ["PASS"]
+
+_FAMILY = "document_attention"
+
+
+def run(graph: Graph, context: Context) -> None:
+    found = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
+    tally = MatchCount(_FAMILY)
+    for node in found:
+        call = attention_arguments(node)
+        if (mask := document_mask_of(call.mask)) is None:
+            continue
+        tally.found += 1
+        if (reason := not_by_documents(call.map(value))) or (reason := _rewrite(graph, node, call, mask)):
+            tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
+            continue
+        erase_dead(graph, [node, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
+        tally.rewritten += 1
+        tally.places.append(f"{_FAMILY}{where_from(node)}")
+    if tally.found:
+        context.tallies.append(tally)
+
+
+def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> str | None:
+    offsets, longest, _, window = mask.args
+    dtype, width = value(node).dtype, value(call.query).shape[-1]
+    casts = value(call.query).dtype != dtype
+    scale = width**-0.5 if call.scale is None else call.scale
+
+    def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any) -> Any:
+        rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+        rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
+        return varlen_attention(*rows, offsets, longest, scale, window)[0].transpose(0, 1).unsqueeze(0)
+
+    heads = [unrepeated(key) for key in (call.key, call.value)]
+    if value(heads[0]).shape[1] != value(heads[1]).shape[1]:
+        heads = [call.key, call.value]
+    key, val = heads
+    bound = {"query": call.query, "key": key, "value": val, "offsets": offsets, "longest": longest}
+    return replace(graph, (node,), by_documents, bound)
+
+
+def unrepeated(node: Node) -> Node:
+    """Keys or values before each head was repeated for the queries that share it; else the node itself.
+
+    [1, K, N, D] -> [1, K, 1, N, D] -> [1, K, r, N, D] -> [1, K * r, N, D]
+    """
+    expanded = node_arg(node, 0) if node.op == "call_method" and node.target == "reshape" else None
+    if expanded is None or expanded.op != "call_method" or expanded.target != "expand":
+        return node
+    apart = node_arg(expanded, 0)
+    if apart is None or apart.target is not operator.getitem:
+        return node
+    heads = node_arg(apart, 0)
+    if heads is None or not isinstance(value(heads), torch.Tensor):
+        return node
+    shape, wide, out = value(heads).shape, value(expanded).shape, value(node).shape
+    whole = (slice(None), slice(None), None, slice(None), slice(None))
+    if len(shape) != 4 or len(wide) != 5 or len(out) != 4 or tuple(apart.args[1]) != whole:
+        return node
+    kept = (wide[0], wide[1], wide[3], wide[4]) == tuple(shape) and out[1] == shape[1] * wide[2]
+    return heads if kept and (out[0], *out[2:]) == (shape[0], *shape[2:]) else node
+
+
+def _chain(node: Any) -> list[Node]:
+    """A node and the views that it was made by."""
+    found = []
+    while isinstance(node, Node) and node.op != "placeholder" and len(found) < 4:
+        found.append(node)
+        node = node_arg(node, 0)
+    return found
+
+
+PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))

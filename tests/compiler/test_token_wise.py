@@ -1,0 +1,123 @@
+"""Which graphs leave tokens apart, by the operations that they are made of."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tunecompile._torch.dynamo import mark_dynamic
+from tunecompile.compiler.token_wise import why_not_token_wise
+from tunecompile.ops import document_mask
+
+WIDTH, HEADS = 12, 3
+LINEAR, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
+
+
+def reason(layer):
+    """What is found of a function of a row [1, N, 12] and a mask [1, 1, N, N]."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(why_not_token_wise(gm))
+        return gm.forward
+
+    def run(x, offsets, longest):
+        return layer(x, document_mask(offsets, longest.shape[0], x.shape[1], 0))
+
+    torch._dynamo.reset()
+    row, offsets, longest = torch.randn(1, 8, WIDTH), torch.tensor([0, 3, 8]).int(), torch.empty(5, 0)
+    for tensor, dim in ((row, 1), (offsets, 0), (longest, 0)):
+        mark_dynamic(tensor, dim)
+    torch.compile(run, backend=backend, fullgraph=True)(row, offsets, longest)
+    return found[0]
+
+
+def split(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def attention(x, mask, **options):
+    return F.scaled_dot_product_attention(split(x), split(x), split(x), attn_mask=mask, **options)
+
+
+def joined(heads):
+    return heads.transpose(1, 2).flatten(2)
+
+
+APART = {
+    "linear": lambda x, m: F.linear(x, LINEAR) @ LINEAR,
+    "norm": lambda x, m: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
+    "softmax over the width": lambda x, m: x.softmax(-1) * x.mean(-1, keepdim=True),
+    "attention": lambda x, m: joined(attention(x, m)),
+    "all of the mask": lambda x, m: joined(attention(x, m[:, :, :, : x.shape[1]])),
+    "rows and back": lambda x, m: (x.view(-1, WIDTH) @ LINEAR).view(x.shape),
+    "heads as rows": lambda x, m: (x.reshape(-1, WIDTH // HEADS) * 2).view(x.shape),
+    "parts of one projection": lambda x, m: sum(x.view(1, -1, 3, 4).permute(2, 0, 1, 3).unbind(0)),
+    "all of it": lambda x, m: x[:, :, :] + x[:],
+    "sizes of shapes": lambda x, m: x.reshape(x.shape[0], x.shape[1], 3, 4).view(x.shape[0], -1, WIDTH),
+    "halves": lambda x, m: torch.cat([x[..., 6:], -x[..., :6]], -1),
+    "a table": lambda x, m: F.embedding((x.sum(-1) > 0).long(), TABLE),
+    "experts' scores": lambda x, m: x.topk(2, -1).values.sum(-1, keepdim=True) * x,
+    "dropout": lambda x, m: F.dropout(x, 0.5),
+    "zeros": lambda x, m: torch.zeros_like(x) + x.new_ones(x.shape[1], 1) * x,
+}
+
+MIXED = {
+    "mean over rows": lambda x, m: x - x.mean(0, keepdim=True),
+    "the first row": lambda x, m: x + x[0],
+    "one row": lambda x, m: x[:1] * 2,
+    "rows twice": lambda x, m: torch.cat([x, x])[1:],
+    "divided by the length": lambda x, m: x / x.shape[1],
+    "scores by the length": lambda x, m: joined(attention(x, m, scale=1 / x.shape[1])),
+    "filled with the length": lambda x, m: x + x.new_full((1,), x.shape[1]),
+    "other code for long rows": lambda x, m: x * 2 if x.shape[1] > 4096 else x,
+    "mean over tokens": lambda x, m: x - x.mean(1, keepdim=True),
+    "mean over all": lambda x, m: x * x.mean(),
+    "extremes": lambda x, m: x / x.abs().max(),
+    "running sum": lambda x, m: x.cumsum(1),
+    "places": lambda x, m: x * torch.arange(x.shape[1])[:, None],
+    "length": lambda x, m: x @ LINEAR + torch.arange(x.shape[1]).float().mean(),
+    "shifted": lambda x, m: torch.cat([x[:, :1], x[:, :-1]], 1),
+    "rolled": lambda x, m: x.roll(1, 1),
+    "flipped": lambda x, m: x.flip(1),
+    "softmax over tokens": lambda x, m: x.softmax(1),
+    "convolution": lambda x, m: F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, WIDTH, 3), padding=1).transpose(1, 2),
+    "product over tokens": lambda x, m: x @ (x.transpose(1, 2) @ x),
+    "written-out attention": lambda x, m: (x @ x.transpose(1, 2)).masked_fill(~m[:, 0], -1e9).softmax(-1) @ x,
+    "attention without a mask": lambda x, m: joined(attention(x, None, is_causal=True)),
+    "attention with another mask": lambda x, m: joined(attention(x, m & m.flip(-1))),
+    "scrambled": lambda x, m: x.transpose(1, 2).reshape(x.shape),
+    "first token": lambda x, m: x + x[:, :1],
+    "sorted": lambda x, m: x.sort(1).values,
+    "permuted": lambda x, m: x[:, torch.randperm(4)],
+    "expanded over tokens": lambda x, m: x + x[:, 0].unsqueeze(1).expand(x.shape),
+    "one number a call": lambda x, m: x.sum(),
+    "rows by themselves": lambda x, m: x.view(-1, WIDTH),
+    "the mask itself": lambda x, m: m,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tokens_are_left_apart(name):
+    assert reason(APART[name]) is None
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tokens_may_be_mixed(name):
+    assert reason(MIXED[name]) is not None
+
+
+def test_the_operation_and_its_line_are_named():
+    found = reason(MIXED["running sum"])
+    assert found.code == "mixes-tokens" and "cumsum at test_token_wise.py" in str(found)
+
+
+@pytest.mark.parametrize(
+    "layer, code",
+    [
+        (lambda x, m: joined(attention(x, m, dropout_p=0.1)), "attention-dropout"),
+        (lambda x, m: joined(F.scaled_dot_product_attention(split(x), split(x), split(x)[..., :2], m)), "value-width"),
+        (lambda x, m: (x, x.view(-1, WIDTH)), "output-holds-more"),
+    ],
+)
+def test_why_a_layer_stays_as_it_is(layer, code):
+    assert reason(layer).code == code

@@ -1,0 +1,355 @@
+"""Whether a layer's graph treats each token by itself, but for attention under a document mask.
+
+Only such a layer may run on one row of documents in the place of rows with padding. A mean over all tokens, the
+extremes of a tensor, a convolution, positions that are counted from a shape: whichever module, adapter or function of
+the user's they come from, they are operations of the graph. So the graph is run once on fake tensors, with a prime
+number of tokens: a dimension whose size it divides is the dimension of tokens, and each operation is looked up in a
+table of those that are known to leave tokens apart. What is not in the table may mix them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
+from tunecompile.ir.canonicalize import name_of
+from tunecompile.ir.op import HALF
+from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.notes import Note, note
+from tunecompile.ops import document_mask
+
+ALL = 1 << 60  #: an end of a slice that leaves nothing out
+TOKENS = 10007  #: a prime that divides no width, number of heads or size of a vocabulary
+#: transformers' own code that sorts tokens by expert, and puts them back: a stated exception, since order is restored
+_ROUTING = ("transformers/integrations/moe.py",)
+
+
+class NotTokenWise(BaseException):
+    """A layer cannot run on documents.
+
+    It is no `Exception`: Dynamo would take it for a failure of the compiler.
+
+    Args:
+        reason: why.
+    """
+
+    def __init__(self, reason: Note):
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """The arguments of `F.scaled_dot_product_attention`: nodes, or their values."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    dropout: Any = 0.0
+    causal: Any = False
+    scale: Any = None
+
+    def map(self, of: Callable[[Any], Any]) -> AttentionArguments:
+        """The same of each argument's `of`."""
+        return AttentionArguments(*(of(each) for each in vars(self).values()))
+
+
+_NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
+
+
+def attention_arguments(node: Node) -> AttentionArguments:
+    """Of a call, whether they are given by position or by name."""
+    named = {_NAMES.get(name, name): value for name, value in node.kwargs.items() if name != "enable_gqa"}
+    return AttentionArguments(*node.args[:6], **named)
+
+
+def document_mask_of(mask: Any) -> Node | None:
+    """The call of `document_mask` that a mask is, or is all of; None of another."""
+    while isinstance(mask, Node) and mask.target is operator.getitem:
+        whole, source = mask.meta.get("example_value"), mask.args[0]
+        given = source.meta.get("example_value") if isinstance(source, Node) else None
+        index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
+        if not all(isinstance(each, slice) and not each.start and each.step in (None, 1) for each in index):
+            return None
+        if not isinstance(given, Tensor) or whole is None or tuple(whole.shape) != tuple(given.shape):
+            return None
+        mask = source
+    return mask if isinstance(mask, Node) and mask.target is document_mask.overload else None
+
+
+def not_by_documents(call: AttentionArguments) -> Note | None:
+    """Why attention under a document mask cannot be `varlen_attention`.
+
+    Args:
+        call: with values in the place of nodes.
+    """
+    q, k, v = call.query, call.key, call.value
+    if call.dropout or call.causal:
+        return note("attention-dropout") if call.dropout else note("own-mask")
+    if not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[0] == 1 for x in (q, k, v)):
+        return note("own-mask")
+    if v.shape[-1] != q.shape[-1]:
+        return note("value-width")
+    if not isinstance(call.scale, (int, float, type(None))):
+        return note("attention-argument", "", "a scale that is a tensor")
+    if on_gpu(q):
+        half = q.dtype in HALF or torch.is_autocast_enabled(q.device.type)
+        if not half or q.shape[-1] % 8 or q.shape[-1] > 256:
+            return note("no-unpadded-kernel")
+    return None
+
+
+def why_not_token_wise(gm: GraphModule) -> Note | None:
+    """Why a layer's graph, as Dynamo made it for a row of documents [1, N, ...], may mix tokens; None where it cannot.
+
+    Args:
+        gm: with N as a symbol. It is not changed.
+    """
+    try:
+        if _follows_length(gm):
+            return note("mixes-tokens", detail="it depends on the number of tokens")
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            inputs = _inputs(gm)
+            with _LeavesTokensApart() as mode:
+                _Reader(gm, mode).run(*inputs)
+    except NotTokenWise as found:
+        return found.reason
+    except Exception as error:  # an operation that fake tensors refuse, say
+        return note("graph-not-understood", detail=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
+    return None
+
+
+def _inputs(gm: GraphModule) -> list[Any]:
+    """The graph's inputs, as fake tensors of `TOKENS` tokens."""
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    row = next((v for v in values if isinstance(v, Tensor) and v.dim() > 2 and v.shape[0] == 1), None)
+    if row is None or isinstance(row.shape[1], int):
+        raise NotTokenWise(note("graph-not-understood", detail="the number of tokens is a constant of it"))
+    tokens: Any = row.shape[1]
+
+    def size(given: Any) -> int:
+        return given if isinstance(given, int) else size_with(given, tokens, TOKENS)
+
+    def make(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return size(value)
+        if not isinstance(value, Tensor):
+            return value
+        order = sorted(range(value.dim()), key=lambda dim: -size_hint(value.stride(dim)))
+        return torch.empty_permuted([size(n) for n in value.shape], order, dtype=value.dtype, device=value.device)
+
+    return [make(value) for value in values]
+
+
+class _Reader(Interpreter):
+    """Runs a graph; attention under a document mask is taken for what it is."""
+
+    def __init__(self, gm: GraphModule, mode: _LeavesTokensApart):
+        super().__init__(gm)
+        self.mode = mode
+
+    def run_node(self, n: Node) -> Any:
+        self.mode.line = str(n.meta.get("stack_trace") or "")
+        if n.target is document_mask.overload or (n.target is operator.getitem and document_mask_of(n) is not None):
+            return None  # read by attention alone, see below; anything else fails on it
+        if n.op == "output":
+            self._look_at_outputs(n)
+        elif _is_number_of_size(n):
+            raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{self.mode.where()}"))
+        if n.target is F.scaled_dot_product_attention and document_mask_of(attention_arguments(n).mask) is not None:
+            return self._attention(n)
+        return super().run_node(n)
+
+    def _attention(self, node: Node) -> Tensor:
+        call = attention_arguments(node).map(lambda given: self.env[given] if isinstance(given, Node) else given)
+        if (reason := not_by_documents(call)) is not None:
+            raise NotTokenWise(reason)
+        if any(tokens_of(x) != [2] for x in (call.query, call.key, call.value)):
+            raise NotTokenWise(note("own-mask"))
+        kind = call.query.device.type
+        casts = torch.is_autocast_enabled(kind) and call.query.dtype != torch.float64
+        with _Paused(self.mode):
+            made = torch.empty_like(call.query, dtype=torch.get_autocast_dtype(kind) if casts else None)
+        return made
+
+    def _look_at_outputs(self, node: Node) -> None:
+        for made in tree_leaves(self.map_nodes_to_values(node.args[0], node)):
+            if isinstance(made, Tensor) and tokens_of(made) and not (made.dim() > 1 and tokens_of(made) == [1]):
+                raise NotTokenWise(note("output-holds-more"))
+
+
+class _LeavesTokensApart(TorchDispatchMode):
+    """Raises `NotTokenWise` at the first operation that is not known to leave tokens apart."""
+
+    line = ""  #: where the user's code is that is run
+    paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self.paused or self._is_routing():
+            return made
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        if any(map(tokens_of, (*given, *outputs))) and not leaves_apart(func, args, kwargs or {}, given, outputs):
+            raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{self.where()}"))
+        return made
+
+    def _is_routing(self) -> bool:
+        frames = [line for line in self.line.splitlines() if line.lstrip().startswith("File ")]
+        return bool(frames) and any(home in frames[-1].replace("\\", "/") for home in _ROUTING)
+
+    def where(self) -> str:
+        frames = [line.strip() for line in self.line.splitlines() if line.lstrip().startswith("File ")]
+        if not frames:
+            return ""
+        path, number = frames[-1].split('"')[1], frames[-1].partition("line ")[2].partition(",")[0]
+        return f" at {path.replace(chr(92), '/').rpartition('/')[2]}:{number}"
+
+
+class _Paused:
+    """Inside, nothing is looked at."""
+
+    def __init__(self, mode: _LeavesTokensApart):
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.mode.paused = True
+
+    def __exit__(self, *_: Any) -> None:
+        self.mode.paused = False
+
+
+def _is_number_of_size(node: Node) -> bool:
+    """Whether a tensor is computed from a size, as a number and not as a shape."""
+    sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    if not any(isinstance(each.meta.get("example_value"), sizes) for each in node.all_input_nodes):
+        return False
+    made = tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(each, Tensor) for each in made) and name_of(node.target) not in _SHAPED
+
+
+def _follows_length(gm: GraphModule) -> bool:
+    """Whether the code that was traced would be another one for another number of tokens."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        row = node.meta.get("example_value")
+        if isinstance(row, Tensor) and row.dim() > 2 and row.shape[0] == 1 and not isinstance(row.shape[1], int):
+            return any(not all(truths) for truths in guards_at(row.shape[1], LENGTHS))
+    return True
+
+
+def tokens_of(tensor: Tensor) -> list[int]:
+    """The dimensions that count tokens."""
+    return [dim for dim, size in enumerate(tensor.shape) if size and size % TOKENS == 0]
+
+
+def _names(*rows: str) -> frozenset[str]:
+    return frozenset(name for row in rows for name in row.split())
+
+
+LENGTHS = (384, 1152, 8320, 40064, 1000064)  #: numbers of tokens that lead to the same graph, if it follows none
+_SHAPED = _names(
+    "view reshape expand unflatten getitem new_zeros new_ones new_empty empty zeros ones narrow split",
+    "tunecompile.document_mask sym_size size",
+)
+_BLANK = _names(
+    "empty zeros ones full empty_strided new_empty new_zeros new_ones new_full new_empty_strided",
+    "empty_like zeros_like ones_like full_like rand_like randn_like",
+)
+_ALIKE = _names(
+    "clone _to_copy contiguous alias detach lift_fresh native_dropout bernoulli bernoulli_ dropout",
+    "copy_ fill_ zero_ masked_fill masked_fill_ where _conj silu gelu",
+)
+_RESHAPED = _names("view _unsafe_view reshape unsqueeze squeeze unflatten flatten")
+_MOVED = _names("permute transpose t expand select slice split split_with_sizes unbind cat stack")
+_ALONG = _names(
+    "sum mean amax amin max min var std var_mean argmax argmin any all prod logsumexp cumsum cumprod topk sort argsort",
+    "linalg_vector_norm norm _softmax _log_softmax gather scatter scatter_ scatter_add scatter_add_ index_select",
+    "flip glu",
+)
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_int_mm": (0, 1)}
+_LAST = _names("native_layer_norm _fused_rms_norm rms_norm layer_norm gemv_4bit gemm_4bit")  #: along the last dimension
+
+
+def leaves_apart(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether an operation is known to leave tokens apart: no result of one token depends on another."""
+    if any(len(tokens_of(x)) > 1 for x in (*given, *made)):
+        return False
+    name = func.__name__.partition(".")[0]
+    inputs = [x for x in given if tokens_of(x)]
+    if not inputs:
+        return name in _BLANK
+    if name in _PRODUCTS:
+        left, right = (args[place] for place in _PRODUCTS[name])
+        return _is_row_wise(left, right) and all(map(tokens_of, made))
+    if name in _LAST:
+        last = len(args[1]) if isinstance(args[1], (tuple, list)) else 1
+        return tokens_of(inputs[0]) == tokens_of(args[0]) and tokens_of(args[0])[0] < args[0].dim() - last
+    if name == "embedding":
+        return not tokens_of(args[0])
+    if name in _RESHAPED:
+        return all(_before(x) == _before(inputs[0]) for x in made)
+    if name in _MOVED | _ALONG:
+        return _avoids(func, args, kwargs, inputs, made, name)
+    if torch.Tag.pointwise in func.tags or name in _ALIKE | _BLANK:
+        return all(_from_right(x) == _from_right(y) for x in inputs for y in made if tokens_of(y)) and all(
+            map(tokens_of, made)
+        )
+    return func.namespace == "prim" or name in ("sym_size", "sym_numel", "sym_stride", "is_same_size")
+
+
+def _is_row_wise(left: Tensor, right: Tensor) -> bool:
+    """Whether a product sums over no tokens."""
+    a, b, batched = tokens_of(left), tokens_of(right), left.dim() == 3
+    if a == [left.dim() - 1] or b == [right.dim() - 2]:
+        return False
+    return not (a and b) or (batched and a == b == [0])
+
+
+def _before(tensor: Tensor) -> int:
+    """How many rows of tokens there are: sizes ahead of the dimension of tokens."""
+    where = tokens_of(tensor)
+    return math.prod(tensor.shape[: where[0]]) if where else -1
+
+
+def _from_right(tensor: Tensor) -> int:
+    return tensor.dim() - tokens_of(tensor)[0]
+
+
+def _avoids(func: Any, args: tuple, kwargs: dict, inputs: Sequence[Tensor], made: Sequence[Tensor], name: str) -> bool:
+    """Whether an operation along a dimension, or several, runs along no dimension of tokens."""
+    if name in ("permute", "transpose", "t"):
+        return all(map(tokens_of, made))
+    if name == "expand":
+        return all(tokens_of(x) and _from_right(x) == _from_right(inputs[0]) for x in made)
+    parameters = [argument.name for argument in func._schema.arguments]
+    bound = {**dict(zip(parameters, args)), **kwargs}
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    dims: Any = next(({**defaults, **bound}.get(n) for n in ("dim", "dims") if n in parameters), None)
+    if dims is None or dims == []:
+        return False
+    rank = made[0].dim() if name == "stack" else inputs[0].dim()
+    along = {dim % rank for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
+    if name == "slice" and bound.get("start") in (None, 0) and bound.get("step", 1) == 1:
+        end = bound.get("end")
+        if end is None or end >= ALL or (end % TOKENS == 0 and end in {inputs[0].shape[dim] for dim in along}):
+            return True
+    if name == "stack":
+        return not set(tokens_of(made[0])) & along
+    return not any(_counts(x) & along for x in inputs) and all(map(tokens_of, made))
+
+
+def _counts(tensor: Tensor) -> set[int]:
+    """The dimension of tokens, and those ahead of it that may be the one of rows."""
+    (tokens,) = tokens_of(tensor)
+    return {tokens} | {dim for dim in range(tokens) if tensor.shape[dim] == 1}

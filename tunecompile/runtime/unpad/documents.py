@@ -1,0 +1,101 @@
+"""What an attention mask says: which tokens are real, where documents begin, how far back a token sees.
+
+A mask is taken for a mask of documents only where its values are exactly those of one, at every real token. Who made
+it, transformers or a function of the user's in its place, is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+AT_ONCE = 1 << 26  #: elements of a mask that are compared at once
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Causal attention inside documents, as a mask [B, 1, T, T] has it."""
+
+    real: Tensor  #: bool [B, T]: tokens; all others are padding
+    starts: Tensor  #: bool [B, T]: real tokens that begin a document
+    count: int  #: real tokens
+    documents: int
+    longest: int  #: tokens of the longest document
+    window: int  #: how many tokens a token sees, itself included; 0 for all
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """A mask, read on the host."""
+
+    documents: Documents | None  #: None where it is not a mask of documents
+    interrupted: bool = False  #: whether padding stands between tokens of a row
+    labelled: bool = False  #: whether a label at padding would be read by a loss
+
+    @property
+    def full(self) -> bool:
+        """Whether there is neither padding nor a second document in a row."""
+        found = self.documents
+        return found is not None and found.count == found.real.numel() and found.documents == len(found.real)
+
+
+def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:
+    """Read a mask. The one wait for the device of a step.
+
+    Args:
+        mask: bool [B, 1, T, T], True where a query (third dimension) sees a key.
+        windows: to try, the first that fits is taken; 0 for none.
+        labels: int [B, T] of a loss that may shift them by one, or None.
+    """
+    seen = mask[:, 0]
+    real, before = seen.diagonal(dim1=1, dim2=2), F.pad(seen.diagonal(-1, dim1=1, dim2=2), (1, 0))
+    follows = real & before & F.pad(real[:, :-1], (1, 0))
+    starts = real & ~follows
+    place = torch.arange(real.shape[1], device=mask.device)
+    begin = torch.where(starts, place, 0).cummax(1).values
+    longest = ((place - begin + 1) * real).amax()
+    wrong = [_differs(seen, real, begin, place, window) for window in windows]
+    found = torch.stack(
+        [
+            real.sum(),
+            starts.sum(),
+            longest,
+            _runs(real),
+            _read_at_padding(real, labels),
+            *(each.long() for each in wrong),
+        ]
+    )
+    count, documents, longest, runs, labelled, *wrong = found.tolist()
+    fits = next((window for window, differs in zip(windows, wrong) if not differs), None)
+    if fits is None or not count:
+        return MaskReading(None, interrupted=runs > 1)
+    return MaskReading(Documents(real, starts, count, documents, longest, fits), labelled=bool(labelled))
+
+
+def _differs(seen: Tensor, real: Tensor, begin: Tensor, place: Tensor, window: int) -> Tensor:
+    """Whether a real token sees anything but the tokens from `begin` to itself, as far back as the window reaches."""
+    first = torch.maximum(begin, place - window + 1) if window else begin
+    rows = max(1, AT_ONCE // max(seen[0].numel(), 1))
+    found = torch.zeros((), dtype=torch.bool, device=seen.device)
+    for some, tokens, lowest in zip(seen.split(rows), real.split(rows), first.split(rows)):
+        expected = (place >= lowest[..., None]) & (place <= place[:, None])
+        found = found | ((some ^ expected) & tokens[..., None]).any()
+    return found
+
+
+def _runs(real: Tensor) -> Tensor:
+    """How often the tokens of a row begin, at most."""
+    return (real & ~F.pad(real[:, :-1], (1, 0))).sum(1).amax()
+
+
+def _read_at_padding(real: Tensor, labels: Tensor | None) -> Tensor:
+    """How many labels at padding count, in a loss that shifts them or in one that does not."""
+    if labels is None:
+        return real.new_zeros((), dtype=torch.int64)
+    labelled = F.pad(labels.to(real.device) != IGNORED, (0, 1))
+    return (~real & (labelled[:, :-1] | labelled[:, 1:])).sum()
