@@ -9,6 +9,8 @@ REASONS = {
     "no-triton": NoteKind("Triton is not installed", "Install Triton."),
     "dtypes-differ": NoteKind("{subject} differ in dtype"),
     "not-contiguous": NoteKind("{subject} not contiguous"),
+    "not-bfloat16": NoteKind("it is for bfloat16 alone, and this is {detail}"),
+    "not-16-bytes": NoteKind("rows of matrices are no multiples of 16 bytes"),
     "row-not-contiguous": NoteKind("the elements of a row are not contiguous"),
     "activation-not-supported": NoteKind("the activation {detail} is not supported"),
     "rank-too-large": NoteKind("rank {rank} is more than {limit}", "Use adapters of a smaller rank."),

@@ -6,6 +6,7 @@ gradients of. `tunecompile.op` says how an op is made."""
 
 from tunecompile.ops.attention import document_mask, varlen_attention
 from tunecompile.ops.dora import adapted_norm
+from tunecompile.ops.experts import adapted_stack, collect_rows, grouped_lora_linear, inverse_order, spread_rows
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_mlp import lora_mlp
@@ -18,10 +19,14 @@ from tunecompile.ops.swiglu import gated_activation
 
 __all__ = [
     "adapted_norm",
+    "adapted_stack",
     "add_rms_norm",
+    "collect_rows",
     "dequantize_4bit",
     "document_mask",
     "gated_activation",
+    "grouped_lora_linear",
+    "inverse_order",
     "linear_cross_entropy",
     "linear_cross_entropy_rows",
     "lora_linear",
@@ -30,5 +35,6 @@ __all__ = [
     "lora_mlp_tiled",
     "rms_norm",
     "rope",
+    "spread_rows",
     "varlen_attention",
 ]

@@ -1,0 +1,10 @@
+"""Mixtures of experts: products grouped by expert, adapters over stacks of weights, rows on their way to experts.
+
+An expert is one matrix of a stack [E, ...]. A row is a token on its way to one expert; rows stand sorted by expert, and
+`offsets` says where each expert's end."""
+
+from tunecompile.ops.experts.adapted_stack import adapted_stack
+from tunecompile.ops.experts.grouped_linear import grouped_lora_linear
+from tunecompile.ops.experts.rows import collect_rows, inverse_order, spread_rows
+
+__all__ = ["adapted_stack", "collect_rows", "grouped_lora_linear", "inverse_order", "spread_rows"]

@@ -1,0 +1,71 @@
+"""How PEFT lays out the adapters of a stack of weights, and how products want them: one matrix an expert.
+
+PEFT holds both matrices of all E experts in two: A is [E * r, in], expert by expert; B is [out, r * E], where an
+expert's columns are E apart.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["downs", "split_downs", "split_ups", "ups"]
+
+ALIGNED = 8  #: grouped products want rows of 16 bytes: ranks are padded to multiples of 8
+
+
+def padded_rank(a: Sequence[Tensor], experts: int, aligned: int = ALIGNED) -> int:
+    """Return the rank of all adapters side by side, rounded up to a multiple of `aligned`."""
+    rank = sum(m.shape[0] for m in a) // experts
+    return -(-rank // aligned) * aligned
+
+
+def _fill(parts: list[Tensor], rank: int) -> Tensor:
+    """Side by side along the rank, dim 1, and zeros up to `rank`."""
+    missing = rank - sum(part.shape[1] for part in parts)
+    if missing:
+        parts = [*parts, parts[0].new_zeros(parts[0].shape[0], missing, parts[0].shape[2])]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _dense(stack: Tensor) -> Tensor:
+    """A copy that Inductor lays out densely, too: it chooses the strides of a mere copy, and of those that a grouped
+    product cannot read."""
+    strides = stack.shape[1] * stack.shape[2], stack.shape[2], 1
+    return stack.clone(memory_format=torch.contiguous_format).as_strided(stack.shape, strides)
+
+
+def downs(a: Sequence[Tensor], experts: int, dtype: torch.dtype, aligned: int = ALIGNED) -> Tensor:
+    """Return A of each expert, all adapters below each other: [E, R, in], R padded with zeros."""
+    parts = [m.to(dtype).reshape(experts, -1, m.shape[1]) for m in a]
+    return _dense(_fill(parts, padded_rank(a, experts, aligned)))
+
+
+def ups(
+    b: Sequence[Tensor], scales: Sequence[float], experts: int, dtype: torch.dtype, aligned: int = ALIGNED
+) -> Tensor:
+    """Return scale * B of each expert, transposed, all adapters below each other: [E, R, out], R padded with zeros."""
+    parts = []
+    for m, scale in zip(b, scales):
+        wide = m.to(torch.promote_types(m.dtype, torch.float32)) * scale
+        parts.append(wide.to(dtype).reshape(m.shape[0], -1, experts).permute(2, 1, 0))
+    rank = -(-sum(part.shape[1] for part in parts) // aligned) * aligned
+    return _dense(_fill(parts, rank))
+
+
+def split_downs(grad: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of each A, of that of `downs`: [E, R, in]."""
+    ranks = [m.shape[0] // grad.shape[0] for m in a]
+    parts = grad[:, : sum(ranks)].split(ranks, 1)
+    return [part.reshape(m.shape).to(m.dtype, copy=True) for part, m in zip(parts, a)]
+
+
+def split_ups(grad: Tensor, b: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+    """Return the gradient of each B, of that of `ups`: [E, R, out]."""
+    ranks = [m.shape[1] // grad.shape[0] for m in b]
+    parts = grad[:, : sum(ranks)].split(ranks, 1)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return [
+        (part.permute(2, 1, 0).to(wide) * scale).reshape(m.shape).to(m.dtype)
+        for part, m, scale in zip(parts, b, scales)
+    ]

@@ -1,0 +1,127 @@
+"""Linear layers of experts, frozen, trained or with low-rank adapters: each row is multiplied by its expert's own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
+from tunecompile.ops.experts.products import BY_TORCH, LOOPED, Products, inside, refuse_grouped
+
+__all__ = ["grouped_lora_linear", "grouped_lora_linear_backward"]
+
+
+def forward_flops(x, weight, *_) -> int:
+    """Count one matrix a row; adapters are left out."""
+    return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def backward_flops(grad, *rest) -> int:
+    """Count dX: as much as the forward."""
+    return forward_flops(*rest)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def grouped_lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return x_s W_e^T + sum_i scale_i (x_s A_ie^T) B_ie^T for each row s of expert e (arXiv:2106.09685, 2211.15841).
+
+    W + BA is never computed, and neither is its gradient where W is frozen.
+
+    Args:
+        x: [S, K], sorted by expert; any floating dtype.
+        weight: [E, N, K], or [E, K, N] where `transposed`; in x's dtype.
+        offsets: [E], int32 or int64: where the rows of each expert end. Rows behind the last offset are nobody's.
+        a: [E * r_i, K] each, any floating dtype, expert by expert; empty without adapters.
+        b: [N, r_i * E] each, any floating dtype; an expert's columns are E apart.
+        scales: factors, one an adapter.
+        transposed: whether an expert's matrix is [K, N].
+
+    Returns:
+        (y, xa): y is [S, N] in x's dtype, 0 in rows of nobody; xa, [S, R] in x's dtype, all adapters' x A^T side by
+        side, R the sum of r_i rounded up to a multiple of 8, is for the backward and gets no gradient.
+    """
+    return _forward(LOOPED, x, weight, offsets, a, b, scales, transposed)
+
+
+def _forward(by: Products, x, weight, offsets, a, b, scales, transposed) -> tuple[Tensor, Tensor]:
+    experts, valid = weight.shape[0], inside(x.shape[0], offsets)
+    y = by.rows(x, weight if transposed else weight.transpose(1, 2), offsets)
+    if not a:
+        return torch.where(valid, y, 0), x.new_zeros(x.shape[0], 0)
+    xa = by.rows(x, downs(a, experts, x.dtype).transpose(1, 2), offsets)
+    xa = torch.where(valid, xa, 0)
+    y = y + by.rows(xa, ups(b, scales, experts, x.dtype), offsets)
+    return torch.where(valid, y, 0), xa
+
+
+@grouped_lora_linear.provider(
+    "grouped_mm",
+    because="torch's grouped products; W + BA of all experts is not computed",
+    refuses=lambda x, weight: refuse_grouped(x, [weight]),
+)
+def _(x, weight, offsets, a, b, scales, transposed):
+    return _forward(BY_TORCH, x.contiguous(), weight, offsets, a, b, scales, transposed)
+
+
+@grouped_lora_linear.backward(
+    saves=("x", "weight", "offsets", "a", "b", "scales", "transposed", "out1"),
+    gives=("x", "weight", "a", "b"),
+    flops=backward_flops,
+)
+def grouped_lora_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    transposed: bool,
+    out1: Tensor,
+) -> list[Tensor]:
+    """Return the gradients of `grouped_lora_linear`; those of experts without rows are exactly 0.
+
+    Args:
+        grad: of y, [S, N] in its dtype.
+        out1: xa, as `grouped_lora_linear` returned it. The others are its inputs.
+
+    Returns:
+        [dx, dweight, dA_i..., dB_i...], each with the shape and dtype of its input; dx is 0 in rows of nobody.
+    """
+    return _backward(LOOPED, grad, x, weight, offsets, a, b, scales, transposed, out1)
+
+
+def _backward(
+    by: Products, grad, x, weight, offsets, a, b, scales, transposed, xa, used: Sequence[bool] | None = None
+) -> list[Tensor]:
+    experts = weight.shape[0]
+    dx = by.rows(grad, weight.transpose(1, 2) if transposed else weight, offsets)
+    d_a, d_b = [], []
+    if a:
+        gb = by.rows(grad, ups(b, scales, experts, x.dtype).transpose(1, 2), offsets)
+        dx = dx + by.rows(gb, downs(a, experts, x.dtype), offsets)
+        d_a = split_downs(by.outer(gb, x, offsets), a)
+        d_b = split_ups(by.outer(xa, grad, offsets), b, scales)
+    d_weight = None
+    if used is None or used[1]:
+        d_weight = by.outer(x, grad, offsets) if transposed else by.outer(grad, x, offsets)
+    return [torch.where(inside(x.shape[0], offsets), dx, 0), d_weight, *d_a, *d_b]
+
+
+@grouped_lora_linear_backward.provider(
+    "grouped_mm",
+    because="torch's grouped products, without the gradient of a frozen weight",
+    refuses=lambda grad, weight: refuse_grouped(grad, [weight]),
+)
+def _(grad, x, weight, offsets, a, b, scales, transposed, out1, *, used):
+    rows = (t.contiguous() for t in (grad, x))
+    return _backward(BY_TORCH, *rows, weight, offsets, a, b, scales, transposed, out1.contiguous(), used)

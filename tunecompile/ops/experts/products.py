@@ -1,0 +1,121 @@
+"""Grouped products: rows times the matrix of their expert, and sums of outer products by expert.
+
+Rows stand sorted by expert. `offsets[e]` is where those of expert e end; rows behind the last offset are nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.fake_tensors import is_fake
+from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note, note
+
+__all__ = ["BY_TORCH", "LOOPED", "Products", "expert_outer", "expert_rows", "inside", "refuse_grouped"]
+
+
+@dataclass(frozen=True)
+class Products:
+    """One way to compute both grouped products."""
+
+    rows: Callable[[Tensor, Tensor, Tensor], Tensor]  #: (x [S, K], matrices [E, K, N], offsets) -> [S, N]
+    outer: Callable[[Tensor, Tensor, Tensor], Tensor]  #: (left [S, M], right [S, N], offsets) -> [E, M, N]
+
+
+def inside(rows: int, offsets: Tensor) -> Tensor:
+    """Return which rows are some expert's: bool [S, 1]."""
+    return (torch.arange(rows, device=offsets.device) < offsets[-1]).unsqueeze(1)
+
+
+def rows_flops(x, weight, offsets) -> int:
+    """Count one matrix a row."""
+    return 2 * x.numel() * weight.shape[2]
+
+
+def outer_flops(left, right, offsets) -> int:
+    """Count one outer product a row."""
+    return 2 * left.numel() * right.shape[1]
+
+
+@op(cost=Cost.MATMUL, flops=rows_flops, opaque=True)
+def expert_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return x_s W_e for each row s of expert e, an expert at a time; it waits for the offsets (arXiv:2211.15841).
+
+    Args:
+        x: [S, K], sorted by expert; any floating dtype.
+        weight: [E, K, N], in x's dtype.
+        offsets: [E], integers: where the rows of each expert end.
+
+    Returns:
+        [S, N] in x's dtype; rows behind the last offset are 0.
+    """
+    made = x.new_zeros(x.shape[0], weight.shape[2])
+    if is_fake(offsets):
+        return made
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if start < end:
+            made[start:end] = x[start:end] @ weight[expert]
+            start = end
+    return made
+
+
+@op(cost=Cost.MATMUL, flops=outer_flops, opaque=True)
+def expert_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Return L_e^T R_e of the rows of each expert e, an expert at a time; it waits for the offsets (arXiv:2211.15841).
+
+    Args:
+        left: [S, M], sorted by expert; any floating dtype.
+        right: [S, N], in left's dtype.
+        offsets: [E], integers: where the rows of each expert end.
+
+    Returns:
+        [E, M, N] in left's dtype; 0 for experts without rows.
+    """
+    made = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
+    if is_fake(offsets):
+        return made
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if start < end:
+            made[expert] = left[start:end].t() @ right[start:end]
+            start = end
+    return made
+
+
+def _torch_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Rows of nobody hold anything (pytorch#154557)."""
+    return torch._grouped_mm(x, weight, offs=offsets.to(torch.int32))
+
+
+def _torch_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Experts without rows are set to 0 here (pytorch#172439)."""
+    ends = offsets.to(torch.int32)
+    made = torch._grouped_mm(left.t(), right, offs=ends)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return torch.where((ends > starts)[:, None, None], made, 0)
+
+
+#: an expert at a time
+LOOPED = Products(expert_rows, expert_outer)
+#: by torch's grouped product, which wants rows of 16 bytes
+BY_TORCH = Products(_torch_rows, _torch_outer)
+
+
+def refuse_grouped(x: Tensor, stacks: Sequence[Tensor]) -> Note | None:
+    """Return why torch's grouped product cannot take rows and stacks [E, M, N] like these, or None.
+
+    It takes bfloat16 alone under a compiler, and rows of 16 bytes. One that is neither contiguous nor the transpose of
+    one may be misread (pytorch#186365).
+    """
+    if any(t.dtype != torch.bfloat16 for t in (x, *stacks)):
+        return note("not-bfloat16", detail=str(x.dtype).removeprefix("torch."))
+    if not all(stack.is_contiguous() for stack in stacks):
+        return note("not-contiguous", "stacks of weights are")
+    if any(stack.shape[1] % 8 or stack.shape[2] % 8 for stack in stacks):
+        return note("not-16-bytes")
+    return None

@@ -1,0 +1,96 @@
+"""Rows on their way to experts and back: each token as many times as it has experts, sorted, and summed again.
+
+Neither way adds by atomics, and the sum has a fixed order: a step gives the same bits again.
+"""
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import Cost, op
+
+__all__ = ["collect_rows", "collect_rows_backward", "inverse_order", "spread_rows", "spread_rows_backward"]
+
+
+def _spread(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    return x[order // choices] if choices > 1 else x[order]
+
+
+def _collect(y: Tensor, places: Tensor, choices: int) -> Tensor:
+    """A sum in fp32 (fp64 for fp64), rounded once."""
+    rows = y[places]
+    if choices == 1:
+        return rows
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return rows.reshape(-1, choices, *y.shape[1:]).to(wide).sum(1).to(y.dtype)
+
+
+@op(cost=Cost.POINTWISE)
+def spread_rows(x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
+    """Return row order[s] // choices of x for each s: a token once for each expert it chose, as in arXiv:2211.15841.
+
+    Args:
+        x: [T, ...], any floating dtype.
+        order: [T * choices], int64: a permutation; row s of the result is choice order[s].
+        places: the inverse permutation: where each choice stands.
+        choices: how many rows a token has; its choices stand side by side.
+
+    Returns:
+        [T * choices, ...] in x's dtype.
+    """
+    return _spread(x, order, choices)
+
+
+@spread_rows.backward(saves=("order", "places", "choices"), gives=("x",))
+def spread_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: int) -> list[Tensor]:
+    """Return the gradient of `spread_rows`: a token's rows, summed in the order of its choices.
+
+    Args:
+        grad: of the result, in its shape and dtype. The others are inputs of `spread_rows`.
+
+    Returns:
+        [dx], in x's shape and dtype.
+    """
+    return [_collect(grad, places, choices)]
+
+
+@op(cost=Cost.POINTWISE)
+def collect_rows(y: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
+    """Return the sum of each token's rows, in the order of its choices, as in arXiv:2211.15841.
+
+    Args:
+        y: [T * choices, ...], any floating dtype. Sums are in fp32, in fp64 for fp64.
+        order: [T * choices], int64: a permutation; row s of y is choice order[s].
+        places: the inverse permutation: where each choice stands.
+        choices: how many rows a token has; its choices stand side by side.
+
+    Returns:
+        [T, ...] in y's dtype.
+    """
+    return _collect(y, places, choices)
+
+
+@collect_rows.backward(saves=("order", "places", "choices"), gives=("y",))
+def collect_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: int) -> list[Tensor]:
+    """Return the gradient of `collect_rows`: a token's, for each of its rows.
+
+    Args:
+        grad: of the result, in its shape and dtype. The others are inputs of `collect_rows`.
+
+    Returns:
+        [dy], in y's shape and dtype.
+    """
+    return [_spread(grad, order, choices)]
+
+
+@op(cost=Cost.POINTWISE)
+def inverse_order(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation, without another sort: as arXiv:2211.15841 keeps it beside the sorted rows.
+
+    Args:
+        order: [S], int64: a permutation of 0 ... S - 1.
+
+    Returns:
+        [S], int64: where each number stands in order.
+    """
+    index = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter(0, order, index)
