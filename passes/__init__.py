@@ -42,6 +42,8 @@ __all__ = ["PIPELINE"]
 PIPELINE = [
     recognize.linear_cross_entropy,  # widest first: a narrow rewrite must not eat a wide one's anchor
     recognize.document_attention,
+    recognize.experts,
+    recognize.expert_rows,
     recognize.nf4,
     recognize.dora,
     recognize.lora,

@@ -24,7 +24,8 @@ NARROW = {
 }  #: an MLP of two linears, or whose first are one
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 
-MOE = {name: count for name, count in LLAMA.items() if name != "swiglu"} | {"lora": (4, 4), "grouped_linear": (3, 3)}
+EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3)}  #: both products, ways there and back, and of routing weights
+MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
 
 GOLDEN: dict[int, dict[str, Row]] = {
     5: {  #: by transformers' major version, and family
@@ -54,31 +55,36 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
         "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
         "opt": NARROW,
-        # experts under adapters run as they are, between compiled pieces: PEFT puts a parametrisation on them
         **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
         "mixtral": MOE,
-        "gpt_oss": MOE,  # its activation is clamped and has another slope
-        "qwen2_moe": LLAMA | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
+        "gpt_oss": {
+            name: count for name, count in MOE.items() if name != "swiglu"
+        },  # its activation is clamped and has another slope
+        "qwen2_moe": LLAMA
+        | EXPERTS
+        | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
         # two kinds of layers: the first is dense
         "glm4_moe": ADAPTED
+        | EXPERTS
         | {
             "lora": (8, 8),
             "grouped_linear": (6, 6),
             "rope": (4, 4),
             "rms_norm": (4, 4),
             "add_rms_norm": (2, 2),
-            "swiglu": (2, 2),
+            "swiglu": (3, 3),
         },
         **dict.fromkeys(
             ("deepseek_v2", "deepseek_v3"),
             ADAPTED
+            | EXPERTS
             | {
                 "lora": (10, 10),
                 "grouped_linear": (4, 4),
                 "rope": (4, 4),
                 "rms_norm": (8, 8),
                 "add_rms_norm": (2, 2),
-                "swiglu": (2, 2),
+                "swiglu": (3, 3),
             },
         ),
         "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight

@@ -129,15 +129,18 @@ def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], 
         graph: of the recognize stage.
         outputs: nodes whose values are replaced.
         build: is called with `bound` by name, nodes as symbolic values; returns as many values as there are outputs.
-        bound: nodes and constants, by name.
+        bound: nodes, constants, and lists of both, by name.
 
     Returns:
         None; or, with the graph unchanged, the reason: the new values have another shape or dtype than the old ones.
     """
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
 
+    def proxy(node: Node) -> Any:
+        return torch.fx.Proxy(node, tracer)
+
     def lift(item: Any) -> Any:
-        return torch.fx.Proxy(item, tracer) if isinstance(item, Node) else item
+        return torch.fx.map_arg(item, proxy)
 
     last = max(outputs, key={node: i for i, node in enumerate(graph.nodes)}.__getitem__)
     before = set(graph.nodes)

@@ -1,0 +1,174 @@
+"""Tokens on their way to experts and back: reads through a sort's order and through its inverse.
+
+Their gradients would add by atomics otherwise, in another order each time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
+from tunecompile.ops import collect_rows, inverse_order, spread_rows
+
+__all__ = ["PASS"]
+
+_ARANGE = {"dtype", "device"}  #: what may be said of an arange that counts from 0
+
+
+def _orders(graph: Graph) -> Iterator[Node]:
+    """Nodes that are permutations: the second result of a sort of one dim, or an argsort."""
+    for node in graph.nodes:
+        one_dim = getattr(value(node), "ndim", None) == 1
+        if one_dim and node.target is operator.getitem and node.args[1] == 1:
+            source = node.args[0]
+            if isinstance(source, Node) and source.target in (torch.sort, "sort"):
+                yield node
+        elif one_dim and node.target in (torch.argsort, "argsort"):
+            yield node
+
+
+def _inverses(order: Node) -> list[Node]:
+    """Nodes that hold the inverse: empty at first, and then numbered through the order; or a sort of the order."""
+    found = [user for user in order.users if user.target in (torch.argsort, "argsort") and user.args[0] is order]
+    for user in order.users:
+        if user.target is operator.setitem and user.args[1] is order:
+            place, numbers = user.args[0], user.args[2]
+            if (
+                isinstance(place, Node)
+                and place.target in (torch.empty_like, torch.zeros_like)
+                and place.args == (order,)
+                and _counts(numbers, order)
+                and sum(is_mutation(other) for other in place.users) == 1
+            ):
+                found.append(place)
+    return found
+
+
+def _counts(numbers: object, order: Node) -> bool:
+    """Whether a node is 0, 1, ... for each element of the order."""
+    return (
+        isinstance(numbers, Node)
+        and numbers.target is torch.arange
+        and len(numbers.args) == 1
+        and numbers.kwargs.keys() <= _ARANGE
+        and value(numbers).dtype == torch.int64
+        and value(numbers).shape[0] == value(order).shape[0]
+    )
+
+
+def _reads(index: Node) -> Iterator[Node]:
+    """Reads of floating rows through an index."""
+    for user in index.users:
+        reads = user.target is operator.getitem and user.args[1] is index and isinstance(user.args[0], Node)
+        if reads and value(user.args[0]).is_floating_point():
+            yield user
+
+
+def _shares(order: Node) -> Iterator[tuple[Node, int]]:
+    """(index, how many rows a token has): the order itself, or its quotient."""
+    yield order, 1
+    for user in order.users:
+        divides = user.target in (operator.floordiv, torch.floor_divide) and len(user.args) == 2
+        if divides and user.args[0] is order and isinstance(user.args[1], int) and user.args[1] > 0:
+            yield user, user.args[1]
+
+
+def _summed(read: Node) -> tuple[Node, int] | None:
+    """(The sum over a token's rows, how many there are), where that is all that is done with the rows read."""
+    if len(read.users) != 1:
+        return None
+    (shaped,) = read.users
+    if shaped.target not in ("view", "reshape", torch.reshape, "unflatten") or len(shaped.users) != 1:
+        return None
+    rows, parts = value(read), value(shaped)
+    (total,) = shaped.users
+    dims = total.args[1:] or tuple(total.kwargs.values())
+    if (
+        total.target not in ("sum", torch.sum)
+        or dims not in ((1,), ([1],), ((1,),))
+        or (total.kwargs and "dim" not in total.kwargs)
+        or parts.dim() != rows.dim() + 1
+        or tuple(parts.shape[2:]) != tuple(rows.shape[1:])
+        or not isinstance(parts.shape[1], int)
+    ):
+        return None
+    return total, parts.shape[1]
+
+
+def _places(graph: Graph, order: Node) -> Node:
+    """The inverse of the order, computed where the order is."""
+    with graph.inserting_after(order):
+        made = graph.call_function(inverse_order.overload, (order,))
+    annotate(made, order)
+    return made
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = MatchCount("expert_rows")
+    for order in list(_orders(graph)):
+        if any(is_mutation(user) and user.args[0] is order for user in order.users):
+            continue
+        inverses = _inverses(order)
+        reads = [(read, share, True) for index, share in _shares(order) for read in _reads(index)]
+        reads += [(read, 1, False) for index in inverses for read in _reads(index)]
+        if not inverses and all(share == 1 for _, share, _ in reads):
+            continue  # a sort for something else
+        tally.found += len(reads)
+        places, before = _places(graph, order), set(graph.nodes)
+        for read, share, forth in reads:
+            reason = _rewrite(graph, read, order, places, share, forth)
+            if reason is None:
+                tally.rewritten += 1
+            else:
+                tally.refused.append(f"expert_rows: {reason}{where_from(read)}")
+        _forget(graph, order, inverses, before)
+    context.tallies.append(tally)
+
+
+def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, forth: bool) -> str | None:
+    """Put an op in the place of one read; the reason why not, or None."""
+    source = read.args[0]
+    if value(source).shape[0] * share != value(order).shape[0]:
+        return "rows are left out, or read twice"
+    if forth:
+        bound = {"x": source, "order": order, "places": places, "choices": share}
+        reason = replace(graph, (read,), spread_rows, bound)
+        made = [read]
+    elif (summed := _summed(read)) is not None:
+        total, share = summed
+        bound = {"y": source, "order": order, "places": places, "choices": share}
+        reason = replace(graph, (total,), collect_rows, bound)
+        made = [total, total.args[0], read]
+    else:
+        bound = {"x": source, "order": places, "places": order, "choices": 1}
+        reason = replace(graph, (read,), spread_rows, bound)
+        made = [read]
+    if reason is None:
+        erase_dead(graph, made)
+    return reason
+
+
+def _forget(graph: Graph, order: Node, inverses: list[Node], before: set[Node]) -> None:
+    """Erase what made the inverse, where nothing reads it any more."""
+    for place in inverses:
+        written = [user for user in place.users if user.target is operator.setitem]
+        if place not in before or len(place.users) != len(written):
+            continue
+        for user in written:
+            numbers = user.args[2]
+            graph.erase_node(user)
+            erase_dead(graph, [numbers])
+        erase_dead(graph, [place])
+    for user in list(order.users):
+        if user.target is inverse_order.overload and not user.users:
+            graph.erase_node(user)
+
+
+PASS = Pass("expert_rows", "recognize", run, provides=frozenset({"expert_rows"}))
