@@ -1,57 +1,64 @@
 """Modules that parametrise another one, or replace its weights, at every call: PEFT's adapters over what is no linear.
 
 Parameters of experts are such. torch gives a parametrised module a new class each time. Dynamo guards on classes, so it
-would compile the functions that such a module calls anew in every layer and step, until it stops.
+would compile the functions that such a module calls anew in every layer and step, until it stops. Here PEFT's wrappers
+are traced without a parametrisation (`tunecompile.integrations.peft_experts`).
 `nn.MultiheadAttention` is another: its weights are deleted, and tensors with the adapter merged put in their place,
-which no graph can do to its inputs. Here these modules run uncompiled, between two compiled graphs of their layer.
+which no graph can do to its inputs. What cannot be traced runs uncompiled, between two compiled graphs of its layer.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import types
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
+from tunecompile.integrations import peft_experts
 from tunecompile.notes import Note, note
 
 
-@torch.compiler.disable(reason="weights are parametrised or replaced at every call")
-def _uncompiled(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return forward(module, *args, **kwargs)
-
-
-def skip_in_dynamo(layer: nn.Module) -> list[nn.Module]:
-    """Have Dynamo skip the layer's parametrising modules; `undo_skip` undoes it.
+def trace_or_skip(layer: nn.Module) -> list[nn.Module]:
+    """Have Dynamo trace the layer's parametrising modules, or skip them; `undo` undoes it.
 
     Returns:
         The modules: not those inside others, nor those whose forward was replaced on the module itself.
     """
     found = list(_parametrising(layer))
     for module in found:
-        # a partial: a copy of the module binds it to itself
-        module.forward = functools.partial(_uncompiled, type(module).forward, module)
+        module.forward = (
+            types.MethodType(peft_experts.forward, module)
+            if peft_experts.refusal(module) is None
+            # a partial: a copy of the module binds it to itself
+            else functools.partial(peft_experts.uncompiled, type(module).forward, module)
+        )
     return found
 
 
-def undo_skip(module: nn.Module) -> None:
-    """Undo `skip_in_dynamo` for one module."""
+def undo(module: nn.Module) -> None:
+    """Undo `trace_or_skip` for one module."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, functools.partial) and forward.func is _uncompiled:
+    skipped = isinstance(forward, functools.partial) and forward.func is peft_experts.uncompiled
+    if skipped or getattr(forward, "__func__", None) is peft_experts.forward:
         del module.__dict__["forward"]
 
 
 def report_lines(modules: Sequence[nn.Module]) -> list[Note]:
-    """A note about the modules that Dynamo skips."""
-    told = []
-    for code, which in (("merging-modules", True), ("parametrizing-modules", False)):
-        found = [type(module) for module in modules if _merges(type(module)) is which]
-        if found:
-            told.append(note(code, ", ".join(sorted({kind.__name__ for kind in found})), count=len(found)))
-    return told
+    """Notes about the modules that Dynamo skips, one for each reason."""
+    skipped: dict[tuple[str, str], list[nn.Module]] = {}
+    reasons: dict[str, Note] = {}
+    for module in modules:
+        if _merges(type(module)):
+            skipped.setdefault(("merging-modules", ""), []).append(module)
+        elif (reason := peft_experts.refusal(module)) is not None:
+            reasons[str(reason)] = reason
+            skipped.setdefault(("parametrizing-modules", str(reason)), []).append(module)
+    return [
+        note(code, ", ".join(sorted({type(m).__name__ for m in group})), reasons.get(why, ""), count=len(group))
+        for (code, why), group in skipped.items()
+    ]
 
 
 def _parametrising(module: nn.Module) -> Iterator[nn.Module]:

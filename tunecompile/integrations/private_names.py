@@ -60,6 +60,17 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_PEFT,
     ),
     *group(
+        "adapters over experts are not traced, and run eagerly",
+        "peft.tuners.lora.layer.ParamWrapper.update_layer._did_swap_in_out_features",
+        since="0.21",
+        last_checked=("0.21",),
+    ),
+    *group(
+        "adapters over experts are not traced, and run eagerly",
+        "transformers.PreTrainedConfig._experts_implementation",
+        **_TRANSFORMERS,
+    ),
+    *group(
         "layers that accelerate placed (`device_map`) have graph breaks",
         "accelerate.hooks.add_hook_to_module._hf_hook",
         "accelerate.hooks.add_hook_to_module._old_forward",

@@ -23,7 +23,7 @@ NOTES = {
     ),
     "parametrizing-modules": NoteKind(
         "{count} modules ({subject}) parametrise other modules at every call (adapters over experts): they run "
-        "eagerly, and their layers have graph breaks there"
+        "eagerly, and their layers have graph breaks there: {detail}"
     ),
     "merging-modules": NoteKind(
         "{count} modules ({subject}) merge their adapter into the weights at every call: they run eagerly, and their "
@@ -71,6 +71,14 @@ NOTES = {
 }
 
 REASONS = {
+    # why adapters over parameters are not traced
+    "adapter-over-parameters-unknown": NoteKind("only PEFT's LoRA over parameters is known, one for each"),
+    "adapted-value-not-plain": NoteKind("{subject} is no plain stack of two-byte or wider matrices"),
+    "forward-replaced": NoteKind("{subject}.forward was replaced, or the module is parametrised already"),
+    "reads-itself": NoteKind("the code of {subject} sets attributes, has properties or calls super()"),
+    "loops-over-experts": NoteKind(
+        "{subject} loops over its experts", "Load the model with experts_implementation='grouped_mm'."
+    ),
     "loop-computes-loss": NoteKind("the loop computes the loss"),
     "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
     # why a layer is not recorded

@@ -1,0 +1,92 @@
+"""Experts on a real GPU: grouped products of every shape of load, and models with adapters over their experts."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.models.gpu import median
+from tests.support.notes import EAGER, find
+from tests.support.ops.checks import error
+from tests.support.ops.experts import exact, leaves, operands, wide
+from tunecompile.ops import grouped_lora_linear
+
+pytestmark = pytest.mark.gpu
+#: a token goes to every expert: where it goes to some, roundings decide where, and errors of other runs say little
+WIDTHS = {
+    "num_experts_per_tok": 4,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 4099,
+}
+
+
+def on_gpu(args):
+    x, weight, ends, a, b, *rest = args
+    return x.cuda(), weight.cuda(), ends.cuda(), [m.cuda() for m in a], [m.cuda() for m in b], *rest
+
+
+@pytest.mark.parametrize("loads", [(130, 0, 3, 77), (0, 0, 300, 0), (1, 1, 1, 1), (64, 64, 64, 64), (0, 0, 0, 0)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ranks", [(), (5,), (16, 8)])
+def test_torchs_products(loads, transposed, ranks):
+    args = on_gpu(operands(loads, 9, ranks, transposed, torch.bfloat16, offsets=torch.int32, width=128, columns=64))
+    x, total = args[0], sum(loads)
+    x[total:] = float("nan")
+    clean = (x.nan_to_num(0.0), *args[1:])
+    poison = torch.full((1 << 24,), float("nan"), device="cuda")
+    del poison  # what a product leaves unwritten is not a number
+    forward, backward = (
+        next(p for p in op.providers if p.name == "grouped_mm").run
+        for op in (grouped_lora_linear, grouped_lora_linear.backward_op)
+    )
+    y, xa = forward(*args)
+    grad = torch.randn_like(y)
+    grad[total:] = float("nan")
+    got = backward(grad, *args, xa, used=(True,) * (2 + 2 * len(ranks)))
+    theirs = wide(clean)
+    wanted = exact(*theirs)
+    want = torch.autograd.grad(wanted, leaves(theirs), grad.nan_to_num(0.0).double())
+    for mine, true in zip((y, *got), (wanted.detach(), *want)):
+        assert mine.isfinite().all() and error(mine, true) < 1.2e-2
+    assert y[total:].eq(0).all() and got[0][total:].eq(0).all()
+    assert all(got[1][e].eq(0).all() for e, load in enumerate(loads) if not load)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_adapted_experts_are_no_further_from_fp32_than_eager(family):
+    model = zoo.make(family, **WIDTHS).to("cuda", torch.bfloat16)
+    model = zoo.adapt(
+        model,
+        r=6,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    eager, reference = copy.deepcopy(model), zoo.in_fp32(model)
+    tunecompile.optimize(model)
+    for rows, length in ((2, 256), (3, 200)):
+        inputs = zoo.batch(4099, rows, length, "cuda", seed=rows)
+        (_, true), (_, theirs), (_, ours) = (zoo.step(m, inputs) for m in (reference, eager, model))
+        theirs, ours = zoo.errors(theirs, true), zoo.errors(ours, true)
+        assert median(ours.values()) <= 1.05 * median(theirs.values())
+        floor = torch.finfo(torch.bfloat16).eps
+        worst = max(ours, key=lambda name: ours[name] / max(theirs[name], floor))
+        assert ours[worst] <= 1.3 * max(theirs[worst], floor), (worst, ours[worst], theirs[worst])
+    assert not find(model, *EAGER), tunecompile.report(model)
+    report = str(tunecompile.report(model))
+    assert "grouped_lora_linear: grouped_mm" in report, report
+
+
+def test_the_same_bits_again():
+    model = zoo.make("qwen3_moe", **WIDTHS).to("cuda", torch.bfloat16)
+    model = zoo.adapt(model, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    tunecompile.optimize(model)
+    inputs = zoo.batch(4099, 2, 256, "cuda")
+    first = zoo.step(model, inputs)
+    for _ in range(3):
+        loss, gradients = zoo.step(model, inputs)
+        assert torch.equal(loss, first[0])
+        assert all(torch.equal(g, first[1][name]) for name, g in gradients.items() if "experts" in name)
