@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import value
+from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import collect_rows, inverse_order, spread_rows
@@ -89,11 +90,12 @@ def _summed(read: Node) -> tuple[Node, int] | None:
         return None
     rows, parts = value(read), value(shaped)
     (total,) = shaped.users
-    dims = total.args[1:] or tuple(total.kwargs.values())
+    asked = {**dict(zip(("dim", "keepdim"), total.args[1:])), **total.kwargs}
     if (
         total.target not in ("sum", torch.sum)
-        or dims not in ((1,), ([1],), ((1,),))
-        or (total.kwargs and "dim" not in total.kwargs)
+        or asked.pop("dim", None) not in (1, [1], (1,))
+        or asked.pop("keepdim", False)
+        or asked.keys() - {"dtype"}
         or parts.dim() != rows.dim() + 1
         or tuple(parts.shape[2:]) != tuple(rows.shape[1:])
         or not isinstance(parts.shape[1], int)
@@ -144,7 +146,8 @@ def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, fo
     elif (summed := _summed(read)) is not None:
         total, share = summed
         bound = {"y": source, "order": order, "places": places, "choices": share}
-        reason = replace(graph, (total,), collect_rows, bound)
+        dtype = dtype_of(total)
+        reason = replace(graph, (total,), partial(_collect, None if dtype == dtype_of(source) else dtype), bound)
         made = [total, total.args[0], read]
     else:
         bound = {"x": source, "order": places, "places": order, "choices": 1}
@@ -153,6 +156,11 @@ def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, fo
     if reason is None:
         erase_dead(graph, made)
     return reason
+
+
+def _collect(dtype, y, order, places, choices):
+    """In the sum's dtype: autocast sums in fp32."""
+    return collect_rows(y if dtype is None else y.to(dtype), order, places, choices)
 
 
 def _forget(graph: Graph, order: Node, inverses: list[Node], before: set[Node]) -> None:

@@ -86,7 +86,7 @@ def test_the_same_bits_again():
     tunecompile.optimize(model)
     inputs = zoo.batch(4099, 2, 256, "cuda")
     first = zoo.step(model, inputs)
-    for _ in range(3):
+    for _ in range(14):  # some of them replayed, if the host is slow
         loss, gradients = zoo.step(model, inputs)
         assert torch.equal(loss, first[0])
         assert all(torch.equal(g, first[1][name]) for name, g in gradients.items() if "experts" in name)

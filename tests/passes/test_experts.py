@@ -222,6 +222,25 @@ def test_other_reads_are_left(reads):
     check(reads, random(TOKENS, WIDTH), routing()[0], passes=PASSES, expect={})
 
 
+def test_a_sum_in_another_dtype():
+    """As autocast on a GPU sums."""
+
+    def layer(x, chosen):
+        order = torch.sort(chosen.reshape(-1))[1]
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.size(0))
+        return x[order // CHOICES][places].view(TOKENS, CHOICES, -1).sum(dim=1, dtype=torch.float32)
+
+    check(
+        layer,
+        bf16(TOKENS, WIDTH),
+        routing()[0],
+        passes=PASSES,
+        expect={"spread_rows": 1, "collect_rows": 1, "inverse_order": 1},
+        tol=TOL,
+    )
+
+
 def test_sums_over_another_dim_keep_their_rows_apart():
     def layer(x, chosen):
         order = torch.sort(chosen.reshape(-1))[1]
