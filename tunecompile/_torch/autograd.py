@@ -18,6 +18,8 @@ __all__ = [
     "in_backward",
     "in_checkpoint",
     "keeps_graph",
+    "made_since",
+    "next_number",
     "no_autocast",
     "others_trace",
     "outside_compilation",
@@ -57,6 +59,10 @@ _CAN_TAKE = (
 )
 _unset_fake = lookup("torch._subclasses.fake_tensor.unset_fake_temporarily", contextlib.nullcontext)
 _transform = lookup("torch._C._functorch.peek_interpreter_stack", _nothing)
+
+_NODES_ARE_NUMBERED = exist("torch._C._autograd._get_sequence_nr", "torch._C._FunctionBase._sequence_nr")
+#: the number of this thread's next node of an autograd graph
+next_number = lookup("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 #: in a backward pass: whether the caller retains its graph. True where torch does not tell
 keeps_graph = lookup("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
@@ -98,6 +104,14 @@ def saving_is_taken() -> str | None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "recorded as a CUDA graph, whose memory is its own"
     return None
+
+
+def made_since(node: torch.autograd.graph.Node, number: int) -> bool:
+    """Whether this thread made a node of an autograd graph since `next_number` gave this number.
+
+    A leaf's node counts, whenever it was made. False where torch does not tell.
+    """
+    return _NODES_ARE_NUMBERED and node._sequence_nr() >= number
 
 
 def differentiable_outputs(node: torch.autograd.graph.Node) -> set[int] | None:

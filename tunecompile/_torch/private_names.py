@@ -109,6 +109,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         under="torch._functorch._aot_autograd.schemas",
     ),
     *group(
+        "calls of layers are not repeated when memory runs out",
+        "torch._C._autograd._get_sequence_nr",
+        "torch._C._FunctionBase._sequence_nr",
+    ),
+    *group(
         "saved tensors are not offloaded, and batches keep their padding",
         "torch._C._autograd._top_saved_tensors_default_hooks",
     ),

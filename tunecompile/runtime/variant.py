@@ -26,6 +26,7 @@ from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
+from tunecompile.runtime.met_graph import MetGraph, meet
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
 
 
@@ -35,6 +36,7 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
         if OFFSETS in kwargs:
             raise NotTokenWise(note("runs-eagerly"))
+        meet(None)
         slot_of(layer).note_eager()
     args, kwargs = with_document_mask(args, kwargs)
     return call_original(layer, *args, **kwargs)
@@ -76,6 +78,7 @@ class Variant:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
         if self.flat:
             raise NotTokenWise(note("runs-eagerly"))
+        meet(None)
         output = call_original(
             layer, *args, **kwargs
         )  # a mistake of the caller's raises here as well, and is forgotten
@@ -91,7 +94,7 @@ class Variant:
         if self.effort.refuse(gm, history, self.batch, guard):
             if self.flat:
                 raise NotTokenWise(note("runs-eagerly"))
-            return gm.forward
+            return _told(gm, gm.forward)
         if why is not None:
             self.recompiles.append(guard)  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
@@ -110,7 +113,18 @@ class Variant:
                 compiled = self.backend(gm, inputs, history.goes_on)
             forget_specialized()
             self.contexts += self.backend.contexts[before:]
-            return compiled
+        return _told(gm, compiled)
+
+
+def _told(gm: GraphModule, compiled: Callable) -> Callable:
+    """`compiled`, before whose calls `meet` is called."""
+    graph = MetGraph.of(gm)
+
+    def run(*args: Any) -> Any:
+        meet(graph)
+        return compiled(*args)
+
+    return run
 
 
 def _same(value: Any) -> Any:

@@ -33,8 +33,9 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
-from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall, full_gpu, requested
+from tunecompile.runtime.memory.recompute_call import NewGraph, NotExact, RecomputeCall, full_gpu, requested
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.met_graph import MetGraph, watching
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class Recovery:
         self.step, self.slots = step, slots
         self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes detached arguments part of a graph
-        self.looked: set[int] = set()  #: slots whose layers are known to be repeatable or not
+        self.looked: dict[int, set[MetGraph | None]] = {}  #: by slot: graphs with which its layer is repeatable
         self.refused: dict[int, Note] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers drop their graphs as soon as they have them
@@ -133,10 +134,16 @@ class Recovery:
         try:
             if self.bound is not None:
                 raise NotExact(self.bound)
+            if id(slot) in self.looked:
+                try:
+                    call = RecomputeCall(self, slot, start, args, kwargs)
+                    with watching(call.expect_known):
+                        return slot.compiled(*call.cut(call.given), call.join)
+                except NewGraph:
+                    start.rewind()
             call = RecomputeCall(self, slot, start, args, kwargs)
-            if id(slot) not in self.looked:
+            with watching(call.met.append):
                 return slot.compiled(*call.through(), call.first)
-            return slot.compiled(*call.cut(call.given), call.join)
         except NotExact as inexact:
             self.refuse(slot, inexact.reason)
         start.rewind()

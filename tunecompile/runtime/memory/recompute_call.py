@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tunecompile._torch.autograd import differentiable_outputs, keeps_graph
+from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, made_since, next_number
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.met_graph import MetGraph, watching
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -32,7 +33,7 @@ class RecomputeHost(Protocol):
     """The owner of a call, which helps when memory runs out: `oom_recovery.Recovery`."""
 
     anchor: Tensor  #: a leaf that requires a gradient, so that detached tensors have a node
-    looked: set[int]  #: slots whose first call was examined
+    looked: dict[int, set[Any]]  #: by slot: graphs of its layer that were examined in a call
     calls: Any  #: a weak set of calls whose graphs can be dropped
     open: int  #: calls whose backward pass is still to come
     running: Any  #: the budget of the layer whose backward runs
@@ -57,6 +58,10 @@ class RecomputeHost(Protocol):
     def tell(self) -> None:
         """Report the recovery, once the step went on."""
         ...
+
+
+class NewGraph(Exception):
+    """Raised before a graph of a layer runs that was not examined yet, so that the call can be made as its first."""
 
 
 class NotExact(Exception):
@@ -135,6 +140,8 @@ class RecomputeCall:
         self.inside = slot.inside
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
         self.repeatable = True
+        self.number = next_number()
+        self.met: list[MetGraph | None] = []  #: its graphs; None where it ran eagerly
         self.edges: list[GradientEdge] | None = None  #: of the layer's outputs
         self.outputs = 0  #: their number
         self.sources: list[GradientEdge] = []  #: of its arguments
@@ -145,7 +152,7 @@ class RecomputeCall:
         return self.given + self.inside.buffers()
 
     def through(self) -> tuple[tuple, dict]:
-        """The layer's arguments for its first call, as part of the caller's graph.
+        """The layer's arguments for its first call with a graph, as part of the caller's.
 
         So nothing has to be undone where the layer turns out not to be repeatable. With detached arguments it would
         have to run again, with its side effects: a loss in a list, a count in a buffer.
@@ -163,9 +170,18 @@ class RecomputeCall:
         tensors = iter(given)
         return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
 
+    def expect_known(self, graph: MetGraph | None) -> None:
+        """Before a graph runs.
+
+        Raises:
+            NewGraph: the layer has not run it yet. It may hand out a loss, or write to an argument.
+        """
+        if graph not in self.recovery.looked[id(self.slot)]:
+            raise NewGraph
+        self.met.append(graph)
+
     def first(self, output: Any) -> Any:
-        """The output of the layer's first call: a node of the caller's graph, or the output if not repeatable."""
-        self.recovery.looked.add(id(self.slot))
+        """The output of a first call with a graph: a node of the caller's graph, or the output if not repeatable."""
         self.recovery.open += 1
         try:
             made = self._look(output)
@@ -174,6 +190,7 @@ class RecomputeCall:
         except NotExact as inexact:
             self.recovery.refuse(self.slot, inexact.reason)
             return output
+        self.recovery.looked.setdefault(id(self.slot), set()).update(self.met)
         if self._shares():
             return output
         self.recovery.open -= 1
@@ -243,6 +260,9 @@ class RecomputeCall:
         ]
         if len(compiled) != 1:
             raise NotExact(note("several-graphs"))
+        stops = {source.node for source in self.sources}
+        if not all(node in stops or made_since(node, self.number) for node in reached):
+            raise NotExact(note("outside-tensors"))  # weights that are computed outside, of the layer's own parameters
         if any(made - used for made, used in compiled):
             # A loss that uses them (a router's, left in an attribute) goes through the layer's own graph.
             raise NotExact(note("expose-tensors"))
@@ -291,7 +311,14 @@ class RecomputeCall:
                 raise ModifiedInPlace(what=what, layer=name)
         if self.slot.layer.training is not self.training:
             raise LayerChanged(layer=name, what="it was switched between training and evaluation")
-        with self.start.again():
+        ran = iter(self.met)
+
+        def expect_same(graph: MetGraph | None) -> None:
+            before = next(ran, None)
+            if graph is not None and before is not None and not graph.computes_as(before):
+                raise LayerChanged(layer=name, what="its code, or a number that it computes with, has changed")
+
+        with self.start.again(), watching(expect_same):
             args, kwargs = self.cut(given)
             made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return-object")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]

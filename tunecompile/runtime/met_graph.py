@@ -1,0 +1,77 @@
+"""The graphs that a call of a layer runs: told before they run, and compared by what they compute."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = (int, float, str, torch.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MetGraph:
+    """One compiled graph of a layer, as Dynamo made it: each is an object of its own."""
+
+    operations: tuple[tuple, ...]  #: in order, each with its constants
+    dynamic: bool  #: whether sizes are symbols, in whose place another graph has integers
+
+    @classmethod
+    def of(cls, gm: GraphModule) -> MetGraph:
+        """What Dynamo's graph computes, its bodies included."""
+        graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+        values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+        calls = tuple((str(node.target), *_constants(node)) for node in nodes if _makes_tensors(node))
+        return cls(calls, any(isinstance(value, torch.SymInt) for value in values))
+
+    def computes_as(self, other: MetGraph) -> bool:
+        """Whether both compute the same, under whatever plans. In dynamic graphs symbols take the place of integers."""
+        if self.dynamic == other.dynamic:
+            return self.operations == other.operations
+        return self._without_integers() == other._without_integers()
+
+    def _without_integers(self) -> list[tuple]:
+        return [tuple(each for each in operation if type(each) is not int) for operation in self.operations]
+
+
+def _makes_tensors(node: Node) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("example_value")))
+
+
+def _constants(node: Node) -> list[Any]:
+    """Integers as they are, and other plain values as text, in which NaN equals itself."""
+    leaves = tree_leaves((node.args, node.kwargs))
+    return [leaf if type(leaf) is int else repr(leaf) for leaf in leaves if isinstance(leaf, _PLAIN)]
+
+
+class _Watch(threading.local):
+    met: Callable[[MetGraph | None], None] | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
+    """Inside, `met` is called before each graph that this thread's layers run; with None where one runs eagerly.
+
+    Its error ends the layer's call.
+    """
+    before, _watch.met = _watch.met, met
+    try:
+        yield
+    finally:
+        _watch.met = before
+
+
+def meet(graph: MetGraph | None) -> None:
+    """Tell who watches that this graph runs next."""
+    if _watch.met is not None:
+        _watch.met(graph)
