@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "call_whole",
     "current_frame",
     "forget_specialized",
+    "forget_with",
     "graph_limit",
     "is_compiling",
     "is_full",
@@ -53,6 +55,9 @@ _CAN_SPECIALIZE = (
 _metrics = lookup("torch._dynamo.utils.get_metrics_context", lambda: None)
 _compilation = lookup("torch._guards.CompileContext.try_get")
 _compilation_id = lookup("torch._guards.CompileContext.current_compile_id", lambda: None)
+_tracing = lookup("torch._guards.TracingContext.try_get", lambda: None)
+_reset_code = lookup("torch._C._dynamo.eval_frame.reset_code")
+_GUARDS = {"root", "diff_guard_root", "closure_vars"}  #: of a `GuardManagerWrapper`
 _cache_entries = lookup("torch._dynamo.eval_frame._debug_get_cache_entry_list", lambda code: ())
 _compile_lock = lookup("torch._dynamo.convert_frame.compile_lock")
 _FLAG_IS_SHARED = exists("torch.fx._symbolic_trace._is_fx_tracing_flag")
@@ -64,6 +69,38 @@ _maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, 
 def recompile_reason() -> str | None:
     """Inside a backend: the guard whose failure made Dynamo compile this function again; None the first time."""
     return getattr(_metrics(), "_metrics", {}).get("recompile_reason")
+
+
+def forget_with(owner: object, code: CodeType) -> Callable[[], None]:
+    """Forget all graphs of a code object when `owner` is gone.
+
+    Dynamo maps what it compiled to the code that it was compiled of, and the code keeps that in C, where no collector
+    looks: neither would be freed before `reset`. Guards are kept by every long-lived object that one of them is about,
+    and hidden states with a history by a cycle through autograd's C++ and Dynamo's list of inputs.
+
+    Returns:
+        A function to call inside the backend, once a graph.
+    """
+    environments: list[Any] = []
+
+    def traced() -> None:
+        environments.append(getattr(getattr(_tracing(), "fake_mode", None), "shape_env", None))
+
+    weakref.finalize(owner, _forget, code, environments).atexit = False
+    return traced
+
+
+def _forget(code: CodeType, environments: list) -> None:
+    if _reset_code is None:
+        return
+    guards = [getattr(entry, "guard_manager", None) for entry in _cache_entries(code)]
+    _reset_code(code)  # before its guards go, which it points to
+    for each in guards:
+        for name in _GUARDS.intersection(vars(each) if each is not None else ()):
+            setattr(each, name, None)
+    for each in environments:
+        if getattr(each, "tracked_fakes", None):
+            each.tracked_fakes = None
 
 
 def is_full(code: CodeType) -> bool:

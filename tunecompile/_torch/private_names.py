@@ -193,6 +193,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._dynamo.utils.get_metrics_context",
         "torch._dynamo.metrics_context.MetricsContext._metrics",
     ),
+    *group(
+        "graphs of models that were dropped stay until `torch.compiler.reset()`",
+        "torch._C._dynamo.eval_frame.reset_code",
+    ),
     *group("layers run eagerly while another thread compiles", "torch._guards.CompileContext.try_get"),
     *group(
         "the report shows the last graph alone of a layer with graph breaks",

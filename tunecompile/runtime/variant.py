@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tunecompile._torch.dynamo import (
     call_whole,
     current_frame,
     forget_specialized,
+    forget_with,
     is_full,
     recompile_reason,
     specialize_floats,
@@ -58,7 +60,9 @@ class Variant:
         self.contexts: list[Context] = []
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
-        self._compiled = torch.compile(own_code(_region, name), backend=WeakBackend(self.compile))
+        function = own_code(_region, name)
+        self._traced = forget_with(self, function.__code__)
+        self._compiled = torch.compile(function, backend=WeakBackend(self.compile))
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's output. By the layer's own code, where an op refuses fake tensors that it would take real
@@ -88,6 +92,7 @@ class Variant:
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
+        self._traced()
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
         history = self.histories[current_frame()]
@@ -104,10 +109,7 @@ class Variant:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
             if (why := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
                 raise NotTokenWise(why)
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            # Passes evaluate what they rewrite. A checkpoint around the layer would count the tensors saved meanwhile,
-            # and miss
-            # them in the recomputation, which compiles nothing.
+        with _saving_here():
             before = len(self.backend.contexts)
             with self.effort.timed():
                 compiled = self.backend(gm, inputs, history.goes_on)
@@ -125,6 +127,27 @@ def _told(gm: GraphModule, compiled: Callable) -> Callable:
         return compiled(*args)
 
     return run
+
+
+@contextlib.contextmanager
+def _saving_here() -> Iterator[None]:
+    """Tensors that autograd saves inside are kept here, and dropped at the end.
+
+    Passes evaluate what they rewrite, and AOTAutograd traces. A checkpoint around the layer would count the tensors
+    saved meanwhile, and miss them in the recomputation, which compiles nothing. A hook that handed the tensors back to
+    autograd would never let go of outputs: they hold the node that saves them.
+    """
+    kept: list[torch.Tensor] = []
+
+    def pack(value: torch.Tensor) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__):
+            yield
+    finally:
+        kept.clear()
 
 
 def _same(value: Any) -> Any:

@@ -1,0 +1,51 @@
+"""A model that was optimized, trained and dropped leaves nothing behind, however many come after each other."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+import tunecompile
+from tests.support import zoo
+from tunecompile._torch.fake_tensors import FakeTensor
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def trained(memory):
+    model = zoo.make("llama", num_hidden_layers=2).train()
+    tunecompile.optimize(model, memory=memory, executor="eager")
+    for _ in range(2):
+        model(**zoo.batch()).loss.backward()
+    return weakref.ref(model)
+
+
+def left():
+    gc.collect()
+    found = gc.get_objects()
+    return {kind.__name__: sum(type(o) is kind for o in found) for kind in (FakeTensor, Graph, GraphModule)}
+
+
+@pytest.mark.parametrize("memory", [None, pytest.param("1KiB", marks=pytest.mark.slow)])
+def test_graphs_of_dropped_models_are_freed(memory):
+    counts = []
+    for _ in range(3):
+        model = trained(memory)
+        counts.append(left())
+        assert model() is None
+    assert counts[1] == counts[2] and counts[2]["FakeTensor"] <= counts[0]["FakeTensor"], counts
+    assert not any(name.startswith("__compiled_fn") for name in vars(tunecompile.runtime.variant))
+
+
+def test_other_models_keep_their_graphs():
+    model, other = (zoo.make("llama", num_hidden_layers=2).train() for _ in range(2))
+    for each in (model, other):
+        tunecompile.optimize(each, executor="eager")(**zoo.batch()).loss.backward()
+    del each, other
+    gc.collect()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model(**zoo.batch()).loss.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
