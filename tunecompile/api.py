@@ -91,10 +91,10 @@ def optimize(
         raise UnknownPrecision(given=precision)
     budget_bytes(memory, HostGauge())  # raises here for an invalid budget, not in the first step
     host_bytes = host_budget_bytes(host_memory)
-    if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
-        return model  # before passes of installed packages are loaded
+    if os.environ.get("TUNECOMPILE") == "0":
+        return model
     settings = Settings(
-        pipeline(own_passes.PIPELINE),
+        () if is_optimized(model) else pipeline(own_passes.PIPELINE),  # installed packages are loaded once
         executor,
         precision,
         memory,

@@ -14,9 +14,11 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.compare import assert_same_step
+from tests.support.batches import padded
+from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.models.pairs import compiled_slots, optimized, small
 from tests.support.notes import find, has
+from tests.support.reports import flattened
 from tunecompile.errors import NotAModule, NotOptimized
 
 pytest.importorskip("transformers")
@@ -64,6 +66,39 @@ def test_optimizing_twice_is_optimizing_once():
     model = optimized(small())
     before = anatomy(model)
     assert optimized(model) is model and anatomy(model) == before
+
+
+def test_other_settings_of_an_optimized_model_are_told_of(caplog):
+    model = optimized(small())
+    tunecompile.optimize(model, executor="eager")
+    assert not caplog.records
+    tunecompile.optimize(model, executor="eager", memory="1GiB")
+    assert "is optimized already, with other settings" in caplog.text
+
+
+def test_a_second_wrapper_takes_over():
+    """Of adapters around a base that was optimized under the first one."""
+    peft = pytest.importorskip("peft")
+    base = small()
+    first = optimized(zoo.adapt(base))
+    zoo.step(first, zoo.batch())
+    reference = zoo.adapt(copy.deepcopy(base))
+    second = tunecompile.optimize(
+        peft.PeftModelForCausalLM(first.unload(), first.peft_config["default"]), executor="eager", memory="1MiB"
+    )
+    torch.manual_seed(0)
+    for (name, p), (_, q) in zip(second.named_parameters(), reference.named_parameters()):
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)
+            q.data.copy_(p.data)
+    assert_same_flattened(second, reference, padded(), limit=1e-4)
+    report = tunecompile.report(second)
+    assert has(second, "taken-over", subject=type(first).__name__) and flattened(second) == 1
+    assert report.memory is not None and report.compiles and not has(second, "compiled-already")
+    with pytest.raises(NotOptimized):
+        tunecompile.report(first)
+    tunecompile.restore(second)
+    assert not [module for module in second.modules() if module._compiled_call_impl is not None]
 
 
 def test_switched_off_by_the_environment(monkeypatch):

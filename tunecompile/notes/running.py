@@ -8,6 +8,14 @@ NOTES = {
     "compiled-already": NoteKind(
         "{subject} is compiled already and left as it is", "Leave out torch.compile(model) or model.compile()."
     ),
+    "optimized-already": NoteKind(
+        "this {subject} is optimized already, with other settings: they stay",
+        "Call restore(model), then optimize(model) with the settings that you want.",
+    ),
+    "taken-over": NoteKind(
+        "its layers were optimized as parts of another {subject}, which is restored: settings of the last call count",
+        "Call optimize once, on the model that is trained.",
+    ),
     "new-layers": NoteKind(
         "{count} layers came after `optimize` and are not compiled: call `restore`, then `optimize`",
         "Call restore(model), then optimize(model).",

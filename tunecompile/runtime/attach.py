@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from torch import nn
 
 from tunecompile._torch.inductor import start_compile_workers
 from tunecompile._torch.lookup import notes, warn, why_off
+from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.compile_cache import link_read_only
+from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized, state_of
 from tunecompile.runtime.parts import PARTS
+from tunecompile.runtime.step import Step
+
+log = logging.getLogger("tunecompile")
 
 
 def attach(model: nn.Module, settings: Settings) -> nn.Module:
     """Optimize a model in place. Does nothing to one that is optimized, or where TUNECOMPILE=0.
+
+    What was optimized as a part of another model (adapters' first wrapper, where `model` is their second) is taken
+    over: one set of slots and settings serves a module, those of the last call.
 
     Args:
         model: in place.
@@ -23,9 +32,13 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
     Returns:
         `model` itself.
     """
-    if os.environ.get("TUNECOMPILE") == "0" or is_optimized(model):
+    if os.environ.get("TUNECOMPILE") == "0":
+        return model
+    if is_optimized(model):
+        _tell_of_settings(state_of(model), settings)
         return model
     state = State(model, settings, PARTS)
+    state.notes += _take_over(model)
     if not _can_compile():
         model.__dict__[ATTRIBUTE] = state  # with nothing attached, for the report, which says why
         return model
@@ -37,6 +50,25 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
     state.attach()
     model.__dict__[ATTRIBUTE] = state
     return model
+
+
+def _tell_of_settings(state: State, settings: Settings) -> None:
+    """Warn of options of a second call that count for nothing."""
+    plain = Settings(())
+    names = ("memory", "precision", "executor", "offload_dir", "host_embedding")
+    values = [(getattr(settings, name), getattr(plain, name), getattr(state.settings, name)) for name in names]
+    if any(given not in (default, held) for given, default, held in values):
+        log.warning("tunecompile: %s", note("optimized-already", type(state.model).__name__))
+
+
+def _take_over(model: nn.Module) -> list[Note]:
+    """Restore every model that parts of this one were optimized in."""
+    steps = (getattr(slot_of(module), "step", None) for module in model.modules())
+    states = {id(state): state for step in steps if isinstance(step, Step) and (state := step.state()) is not None}
+    for state in states.values():
+        state.detach()
+        del state.model.__dict__[ATTRIBUTE]
+    return [note("taken-over", type(state.model).__name__) for state in states.values()]
 
 
 def _can_compile() -> bool:

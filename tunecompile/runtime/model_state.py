@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,7 +129,7 @@ class State(NotCopied):
         self.settings = settings
         self.memory = settings.memory  #: the budget, unless it turns out that nothing can be planned
         self.parts = tuple(kind() for kind in self.kinds)
-        self.step = Step()
+        self.step = Step(state=weakref.ref(self))
         self.stacks: list[LayerStack] = []
         self.regions: list[Region] = []
         self.slots: list[LayerSlot] = []

@@ -54,6 +54,7 @@ class Step:
     budgets: tuple[RuntimePlanner, ...] = ()  #: one for each device with layers, where `memory=` was given
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
+    state: Callable[[], Any] = lambda: None  #: what `optimize` attached, while it exists
 
     @property
     def budget(self) -> RuntimePlanner | None:
