@@ -127,6 +127,10 @@ REASONS = {
     ),
     "modules-on-several-devices": NoteKind("its modules are on several devices", "Keep each layer on one device."),
     "hook-without-gradients": NoteKind("a hook inside runs without gradients"),
+    "function-replaced": NoteKind(
+        "torch.nn.functional.{subject} is another function, which compiled code cannot call",
+        "Put torch's function back, or replace the module that calls it.",
+    ),
     "context-parallel-attention": NoteKind(
         "context_parallel sends keys and values around in attention, which is not called through the attention "
         "interface "

@@ -143,6 +143,8 @@ class LayerSlot:
         if self.inside is None:
             self._look_around()
         why = self.placement.refused if self.placement is not None else None
+        if self.step.replaced is not None:
+            why = note("function-replaced", self.step.replaced)
         if (
             not why
             and context_parallel.is_shared()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tunecompile._torch.autograd import others_trace
@@ -18,6 +20,12 @@ from tunecompile.runtime.memory.oom_recovery import Recovery
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function is of a package whose replacements are not known. (DeepSpeed's linears are.)"""
+    home = str(getattr(function, "__module__", None) or "torch")
+    return isinstance(function, types.FunctionType) and home.partition(".")[0] not in ("torch", "deepspeed")
 
 
 def _forget(*_args: Any, **_kwargs: Any) -> None:
@@ -54,6 +62,10 @@ class Step:
     budgets: tuple[RuntimePlanner, ...] = ()  #: one for each device with layers, where `memory=` was given
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
+    known: dict[str, Any] = field(default_factory=dict)  #: the functions of `torch.nn.functional`
+    #: the name of one that somebody has replaced. Dynamo sets no guard on them, and the code of its graphs calls them
+    #: by name: a function of the user's that calls the original would be called again inside itself
+    replaced: str | None = None
     state: Callable[[], Any] = lambda: None  #: what `optimize` attached, while it exists
 
     @property
@@ -64,6 +76,12 @@ class Step:
     def budget_of(self, slot: Any) -> RuntimePlanner | None:
         """The budget that plans a layer, if any does."""
         return next((budget for budget in self.budgets if id(slot) in budget.places), None)
+
+    def _look_at_functions(self) -> None:
+        """Comparing all functions of a module takes 0.01 ms."""
+        if self.known != vars(F):
+            self.known = dict(vars(F))
+            self.replaced = next((name for name, value in self.known.items() if _is_foreign(value)), None)
 
     def telling(self, call: Callable[[], T]) -> T:
         """Run `call`. Where memory runs out without a budget, a warning names the option that makes room, once."""
@@ -78,6 +96,7 @@ class Step:
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""
         self.entered = True
+        self._look_at_functions()
         self.batches += 1
         self.active = module.training and torch.is_grad_enabled() and not others_trace()
         if is_compiling():
