@@ -8,6 +8,8 @@ from torch import nn
 
 #: linears of a decoder layer that get adapters
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: stacks of experts' weights that get adapters, where a model has them
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
 LLAMA3 = dict(
     model_type="llama",
     vocab_size=128256,
@@ -46,6 +48,15 @@ SHAPES = {
     "llama-3.3-70b": LLAMA3 | _size(8192, 28672, 80, 64, 8),
     "qwen3-14b": QWEN3 | _size(5120, 17408, 40, 40, 8),
     "qwen3-32b": QWEN3 | _size(5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": QWEN3
+    | _size(
+        *(2048, 6144, 48, 32, 4),
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
     "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trials
 }
@@ -62,6 +73,21 @@ def shape_config(name: str, layers: int | None = None) -> Any:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     return config
+
+
+def lora_targets(model: nn.Module) -> dict[str, Any]:
+    """What adapters are put on, as arguments of PEFT's `LoraConfig`.
+
+    The seven linears of a decoder layer, or all linears if the model has other names; and stacks of experts' weights.
+    """
+    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    chosen: dict[str, Any] = {"target_modules": [name for name in TARGETS if name in present] or "all-linear"}
+    stacks = {
+        ".".join(parts[-2:])
+        for path, parameter in model.named_parameters()
+        if parameter.dim() == 3 and (parts := path.split("."))[-1] in STACKS
+    }
+    return chosen | ({"target_parameters": sorted(stacks, reverse=True)} if stacks else {})
 
 
 def empty_model(config: Any) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
-from tunecompile.estimate.known_shapes import SHAPES, TARGETS, empty_model, shape_config
+from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets, shape_config
 from tunecompile.estimate.meta_nf4 import BLOCK, meta_linear
 
 DTYPE = torch.bfloat16  #: of weights that are not quantised, and of activations
@@ -91,12 +91,10 @@ def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     head = model.get_output_embeddings()
-    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    targets = [name for name in TARGETS if name in present] or "all-linear"
     with torch.device("meta"):
         model = get_peft_model(
             model.requires_grad_(False),
-            LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM"),
+            LoraConfig(r=rank, lora_alpha=rank, **lora_targets(model), task_type="CAUSAL_LM"),
         )
     for path, module in list(model.named_modules()) if quantised else ():
         if (

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.support import zoo
 from tunecompile.cli.compare import run
 from tunecompile.cli.compare.shapes import build_shape_model, save_shape_model
 from tunecompile.cli.compare.spec import Job, resolve_systems
+from tunecompile.estimate.known_shapes import empty_model, lora_targets, shape_config
 
 
 @pytest.mark.parametrize("quantise", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -49,3 +51,18 @@ def test_what_does_not_fit_beside_the_others_is_checked_alone(monkeypatch, tmp_p
     outcome = run.run_untimed(jobs, run.Comparison([], job, tmp_path), tmp_path)
     assert calls == [(True, ["hf", "tunecompile", run.REFERENCE]), (False, ["hf"])]
     assert [outcome[name]["runs"][0]["status"] for name in ("hf", "tunecompile", run.REFERENCE)] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("family, stacks", [("qwen3", None), ("qwen3_moe", ["gate_up_proj", "down_proj"])])
+def test_adapters_are_put_on_stacks_of_experts_too(family, stacks):
+    peft = pytest.importorskip("peft")
+    targets = lora_targets(zoo.make(family))
+    assert targets.get("target_parameters") == (stacks and [f"experts.{name}" for name in stacks])
+    model = peft.get_peft_model(zoo.make(family), peft.LoraConfig(r=2, **targets))
+    adapted = {name.split(".mlp.")[1] for name, _ in model.named_parameters() if "lora_A" in name and ".mlp." in name}
+    assert len(adapted) == (2 if stacks else 3)
+
+
+def test_a_mixture_has_its_parameters():
+    model = empty_model(shape_config("qwen3-30b-a3b"))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(30.53e9, rel=1e-3)

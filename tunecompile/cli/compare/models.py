@@ -16,7 +16,7 @@ from tunecompile.cli.compare.data import prepare_tokenizer
 from tunecompile.cli.compare.shapes import build_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job
 from tunecompile.errors import ModelNotFound
-from tunecompile.estimate.known_shapes import SHAPES, TARGETS
+from tunecompile.estimate.known_shapes import SHAPES, TARGETS, lora_targets
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64
 
@@ -96,16 +96,14 @@ def placement(job: Job) -> dict:
 
 
 def add_adapter(model: nn.Module, job: Job) -> nn.Module:
-    """Add LoRA to the seven linears of a decoder layer, or to all linears if the model has other names."""
+    """Add LoRA to what `tunecompile.estimate.known_shapes.lora_targets` says."""
     if job.mode == "full":
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
 
-    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    targets = [name for name in TARGETS if name in present] or "all-linear"
     return get_peft_model(
         model,
-        LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"),
+        LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, **lora_targets(model), task_type="CAUSAL_LM"),
     )
 
 
@@ -129,7 +127,7 @@ def load_unsloth(job: Job) -> nn.Module:
         r=job.rank,
         lora_alpha=job.alpha,
         lora_dropout=0,
-        target_modules=list(TARGETS),
+        target_modules=[*TARGETS, *(["gate_up_proj"] if "target_parameters" in lora_targets(model) else [])],
         use_gradient_checkpointing=checkpointing,
     )
 
