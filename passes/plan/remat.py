@@ -35,6 +35,8 @@ def run(graph: Graph, context: Context) -> None:
                 node.meta["pinned"] = True  # the partitioner ignores tags of a tuple's members: see `partition`
         else:
             policy = _policy(node, recomputed)
+            if policy is None and _extends_recomputed(node):
+                policy = CheckpointPolicy.MUST_RECOMPUTE
         if policy is not None:
             _tag(node, policy)
     written = _written(graph)
@@ -52,6 +54,18 @@ def _policy(node: Node, recomputed: set[Node]) -> CheckpointPolicy | None:
     if recomputed and (node in recomputed or cost is not Cost.MATMUL):
         return CheckpointPolicy.MUST_RECOMPUTE  # pointwise ones, too: min-cut would save them in place of their product
     return None if cost is None else _POLICY.get(cost)
+
+
+def _extends_recomputed(node: Node) -> bool:
+    """Whether it is elementwise, of one value that is recomputed anyway, and beside it only of small ones.
+
+    Min-cut may save it, as large as what was recomputed to save memory: rows of experts behind a mask, say.
+    """
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    size, own = tensor_bytes(node.meta.get("val")), CheckpointPolicy.MUST_RECOMPUTE
+    large = [each for each in node.all_input_nodes if tensor_bytes(each.meta.get("val")) > SMALL * size]
+    return bool(size) and len(large) == 1 and large[0].op == "call_function" and large[0].meta.get("recompute") is own
 
 
 def _tag(node: Node, policy: CheckpointPolicy) -> None:

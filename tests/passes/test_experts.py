@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.support.passes.run import check, family, random
+from tunecompile.compiler.backend import Backend
 from tunecompile.ops import adapted_stack
+from tunecompile.passes import PIPELINE
 
 PASSES = family("experts", "expert_rows")
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
@@ -64,6 +66,17 @@ def test_a_layer(layer, trained):
     )
     products = [n for n in seen.graphs[0].nodes if "grouped_lora_linear" in str(n.target)]
     assert str(products[1].args[0].target).count("mul"), "the second product reads weighted rows"
+
+
+@pytest.mark.parametrize("layer", [whole, masked])
+def test_rows_are_not_saved_behind_a_mask_either(layer):
+    """They are as large as the tokens times their experts, and a gather away."""
+    backend = Backend("test", PIPELINE, "eager")
+    stacks = (bf16(EXPERTS, INNER, WIDTH, grad=False), bf16(EXPERTS, WIDTH, INNER, grad=False))
+    torch.compile(layer, backend=backend)(bf16(TOKENS, WIDTH), *stacks, *routing()).sum().backward()
+    (context,) = backend.contexts
+    saved, rows = [size for _, size in context.saved], TOKENS * CHOICES * torch.bfloat16.itemsize
+    assert rows * INNER in saved and rows * WIDTH not in saved, context.saved
 
 
 def adapted(across=False, transposed=False, read_elsewhere=False):
