@@ -109,6 +109,8 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
     number of rows.
     """
     for where, tensor in tensors:
-        dim = 0 if where in (OFFSETS, LONGEST) else 1 if tensor.dim() > 1 and tensor.shape[:2] == (1, total) else None
+        pairs = zip(tensor.shape, tensor.shape[1:])
+        found = (dim + 1 for dim, sizes in enumerate(pairs) if sizes == (1, total))
+        dim = 0 if where in (OFFSETS, LONGEST) else next(found, None)
         if dim is not None:
             mark_dynamic(tensor, dim)

@@ -103,10 +103,6 @@ class FlatBatch:
         self.shared.clear()
         self.last = None
 
-    def flatten(self, values: Tensor) -> Tensor:
-        """[B, T, ...] -> [1, N, ...]"""
-        return values.flatten(0, 1).index_select(0, self.index)[None]
-
     def unflatten(self, values: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         rows, length = self.shape
@@ -129,8 +125,9 @@ class FlatBatch:
     def _each_token(self, value: Tensor) -> Tensor:
         """The row, of a value that has a row and a column for each token, or a column alone."""
         rows, length = self.shape
-        if value.dim() > 1 and value.shape[:2] == (rows, length):
-            return self.flatten(value)
+        for dim in range(value.dim() - 1):  # rotary tables of images' positions are [3, B, T, D]
+            if value.shape[dim : dim + 2] == (rows, length):
+                return value.flatten(dim, dim + 1).index_select(dim, self.index).unsqueeze(dim)
         column = self.index % length
         if value.dim() > 1 and value.shape[:2] == (1, length):
             return value.index_select(1, column)
