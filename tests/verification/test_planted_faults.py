@@ -146,6 +146,41 @@ FAULTS = [
     Fault("capped loss", "lost slope of the cap", "d = d * (1 - t * t)", "pass"),
     Fault("scaled loss", "lost scale in the gradient", "d = d * scale", "pass"),
     Fault("smoothed loss", "dropped smoothing in the gradient", "d.sub_(label_smoothing / vocabulary)", "pass"),
+    Fault(
+        "experts",
+        "input's gradient without the adapters' share",
+        "dx = dx + by.rows(gb, downs(a, experts, x.dtype), offsets)",
+        "pass",
+    ),
+    Fault(
+        "experts",
+        "lost scale in the gradient",
+        "d_b = split_ups(by.outer(xa, grad, offsets), b, scales)",
+        "d_b = split_ups(by.outer(xa, grad, offsets), b, [1.0] * len(scales))",
+    ),
+    Fault("experts", "lost adapters", "y = y + by.rows(xa, ups(b, scales, experts, x.dtype), offsets)", "pass"),
+    Fault(
+        "experts",
+        "rows of another expert",
+        "y = by.rows(x, weight if transposed else weight.transpose(1, 2), offsets)",
+        "y = by.rows(x, (weight if transposed else weight.transpose(1, 2)).flip(0), offsets)",
+    ),
+    Fault(
+        "experts' weights",
+        "lost scale in the gradient",
+        "*split_ups(d_up, b, scales)",
+        "*split_ups(d_up, b, [1.0] * len(scales))",
+    ),
+    Fault("experts' weights", "lost sign", "d_down = torch.bmm(up, wide)", "d_down = torch.bmm(up, -wide)"),
+    Fault(
+        "rows to experts",
+        "gradient of another row",
+        "_collect(grad, places, choices)",
+        "_collect(grad, order, choices)",
+    ),
+    Fault(
+        "rows of experts", "gradient of another row", "_spread(grad, order, choices)", "_spread(grad, places, choices)"
+    ),
     Fault("attention", "dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
     Fault(
         "attention",
