@@ -24,8 +24,9 @@ SLOW = 60.0  #: seconds from which on a compilation is worth a warning
 #: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
 #: list, and neither are modules.)
 _LIST = re.compile(r"len\((?!kwargs|args)[^().]*\) == \d+")
-#: a guard on sizes, or on a comparison of numbers: it parts them in few ranges, with a graph for each
-_RANGE = re.compile(r"size|stride|\bs\d+\b|[<>%]|!=|//")
+#: a guard on a number of the host's, for which there is no symbol. (Others part calls in few kinds, with a graph for
+#: each: ranges of sizes, adapters that are switched, flags.)
+_NUMBER = re.compile(r"^(?!len\().* == -?[\d.]+(e[+-]?\d+)?$")
 
 
 def _setting(name: str, default: float) -> float:
@@ -96,13 +97,13 @@ class History:
         """Why it is not compiled at this batch.
 
         A model compiles once for each kind of its layers at the first batch, and as often at the second, where sizes
-        become symbols. What goes on compiling depends on numbers for which there are no symbols. (Of ranges of sizes
-        there may be more, up to Dynamo's limit.)
+        become symbols. What goes on compiling for numbers of the host's would do so for ever. (Of other kinds there may
+        be more, up to Dynamo's limit.)
         """
         known, guard = batch in self.batches or not self.batches, guard.partition("  ")[0]
         if not known and _LIST.match(guard):
             return note("loop-over-list", detail=guard)
-        if not known and len(self.batches) >= BATCHES and not _RANGE.search(guard):
+        if not known and len(self.batches) >= BATCHES and _NUMBER.match(guard.strip()):
             return note("compiled-too-often", detail=guard, limit=BATCHES)
         self.batches.add(batch)
         return None
