@@ -36,7 +36,7 @@ def test_graphs_of_dropped_models_are_freed(memory):
         model = trained(memory)
         counts.append(left())
         assert model() is None
-    assert counts[1] == counts[2] and counts[2]["FakeTensor"] <= counts[0]["FakeTensor"], counts
+    assert all(counts[2][kind] <= counts[1][kind] <= counts[0][kind] for kind in counts[0]), counts
     assert not any(name.startswith("__compiled_fn") for name in vars(tunecompile.runtime.variant))
 
 
