@@ -241,14 +241,11 @@ def checkpointing(models):
 
 #: rows that `make test` leaves to `make test-all`: another row is noticed in the same way
 _FURTHER = {
-    "an epsilon",
-    "a frozen layer",
-    "the cache setting",
-    "deterministic algorithms",
-    "a layer fewer",
-    "an activation",
+    *("an epsilon", "a number of a module", "a frozen layer", "frozen embeddings", "another dtype", "weights in place"),
+    *("the cache setting", "deterministic algorithms", "checkpointing", "frequencies in a buffer", "the final norm"),
+    *("a layer fewer", "the order of layers", "a copied layer", "an activation", "one weight for two layers"),
+    *("attention in the table", "the mask function", "the forward of a class"),
 }
-_FURTHER |= {"weights in place", "frozen embeddings", "the final norm", "one weight for two layers", "checkpointing"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _FURTHER)) for n in ACTS])
