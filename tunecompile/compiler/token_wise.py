@@ -165,7 +165,7 @@ class _Reader(Interpreter):
             return None  # read by attention alone, see below; anything else fails on it
         if n.op == "output":
             self._look_at_outputs(n)
-        elif _is_number_of_size(n):
+        elif _is_number_of_size(n) and not self.mode.is_routing():
             raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{self.mode.where()}"))
         if n.target is F.scaled_dot_product_attention and document_mask_of(attention_arguments(n).mask) is not None:
             return self._attention(n)
@@ -197,7 +197,7 @@ class _LeavesTokensApart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self.paused or self._is_routing():
+        if self.paused or self.is_routing():
             return made
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
@@ -205,7 +205,7 @@ class _LeavesTokensApart(TorchDispatchMode):
             raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{self.where()}"))
         return made
 
-    def _is_routing(self) -> bool:
+    def is_routing(self) -> bool:
         frames = [line for line in self.line.splitlines() if line.lstrip().startswith("File ")]
         return bool(frames) and any(home in frames[-1].replace("\\", "/") for home in _ROUTING)
 

@@ -54,6 +54,16 @@ def test_families(family, changes, side):
     )
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "qwen2_moe"))]
+)
+def test_tokens_that_are_sorted_by_their_experts(family):
+    """transformers' routing sorts tokens, and puts them back."""
+    model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2))
+    assert_same_flattened(model, reference, padded())
+    assert flattened(model) == 1, tunecompile.report(model)
+
+
 @pytest.mark.slow
 def test_in_double_precision():
     model, reference = pair(lambda: zoo.make("llama").double())
