@@ -29,15 +29,9 @@ IMPORTANT = (
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._dynamo.backends.common.aot_autograd",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
-    "torch._dynamo.utils.get_metrics_context",
-    "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
-    "torch._guards.CompileContext.try_get",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta",
     "torch._guards.TracingContext.try_get",
-    "torch._C._DisableAutocast",
-    "torch.fx.GraphModule._set_replace_hook",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
 )
 
 

@@ -244,7 +244,8 @@ _FURTHER = {
     *("an epsilon", "a number of a module", "a frozen layer", "frozen embeddings", "another dtype", "weights in place"),
     *("the cache setting", "deterministic algorithms", "checkpointing", "frequencies in a buffer", "the final norm"),
     *("a layer fewer", "the order of layers", "a copied layer", "an activation", "one weight for two layers"),
-    *("attention in the table", "the mask function", "the forward of a class"),
+    *("attention in the table", "the mask function", "the forward of a class", "a module in a layer"),
+    *("a hook that changes a result", "the data of a weight"),
 }
 
 

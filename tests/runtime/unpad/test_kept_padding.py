@@ -26,12 +26,13 @@ def without(inputs: dict, *names: str, **more) -> dict:
     "change, said",
     [
         (lambda b: without(b, labels=b["input_ids"]), "labels-at-padding"),
-        (
+        pytest.param(
             lambda b: without(
                 padded(side="left"),
                 labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100),
             ),
             "labels-at-padding",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda b: without(
@@ -100,7 +101,7 @@ def test_models_that_keep_their_padding(build, said):
     "build",
     [
         lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)),
+        pytest.param(lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), marks=pytest.mark.slow),
     ],
     ids=["dynamic", "positions"],
 )

@@ -104,6 +104,7 @@ def test_sequences_that_see_each_other_go_on_doing_so():
     assert told_apart(model) == 1
 
 
+@pytest.mark.slow
 def test_logits_may_be_read_beside_the_loss():
     """Nothing is given up, so nothing is taken back."""
     reference = zoo.make("llama", use_cache=False).train()

@@ -206,7 +206,7 @@ def qwen_vl():
     return Qwen2_5_VLTextModel(config)
 
 
-@pytest.mark.parametrize("use_cache", [None, False])
+@pytest.mark.parametrize("use_cache", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_positions_in_four_rows(use_cache):
     """Text, time, height and width: of packed rows the model itself says which tokens see each other."""
     made = packed((7, 9))
