@@ -60,7 +60,7 @@ class Region:
         unplanned: what it follows where `look` sees none.
         """
         backend = self._backend(self.name, unplanned)
-        found = Variant(self.name, backend, self.effort)
+        found = self._made(self.name, backend, kind)
 
         def plan(joint: JointGraph) -> Plan:
             backend.look = None  # it is surveyed once, however often it is compiled
@@ -101,8 +101,11 @@ class Region:
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            self.variants[key] = Variant(name, self.backends[way], self.effort, flat=_is_flat(kind))
+            self.variants[key] = self._made(name, self.backends[way], kind)
         return self.variants[key]
+
+    def _made(self, name: str, backend: Backend, kind: tuple) -> Variant:
+        return Variant(name, backend, self.effort, flat=_is_flat(kind))
 
 
 def _is_flat(kind: tuple) -> bool:

@@ -186,10 +186,11 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     assert not find(model, *EAGER)
 
 
-def test_the_last_layer_cannot_go_without_padding(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"memory": "64KiB"}], ids=["no budget", "a budget"])
+def test_the_last_layer_cannot_go_without_padding(options, monkeypatch):
     """Layers before it have left padding out, which it reads: the step begins anew."""
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)
-    model, reference = pair(lambda: wrapped(Centred, only=2))
+    model, reference = pair(lambda: wrapped(Centred, only=2), **options)
     for seed in range(2):
         assert_same_flattened(model, reference, padded(seed=seed))
     assert has(model, "padding-kept", reason="mixes-tokens") and not find(model, "padding-removed")
