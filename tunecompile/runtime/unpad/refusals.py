@@ -37,19 +37,6 @@ _KNOWN_HOMES = (
 )
 
 
-def watched(owner: nn.Module, model: nn.Module | None = None) -> Note | None:
-    """Hooks and modules of the user's own would see zeros at padding, or documents in one row: losses on hidden states,
-    adapters by row, pooling.
-
-    model: whose loss is computed from labels; a head of it sees zeros at padding."""
-    if any(global_hooks()[:2]):
-        return note("hook-on-all-modules")
-    for module in owner.modules():
-        if reason := _foreign(module):
-            return reason
-    return _heads(owner, model)
-
-
 def _heads(owner: nn.Module, model: nn.Module | None) -> Note | None:
     """Whether a head mixes tokens, or may."""
     for head in model.children() if model is not None and model is not owner else ():
@@ -92,30 +79,32 @@ def arguments(given: dict[str, Any]) -> Note | None:
 
 
 class OwnerWatch:
-    """`watched`, at every padded batch. Modules are walked again only where one was added, removed or replaced."""
+    """Hooks and modules of the user's own, which would see zeros at padding, or documents in one row: losses on hidden
+    states, adapters by row, pooling. Looked at for every padded batch; modules are walked again only where one was
+    added, removed or replaced.
+    """
 
     def __init__(self, owner: nn.Module):
         self.owner = owner
         self.snapshot: ModuleSnapshot | None = None
 
     def reason(self, model: nn.Module | None = None) -> Note | None:
-        """As of `watched`.
+        """Why hidden states have to stay as they are.
 
-        model: whose loss is computed from labels.
+        model: whose loss is computed from labels; a head of it sees zeros at padding.
         """
         if self.snapshot is None or self.snapshot.changed:
             self.snapshot = ModuleSnapshot(self.owner)
             modules = list(self.owner.modules())
             self.kinds = {type(module) for module in modules}
             self.modules = [
-                (weakref.ref(module), vars(module), module._forward_pre_hooks, module._forward_hooks)
+                (weakref.ref(module), type(module), vars(module), module._forward_pre_hooks, module._forward_hooks)
                 for module in modules
             ]
         if any(global_hooks()[:2]):
             return note("hook-on-all-modules")
-        if not all(_is_known(kind.forward) for kind in self.kinds):
-            return watched(self.owner, model)
-        for module, own, before, after in self.modules:
-            if (before or after or "forward" in own) and (reason := _foreign(module())):
+        unknown = {kind for kind in self.kinds if not _is_known(kind.forward)}
+        for module, kind, own, before, after in self.modules:
+            if (before or after or "forward" in own or kind in unknown) and (reason := _foreign(module())):
                 return reason
         return _heads(self.owner, model)
