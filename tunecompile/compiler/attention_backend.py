@@ -29,6 +29,7 @@ from tunecompile._torch.cuda import attention_order, occupy_gpu
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.token_wise import attention_arguments, document_mask_of
+from tunecompile.ir.canonicalize import value
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import CudaGauge
 
@@ -297,16 +298,12 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
 
     Autocast is not in the graph, so it is read here.
     """
-    given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args)), **node.kwargs}
-    values: dict[str, Any] = {
-        name: value.meta.get("example_value") if isinstance(value, Node) else value for name, value in given.items()
-    }
-    inputs = [values[name] for name in ("query", "key", "value") if name in values]
-    if len(inputs) < 3 or not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in inputs):
+    call = attention_arguments(node).map(value)
+    q, k, v = call.query, call.key, call.value
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k, v)):
         return None
-    q, k, v = inputs
-    kind, given_mask = q.device.type, values.get("attn_mask")
-    mask = given_mask if isinstance(given_mask, torch.Tensor) else None
+    kind = q.device.type
+    mask = call.mask if isinstance(call.mask, torch.Tensor) else None
 
     def cast(dtype: torch.dtype) -> str:
         eligible = dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind)
@@ -316,7 +313,7 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
         return [size_hint(n) for n in x.shape]
 
     (batch, heads, length, dim), (_, kv_heads, kv_length, _) = sizes(q), sizes(k)
-    dropout = values.get("dropout_p")
+    dropout = call.dropout
     return AttentionCall(
         batch,
         heads,
@@ -326,7 +323,7 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
         dim,
         sizes(v)[-1],
         cast(q.dtype),
-        bool(values.get("is_causal", False)),
+        bool(call.causal),
         None if mask is None else (tuple(sizes(mask)), cast(mask.dtype)),
         bool(dropout) if isinstance(dropout, (int, float)) else dropout is not None,
     ), q.device

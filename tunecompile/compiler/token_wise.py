@@ -22,9 +22,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
-from tunecompile.ir.canonicalize import name_of
+from tunecompile.ir.canonicalize import name_of, value
 from tunecompile.ir.op import HALF
 from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
 from tunecompile.ops import document_mask
 
@@ -77,8 +78,8 @@ def attention_arguments(node: Node) -> AttentionArguments:
 def document_mask_of(mask: Any) -> Node | None:
     """The call of `document_mask` that a mask is, or is all of; None of another."""
     while isinstance(mask, Node) and mask.target is operator.getitem:
-        whole, source = mask.meta.get("example_value"), mask.args[0]
-        given = source.meta.get("example_value") if isinstance(source, Node) else None
+        whole, source = value(mask), mask.args[0]
+        given = value(source)
         index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
         if not all(isinstance(each, slice) and not each.start and each.step in (None, 1) for each in index):
             return None
@@ -117,10 +118,11 @@ def why_not_token_wise(gm: GraphModule) -> Note | None:
         gm: with N as a symbol. It is not changed.
     """
     try:
-        if _follows_length(gm):
+        tokens = _number_of_tokens(gm)
+        if not all(map(all, guards_at(tokens, LENGTHS))):
             return note("mixes-tokens", detail="it depends on the number of tokens")
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            inputs = _inputs(gm)
+            inputs = _inputs(gm, tokens)
             with _LeavesTokensApart() as mode:
                 _Reader(gm, mode).run(*inputs)
     except NotTokenWise as found:
@@ -130,26 +132,21 @@ def why_not_token_wise(gm: GraphModule) -> Note | None:
     return None
 
 
-def _inputs(gm: GraphModule) -> list[Any]:
-    """The graph's inputs, as fake tensors of `TOKENS` tokens."""
-    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    row = next((v for v in values if isinstance(v, Tensor) and v.dim() > 2 and v.shape[0] == 1), None)
-    if row is None or isinstance(row.shape[1], int):
-        raise NotTokenWise(note("graph-not-understood", detail="the number of tokens is a constant of it"))
-    tokens: Any = row.shape[1]
+def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
+    """The graph's inputs, as fake tensors of `TOKENS` tokens in the place of the symbol."""
 
     def size(given: Any) -> int:
         return given if isinstance(given, int) else size_with(given, tokens, TOKENS)
 
-    def make(value: Any) -> Any:
-        if isinstance(value, torch.SymInt):
-            return size(value)
-        if not isinstance(value, Tensor):
-            return value
-        order = sorted(range(value.dim()), key=lambda dim: -size_hint(value.stride(dim)))
-        return torch.empty_permuted([size(n) for n in value.shape], order, dtype=value.dtype, device=value.device)
+    def make(given: Any) -> Any:
+        if isinstance(given, torch.SymInt):
+            return size(given)
+        if not isinstance(given, Tensor):
+            return given
+        order = sorted(range(given.dim()), key=lambda dim: -size_hint(given.stride(dim)))
+        return torch.empty_permuted([size(n) for n in given.shape], order, dtype=given.dtype, device=given.device)
 
-    return [make(value) for value in values]
+    return [make(value(node)) for node in gm.graph.find_nodes(op="placeholder")]
 
 
 class _Reader(Interpreter):
@@ -160,13 +157,13 @@ class _Reader(Interpreter):
         self.mode = mode
 
     def run_node(self, n: Node) -> Any:
-        self.mode.line = str(n.meta.get("stack_trace") or "")
+        self.mode.node = n
         if n.target is document_mask.overload or (n.target is operator.getitem and document_mask_of(n) is not None):
             return None  # read by attention alone, see below; anything else fails on it
         if n.op == "output":
             self._look_at_outputs(n)
-        elif _is_number_of_size(n) and not self.mode.is_routing():
-            raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{self.mode.where()}"))
+        elif _is_number_of_size(n) and not _is_routing(n):
+            raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{where_from(n)}"))
         if n.target is F.scaled_dot_product_attention and document_mask_of(attention_arguments(n).mask) is not None:
             return self._attention(n)
         return super().run_node(n)
@@ -179,9 +176,7 @@ class _Reader(Interpreter):
             raise NotTokenWise(note("own-mask"))
         kind = call.query.device.type
         casts = torch.is_autocast_enabled(kind) and call.query.dtype != torch.float64
-        with _Paused(self.mode):
-            made = torch.empty_like(call.query, dtype=torch.get_autocast_dtype(kind) if casts else None)
-        return made
+        return torch.empty_like(call.query, dtype=torch.get_autocast_dtype(kind) if casts else None)
 
     def _look_at_outputs(self, node: Node) -> None:
         for made in tree_leaves(self.map_nodes_to_values(node.args[0], node)):
@@ -192,60 +187,44 @@ class _Reader(Interpreter):
 class _LeavesTokensApart(TorchDispatchMode):
     """Raises `NotTokenWise` at the first operation that is not known to leave tokens apart."""
 
-    line = ""  #: where the user's code is that is run
-    paused = False
+    node: Node  #: that is run; `_Reader` sets it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self.paused or self.is_routing():
+        if _is_routing(self.node):
             return made
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
         if any(map(tokens_of, (*given, *outputs))) and not leaves_apart(func, args, kwargs or {}, given, outputs):
-            raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{self.where()}"))
+            raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{where_from(self.node)}"))
         return made
 
-    def is_routing(self) -> bool:
-        frames = [line for line in self.line.splitlines() if line.lstrip().startswith("File ")]
-        return bool(frames) and any(home in frames[-1].replace("\\", "/") for home in _ROUTING)
 
-    def where(self) -> str:
-        frames = [line.strip() for line in self.line.splitlines() if line.lstrip().startswith("File ")]
-        if not frames:
-            return ""
-        path, number = frames[-1].split('"')[1], frames[-1].partition("line ")[2].partition(",")[0]
-        return f" at {path.replace(chr(92), '/').rpartition('/')[2]}:{number}"
-
-
-class _Paused:
-    """Inside, nothing is looked at."""
-
-    def __init__(self, mode: _LeavesTokensApart):
-        self.mode = mode
-
-    def __enter__(self) -> None:
-        self.mode.paused = True
-
-    def __exit__(self, *_: Any) -> None:
-        self.mode.paused = False
+def _is_routing(node: Node) -> bool:
+    """Whether a node is of code that is known to put tokens back in order."""
+    return user_frame(node)[0].endswith(_ROUTING)
 
 
 def _is_number_of_size(node: Node) -> bool:
     """Whether a tensor is computed from a size, as a number and not as a shape."""
     sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    if not any(isinstance(each.meta.get("example_value"), sizes) for each in node.all_input_nodes):
+    if not any(isinstance(value(each), sizes) for each in node.all_input_nodes):
         return False
-    made = tree_leaves(node.meta.get("example_value"))
+    made = tree_leaves(value(node))
     return any(isinstance(each, Tensor) for each in made) and name_of(node.target) not in _SHAPED
 
 
-def _follows_length(gm: GraphModule) -> bool:
-    """Whether the code that was traced would be another one for another number of tokens."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        row = node.meta.get("example_value")
-        if isinstance(row, Tensor) and row.dim() > 2 and row.shape[0] == 1 and not isinstance(row.shape[1], int):
-            return any(not all(truths) for truths in guards_at(row.shape[1], LENGTHS))
-    return True
+def _number_of_tokens(gm: GraphModule) -> Any:
+    """The symbol N of the row [1, N, ...] that a graph was made for.
+
+    Raises:
+        NotTokenWise: there is none.
+    """
+    values = map(value, gm.graph.find_nodes(op="placeholder"))
+    row = next((v for v in values if isinstance(v, Tensor) and v.dim() > 2 and v.shape[0] == 1), None)
+    if row is None or isinstance(row.shape[1], int):
+        raise NotTokenWise(note("graph-not-understood", detail="the number of tokens is a constant of it"))
+    return row.shape[1]
 
 
 def tokens_of(tensor: Tensor) -> list[int]:

@@ -231,9 +231,15 @@ def where_from(node: Node) -> str:
 
 def user_line(node: Node) -> tuple[str, str]:
     """Return ("file:line", the line's text) of the user's code that made a node; empty where they are unknown."""
+    path, number, text = user_frame(node)
+    return (f"{path.rsplit('/', 1)[-1]}:{number}", text) if path else ("", "")
+
+
+def user_frame(node: Node) -> tuple[str, str, str]:
+    """Return (path, number, text) of the line of the user's code that made a node; empty where they are unknown."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
     if last is None:
-        return "", ""
+        return "", "", ""
     file, _, rest = lines[last].removeprefix("File ").partition(", line ")
-    return f"{file.strip(chr(34)).rsplit('/', 1)[-1]}:{rest.split(',')[0]}", "".join(lines[last + 1 : last + 2])
+    return file.strip(chr(34)).replace(chr(92), "/"), rest.split(",")[0], "".join(lines[last + 1 : last + 2])
