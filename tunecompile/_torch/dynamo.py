@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tunecompile._torch.distributed import around_now
-from tunecompile._torch.lookup import exist, exists, lookup, patched
+from tunecompile._torch.lookup import NotRaised, exist, exists, lookup, patched
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
@@ -32,14 +32,10 @@ __all__ = [
 ]
 
 
-class _NotRaised(Exception):
-    """In the place of an error that this version of torch does not have."""
-
-
 #: raised inside a backend to have Dynamo trace the function anew
-TensorifyScalarRestartAnalysis = lookup("torch._dynamo.exc.TensorifyScalarRestartAnalysis", _NotRaised)
+TensorifyScalarRestartAnalysis = lookup("torch._dynamo.exc.TensorifyScalarRestartAnalysis", NotRaised)
 #: an operation failed on fake tensors
-TorchRuntimeError = lookup("torch._dynamo.exc.TorchRuntimeError", _NotRaised)
+TorchRuntimeError = lookup("torch._dynamo.exc.TorchRuntimeError", NotRaised)
 reset = torch.compiler.reset  #: forget all graphs
 
 _STATE = "torch._dynamo.symbolic_convert.TensorifyState"

@@ -16,7 +16,7 @@ import torch
 
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
-from tunecompile._torch.lookup import exist, exists, lookup, need, patched
+from tunecompile._torch.lookup import NotRaised, exist, exists, lookup, need, patched
 from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
 
 if TYPE_CHECKING:
@@ -68,12 +68,8 @@ _CLEARS_DONATED = exist(f"{_GUARDS}.try_get", f"{_GUARDS}.fw_metadata") and exis
 )
 
 
-class _NotRaised(Exception):
-    """In the place of an error that this version of torch does not have."""
-
-
 #: Inductor could not generate code
-InductorError = lookup("torch._inductor.exc.InductorError", _NotRaised)
+InductorError = lookup("torch._inductor.exc.InductorError", NotRaised)
 
 _CODE = "torch._inductor.output_code.CompiledFxGraph"
 _compiled_graph = lookup(_CODE)

@@ -20,10 +20,27 @@ import torch
 
 from tunecompile._torch.private_names import COMPILING_OFF, PRIVATE_NAMES, PrivateName
 
-__all__ = ["exist", "exists", "is_there", "lookup", "lost", "missing", "need", "notes", "patched", "warn", "why_off"]
+__all__ = [
+    "NotRaised",
+    "exist",
+    "exists",
+    "is_there",
+    "lookup",
+    "lost",
+    "missing",
+    "need",
+    "notes",
+    "patched",
+    "warn",
+    "why_off",
+]
 
 log = logging.getLogger("tunecompile")
 NAMES = {row.name: row for row in PRIVATE_NAMES}  #: the table by dotted name
+
+
+class NotRaised(Exception):
+    """In the place of an error that this version of torch does not have."""
 
 
 def lookup(name: str, default: Any = None) -> Any:

@@ -106,7 +106,7 @@ class SurveyBackend:
         precision: as in `Context`.
         moves: whether dense weights may move into matrices with their adapters.
         look: sees the first joint graph. None where only `finish` matters.
-        finish: what Dynamo gets for a graph in the place of code. It may raise `Surveyed`, so that nothing runs.
+        finish: what Dynamo gets for a graph in the place of code.
     """
 
     def __init__(
