@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.known_bugs import PACKED_FOR_EVALUATION
 from tunecompile.notes import Note, note
+from tunecompile.ops import dequantize_4bit
+from tunecompile.ops.nf4 import CODES
 
 STATE = "quant_state"  #: where bitsandbytes keeps the quantisation state, on the weight and on the module
 PACKS = "support_avx512bf16_for_cpu"  #: of its linears: whether one packs its weight in an evaluation on this CPU
@@ -86,3 +89,29 @@ def note_packed(model: nn.Module) -> list[Note]:
     """A note about weights that were evaluated on such a CPU before `optimize`."""
     packed = sum(is_packed(getattr(parameter, STATE, None)) for parameter in model.parameters())
     return [note("packed-for-evaluation", count=packed)] if packed else []
+
+
+def is_readable(weight: Tensor, state: Any) -> bool:
+    """Whether a weight with this quantisation state is packed as `dequantize_4bit` reads it."""
+    if (
+        state is None
+        or state.quant_type not in CODES
+        or len(state.shape) < 2
+        or math.prod(state.shape) % state.blocksize
+        or weight.shape[0] == 1
+    ):
+        return False
+    return not state.nested or (state.state2.blocksize == 256 and state.state2.code is not None)
+
+
+def from_4_bits(weight: Tensor, state: Any) -> Tensor:
+    """A packed weight in floating point, by an op; without a compiler by the provider that it would choose.
+
+    (bitsandbytes adds a double quantisation's offset in place, and no pattern is matched across a mutation.)
+    """
+    packed = weight.data if weight.dtype == torch.uint8 else weight.data.view(torch.uint8).reshape(-1, 1)
+    outer = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
+    rows, columns = math.prod(state.shape[:-1]), state.shape[-1]
+    args = (packed, state.absmax, *outer, rows, columns, state.blocksize, state.quant_type, state.dtype)
+    value = dequantize_4bit(*args) if torch.compiler.is_compiling() else dequantize_4bit.choose(args).run(*args)
+    return value if len(state.shape) == 2 else value.view(state.shape)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.dynamo import is_compiling
-from tunecompile.integrations.bitsandbytes import STATE
-from tunecompile.ops import dequantize_4bit
-from tunecompile.ops.nf4 import CODES
+from tunecompile.integrations.bitsandbytes import STATE, from_4_bits, is_readable
 
 
 def substitute() -> None:
@@ -56,8 +53,8 @@ def _weight_of(itself: Callable) -> Callable:
         weight = module.weight
         if type(weight) is nn.Parameter and not hasattr(module, "W_q"):
             return weight
-        if _is_4_bit(weight):
-            return _from_4_bits(weight, getattr(weight, STATE))
+        if len(getattr(getattr(weight, STATE, None), "shape", ())) == 2 and is_readable(weight, getattr(weight, STATE)):
+            return from_4_bits(weight, getattr(weight, STATE))
         state = getattr(module, "state", None)
         # bitsandbytes' 8 bits, once its linear has run
         if weight.dtype == torch.int8 and getattr(state, "SCB", None) is not None:
@@ -65,32 +62,6 @@ def _weight_of(itself: Callable) -> Callable:
         return itself(module)
 
     return weight_of
-
-
-def _is_4_bit(weight: Any) -> bool:
-    """Whether it is packed as `dequantize_4bit` reads it."""
-    state = getattr(weight, STATE, None)
-    if (
-        state is None
-        or state.quant_type not in CODES
-        or len(state.shape) != 2
-        or math.prod(state.shape) % state.blocksize
-        or weight.shape[0] == 1
-    ):
-        return False
-    return not state.nested or (state.state2.blocksize == 256 and state.state2.code is not None)
-
-
-def _from_4_bits(weight: Any, state: Any) -> Tensor:
-    """The weight in floating point, by an op.
-
-    (bitsandbytes adds a double quantisation's offset in place, and no pattern is matched across a mutation.)
-    """
-    packed = weight.data if weight.dtype == torch.uint8 else weight.data.view(torch.uint8).reshape(-1, 1)
-    outer = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
-    return dequantize_4bit(
-        packed, state.absmax, *outer, state.shape[0], state.shape[1], state.blocksize, state.quant_type, state.dtype
-    )
 
 
 def _transposed(itself: Callable) -> Callable:

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
+from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS, DEQUANTIZED_IN_FP64
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
@@ -122,6 +122,8 @@ def _refuse_bitsandbytes(
         return note("bitsandbytes-not-loaded")
     if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize:
         return note("known-bug", BLOCKS_ACROSS_ROWS.package, str(BLOCKS_ACROSS_ROWS))
+    if DEQUANTIZED_IN_FP64.present and not on_gpu(packed) and dtype == torch.float64:
+        return note("known-bug", DEQUANTIZED_IN_FP64.package, str(DEQUANTIZED_IN_FP64))
     return None
 
 
