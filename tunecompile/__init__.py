@@ -19,6 +19,8 @@ from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
 from tunecompile.export.gguf import save_gguf
 from tunecompile.export.safetensors import save_merged
+from tunecompile.integrations.packed_experts.load import nf4_config
+from tunecompile.integrations.packed_experts.quantize import quantize_experts
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.planner.liveness import tensor_bytes
@@ -41,8 +43,10 @@ __all__ = [
     "estimate",
     "explain",
     "memory_timeline",
+    "nf4_config",
     "op",
     "optimize",
+    "quantize_experts",
     "recognize",
     "refuse_gpu",
     "report",

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.models.packed import gradients, pair
 from tunecompile._torch import known_bugs
 from tunecompile.ir.pretend_gpu import as_on_gpu
 
@@ -131,6 +132,17 @@ def quantized(rows: int, columns: int):
     )
     codes = torch.stack((packed.reshape(-1) >> 4, packed.reshape(-1) & 15), -1).reshape(-1)
     return packed, state, (state.code[codes.long()] * state.absmax.repeat_interleave(64)).reshape(rows, columns)
+
+
+@pytest.mark.filterwarnings("ignore")
+@shows("ADAPTED_4_BIT_STACKS", RuntimeError)
+def test_adapted_4_bit_stacks():
+    """Two steps, in which every adapter gets a gradient."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    model, dense = pair("mixtral")
+    for _ in range(2):
+        assert gradients(model).keys() == gradients(dense).keys()
 
 
 @pytest.mark.parametrize("name", known_bugs.FAULTS)

@@ -204,7 +204,7 @@ def test_code_that_would_notice_is_refused(kind, reason):
     assert (None if found is None else found.code) == reason
     if reason is None:
         nn.init.normal_(wrapper.lora_B["default"].weight)
-        bound = peft_experts.forward.__get__(wrapper)
+        bound = peft_experts.traced(wrapper)
         x = torch.randn(5, 4)
         torch.testing.assert_close(torch.compile(bound, backend="eager", fullgraph=True)(x), wrapper(x))
 

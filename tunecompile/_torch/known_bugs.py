@@ -105,4 +105,12 @@ PACKED_FOR_EVALUATION = Fault(
     "Linears of an optimized model do not pack",
 )
 
+ADAPTED_4_BIT_STACKS = Fault(
+    "peft",
+    "of adapters over two 4-bit stacks of one module the inner is left out, and both stay on them behind the call, so "
+    "that the next one fails",
+    "Layers of an optimized model have them computed in another way",
+    since=(0, 21),
+)
+
 FAULTS = {name: value for name, value in globals().items() if isinstance(value, Fault)}

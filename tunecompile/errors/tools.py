@@ -1,4 +1,4 @@
-"""Errors of `estimate`, `verify`, `memory_timeline`, `save_merged`, `save_gguf`, and of their commands."""
+"""Errors of `estimate`, `verify`, `memory_timeline`, `save_merged`, `save_gguf`, `quantize_experts`, of commands."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ class CannotMerge(TunecompileError):
     """
 
     template = "This model cannot be merged: {reason}."
+
+
+class CannotQuantize(TunecompileError, ValueError):
+    """Raised by `quantize_experts`: the model has no expert stacks, or one that bitsandbytes cannot quantise."""
+
+    template = "The experts of this model cannot be quantised: {reason}."
 
 
 class NoAdapter(TunecompileError):

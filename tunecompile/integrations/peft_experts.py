@@ -1,8 +1,8 @@
 """PEFT's adapters over parameters, traced: their values are handed to the module's forward, without a parametrisation.
 
-PEFT's `ParamWrapper` puts a parametrisation on the module that it wraps, around every call. While Dynamo traces, the
-module's forward runs on a stand-in instead, which has adapted values where the module has parameters. Nothing is
-assigned to the module, or to PEFT.
+PEFT's `ParamWrapper` puts a parametrisation on the module that it wraps, around every call, and bitsandbytes one on a
+module with 4-bit stacks, for good. While Dynamo traces, the module's forward runs on a stand-in instead, which has
+adapted or dequantised values where the module has parameters. Nothing is assigned to PEFT or bitsandbytes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile._torch.known_bugs import ADAPTED_4_BIT_STACKS
 from tunecompile._torch.modules import HOOKS
+from tunecompile.integrations.packed_experts.stacks import class_of, packed_stacks, unpacked
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import adapted_stack
 
-__all__ = ["StandIn", "forward", "refusal", "uncompiled"]
+__all__ = ["StandIn", "is_traced", "refusal", "take_off", "traced", "uncompiled"]
 
 _IMPLEMENTATION = "_experts_implementation"  #: of transformers' configs: how experts are multiplied
+WRAPPERS = "peft.tuners.lora.layer"  #: where PEFT has them, and the parametrisations that they make
 _OF_ANY_MODULE = frozenset(dir(nn.Module))
 
 
 class StandIn:
     """What a module's forward sees as the module: some parameters have other values; all else is the module's."""
 
-    def __init__(self, module: nn.Module, values: dict[str, Tensor]):
+    def __init__(self, module: nn.Module, kind: type, values: dict[str, Tensor]):
         self._module = module
+        self._kind = kind
         self._values = values
 
     def __getattr__(self, name: str) -> Any:
         if name in self._values:
             return self._values[name]
-        method = getattr(type(self._module), name, None)
+        method = getattr(self._kind, name, None)
         if isinstance(method, types.FunctionType) and name not in _OF_ANY_MODULE:
             return functools.partial(method, self)
         return getattr(self._module, name)
@@ -50,34 +54,105 @@ def uncompiled(forward: Callable, module: nn.Module, *args: Any, **kwargs: Any) 
     return forward(module, *args, **kwargs)
 
 
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a wrapper's module with adapted values. It is bound to the outermost wrapper of a module, as its `forward`.
+def traced(outermost: nn.Module) -> types.MethodType:
+    """The forward of a module with 4-bit stacks, or of the outermost wrapper of a module, that Dynamo can trace.
 
-    A bound method, since Dynamo takes it for another layer's, too; a copy of the wrapper has its own. (Of that name, so
-    that what is pickled finds the class's.)
+    A bound method, since Dynamo takes it for another layer's, too; a copy of the wrapper has its own.
     """
-    own = type(self).forward
-    if not torch.compiler.is_compiling():
-        return own(self, *args, **kwargs)
-    inner, values = self, {}
+    inner = _innermost(outermost)
+    return types.MethodType(_forward_with(class_of(inner), packed_stacks(inner)), outermost)
+
+
+def is_traced(forward: Any) -> bool:
+    """Whether `traced` made it."""
+    return getattr(forward, "__func__", None) in _TRACED
+
+
+_TRACED: set[Callable] = set()
+
+
+@functools.cache
+def _forward_with(kind: type, packed: tuple[str, ...]) -> Callable:
+    """Of the name `forward`, so that what is pickled finds the class's.
+
+    Args:
+        kind: whose forward it calls. (Dynamo would guard on a parametrised module's own class.)
+        packed: the names of 4-bit stacks.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a wrapper's module with adapted values."""
+        if not packed and not torch.compiler.is_compiling():
+            return type(self).forward(self, *args, **kwargs)
+        inner, adapters, seen = _look_through(self, packed)
+        if adapters is None or (seen and not packed):
+            return uncompiled(type(self).forward, self, *args, **kwargs)
+        values = {name: unpacked(inner, name) for name in packed}
+        for name, (wrapper, active) in adapters.items():
+            values[name] = _adapted(wrapper, values.get(name), active)
+        if not values:
+            return inner(*args, **kwargs)
+        stand_in = StandIn(inner, kind, values)
+        if seen:
+            return uncompiled(_hooked, inner, functools.partial(kind.forward, stand_in), *args, **kwargs)
+        return kind.forward(stand_in, *args, **kwargs)
+
+    _TRACED.add(forward)
+    return forward
+
+
+def _look_through(outermost: Any, packed: tuple[str, ...]) -> tuple[Any, dict[str, tuple[Any, list[str]]] | None, bool]:
+    """(The module that is wrapped, (wrapper, active adapters) by parameter, whether hooks see its calls).
+
+    Adapters are None where PEFT takes them out of the weights now.
+    """
+    inner, adapters, seen = outermost, {}, False
     while hasattr(inner, "parameter_name"):
         if inner.disable_adapters:
-            if inner.merged:  # PEFT takes them out of the weights now
-                return uncompiled(own, self, *args, **kwargs)
+            if inner.merged:
+                return inner, None, seen
         elif not inner.merged:
             names = [name for name in inner.active_adapters if name in inner.lora_A]
             if names:
-                values[inner.parameter_name] = _adapted(inner, names)
+                adapters[inner.parameter_name] = inner, names
         inner = inner.base_layer
-        if _is_hooked(inner):
-            return uncompiled(own, self, *args, **kwargs)
-    if not values:
-        return inner(*args, **kwargs)
-    return type(inner).forward(StandIn(inner, values), *args, **kwargs)
+        seen = seen or _is_hooked(inner, packed)
+    return inner, adapters, seen
 
 
-def _adapted(wrapper: Any, names: list[str]) -> Tensor:
-    weight = wrapper.get_param()
+def _hooked(module: nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a module, with its hooks; `run` is its forward meanwhile."""
+    module.forward = run
+    try:
+        return module(*args, **kwargs)
+    finally:
+        del module.forward
+
+
+def take_off(outermost: nn.Module) -> None:
+    """Take adapters off a module's stacks that PEFT has left there (known_bugs.ADAPTED_4_BIT_STACKS)."""
+    if not ADAPTED_4_BIT_STACKS.present or _is_plain(outermost):
+        return
+    for chain in getattr(_innermost(outermost), "parametrizations", {}).values():
+        for place in reversed(range(1, len(chain))):
+            if type(chain[place]).__module__ == WRAPPERS:
+                del chain[place]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is no wrapper of PEFT's."""
+    return not hasattr(module, "parameter_name")
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    while hasattr(module, "parameter_name"):
+        module = module.base_layer
+    return module
+
+
+def _adapted(wrapper: Any, weight: Tensor | None, names: list[str]) -> Tensor:
+    """weight: None where the module's own parameter is adapted."""
+    weight = wrapper.get_param() if weight is None else weight
     if weight.dim() == 2:
         for name in names:
             weight = weight + wrapper.get_delta_weight(name)
@@ -87,18 +162,24 @@ def _adapted(wrapper: Any, names: list[str]) -> Tensor:
     return adapted_stack(weight, a, b, scales, not wrapper._did_swap_in_out_features)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody would notice that the module itself is not called."""
-    return any(len(getattr(module, name)) for name in HOOKS)
+def _is_hooked(module: nn.Module, packed: tuple[str, ...]) -> bool:
+    """Whether somebody would notice that the module itself is not called.
+
+    bitsandbytes would not: with each 4-bit stack come a hook before and one behind, for a cache that is not read here.
+    """
+    own = len(packed) if _is_plain(module) else 0
+    return any(len(getattr(module, name)) != (own if "forward" in name else 0) for name in HOOKS)
 
 
 def refusal(module: nn.Module) -> Note | None:
     """Why a parametrising module cannot be traced, or None.
 
     Args:
-        module: the outermost of those around one module.
+        module: the outermost of those around one module, or a module with 4-bit stacks.
     """
-    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    if packed_stacks(module):
+        return _refuse_code(module)
+    wrapper = getattr(sys.modules.get(WRAPPERS), "ParamWrapper", None)
     inner, names = module, []
     while wrapper is not None and type(inner) is wrapper:
         if not hasattr(inner, "_did_swap_in_out_features") or getattr(inner, "lora_variant", None):
@@ -111,7 +192,7 @@ def refusal(module: nn.Module) -> Note | None:
 
 
 def _refuse_values(inner: nn.Module, names: list[str]) -> Note | None:
-    for name in names:
+    for name in set(names) - set(packed_stacks(inner)):
         parameter = inner._parameters.get(name)
         if parameter is None:
             return note("adapted-value-not-plain", name)
@@ -125,8 +206,8 @@ def _refuse_values(inner: nn.Module, names: list[str]) -> Note | None:
 
 def _refuse_code(inner: nn.Module) -> Note | None:
     """Whether the module's code would notice that it does not run on the module."""
-    kind = type(inner)
-    if "forward" in vars(inner) or hasattr(inner, "parametrizations"):
+    kind, packed = class_of(inner), packed_stacks(inner)
+    if "forward" in vars(inner) or len(getattr(inner, "parametrizations", ())) != len(packed):
         return note("forward-replaced", kind.__name__)
     for name, member in _members(kind).items():
         if isinstance(member, (property, staticmethod, classmethod)):
@@ -148,7 +229,7 @@ def _loops(inner: nn.Module) -> bool:
         return False
     return any(
         step.opname == "FOR_ITER"
-        for code in _with_inner(inspect.unwrap(type(inner).forward).__code__)
+        for code in _with_inner(inspect.unwrap(class_of(inner).forward).__code__)
         for step in dis.get_instructions(code)
     )
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from tunecompile.integrations import peft_experts
+from tunecompile.integrations.packed_experts.stacks import class_of, packed_stacks
 from tunecompile.notes import Note, note
 
 
@@ -28,12 +28,12 @@ def trace_or_skip(layer: nn.Module) -> list[nn.Module]:
     """
     found = list(_parametrising(layer))
     for module in found:
-        module.forward = (
-            types.MethodType(peft_experts.forward, module)
-            if peft_experts.refusal(module) is None
+        peft_experts.take_off(module)
+        if peft_experts.refusal(module) is None:
+            module.forward = peft_experts.traced(module)
+        elif not packed_stacks(module):
             # a partial: a copy of the module binds it to itself
-            else functools.partial(peft_experts.uncompiled, type(module).forward, module)
-        )
+            module.forward = functools.partial(peft_experts.uncompiled, type(module).forward, module)
     return found
 
 
@@ -41,7 +41,7 @@ def undo(module: nn.Module) -> None:
     """Undo `trace_or_skip` for one module."""
     forward = module.__dict__.get("forward")
     skipped = isinstance(forward, functools.partial) and forward.func is peft_experts.uncompiled
-    if skipped or getattr(forward, "__func__", None) is peft_experts.forward:
+    if skipped or peft_experts.is_traced(forward):
         del module.__dict__["forward"]
 
 
@@ -52,21 +52,28 @@ def report_lines(modules: Sequence[nn.Module]) -> list[Note]:
     for module in modules:
         if _merges(type(module)):
             skipped.setdefault(("merging-modules", ""), []).append(module)
-        elif (reason := peft_experts.refusal(module)) is not None:
+        elif (reason := _refusal(module)) is not None:
             reasons[str(reason)] = reason
-            skipped.setdefault(("parametrizing-modules", str(reason)), []).append(module)
+            code = "packed-stacks" if packed_stacks(module) else "parametrizing-modules"
+            skipped.setdefault((code, str(reason)), []).append(module)
     return [
-        note(code, ", ".join(sorted({type(m).__name__ for m in group})), reasons.get(why, ""), count=len(group))
+        note(code, ", ".join(sorted({class_of(m).__name__ for m in group})), reasons.get(why, ""), count=len(group))
         for (code, why), group in skipped.items()
     ]
 
 
 def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
-    if (_parametrises(type(module)) or _merges(type(module))) and "forward" not in module.__dict__:
+    found = _parametrises(type(module)) or _merges(type(module)) or packed_stacks(module)
+    if found and "forward" not in module.__dict__:
         yield module
         return
     for child in module.children():
         yield from _parametrising(child)
+
+
+def _refusal(module: nn.Module) -> Note | None:
+    """Why it is not traced in our way: not that we replaced its forward."""
+    return None if peft_experts.is_traced(vars(module).get("forward")) else peft_experts.refusal(module)
 
 
 @functools.cache

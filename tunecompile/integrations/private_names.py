@@ -97,6 +97,22 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_BITSANDBYTES,
     ),
     *group(
+        "4-bit stacks of experts are dequantised by bitsandbytes' code, in a graph for each layer",
+        "bitsandbytes.nn.parametrize.Bnb4bitParametrization.__init__.quant_state",
+        **_BITSANDBYTES,
+    ),
+    *group(
+        "`quantize_experts` ends with an error",
+        "bitsandbytes.nn.parametrize.replace_parameter_4bit",
+        **_BITSANDBYTES,
+    ),
+    *group(
+        "`nf4_config` ends with an error",
+        "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert",
+        "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer.param_needs_quantization",
+        **_TRANSFORMERS,
+    ),
+    *group(
         "4-bit layers that FSDP2 shards have a graph break at each linear",
         "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module",
         **_BITSANDBYTES,

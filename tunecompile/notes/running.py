@@ -33,6 +33,9 @@ NOTES = {
         "{count} modules ({subject}) parametrise other modules at every call (adapters over experts): they run "
         "eagerly, and their layers have graph breaks there: {detail}"
     ),
+    "packed-stacks": NoteKind(
+        "{count} modules ({subject}) have 4-bit stacks that bitsandbytes' own code dequantises: {detail}"
+    ),
     "merging-modules": NoteKind(
         "{count} modules ({subject}) merge their adapter into the weights at every call: they run eagerly, and their "
         "layers have graph breaks there",

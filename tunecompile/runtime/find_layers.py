@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 
 @dataclass(frozen=True)
@@ -57,5 +58,8 @@ def find_norms(owner: nn.Module) -> list[nn.Module]:
 
 
 def structure(module: nn.Module) -> tuple:
-    """The key of a region: names and classes of all submodules. Layers with equal keys share compiled code."""
-    return tuple((name, type(child)) for name, child in module.named_modules())
+    """The key of a region: names and classes of all submodules. Layers with equal keys share compiled code.
+
+    A parametrised module has a class of its own, and its parametrisations stand among its submodules.
+    """
+    return tuple((name, type_before_parametrizations(child)) for name, child in module.named_modules())

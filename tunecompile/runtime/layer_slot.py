@@ -36,7 +36,7 @@ from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.variant import Variant, _same
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
-_ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.")
+_ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.", "bitsandbytes.")
 
 
 class Mode(enum.Enum):

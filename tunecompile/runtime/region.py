@@ -15,6 +15,7 @@ from typing import TypeVar
 from tunecompile.compiler.backend import Backend, Executor
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.notes import Note
 from tunecompile.planner.solver import Plan
 from tunecompile.runtime.compile_limits import CompileEffort
@@ -42,6 +43,7 @@ class Region:
     variants: dict[tuple, Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     bypassed: bool = False
+    packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
     effort: CompileEffort = field(init=False)
 
@@ -105,7 +107,8 @@ class Region:
         return self.variants[key]
 
     def _made(self, name: str, backend: Backend, kind: tuple) -> Variant:
-        return Variant(name, backend, self.effort, flat=_is_flat(kind))
+        guards = guards_of_all if self.packed else None
+        return Variant(name, backend, self.effort, flat=_is_flat(kind), guards=guards)
 
 
 def _is_flat(kind: tuple) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,15 @@ class Variant:
     limit of graphs for a code object, beyond which layers run eagerly.
     """
 
-    def __init__(self, name: str, backend: Backend, effort: CompileEffort, flat: bool = False):
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        effort: CompileEffort,
+        flat: bool = False,
+        guards: Callable[[Sequence[Any]], list[bool]] | None = None,
+    ):
+        """guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all."""
         self.flat = flat  #: whether it runs on rows of documents
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
@@ -62,7 +70,8 @@ class Variant:
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
         function = own_code(_region, name)
         self._traced = forget_with(self, function.__code__)
-        self._compiled = torch.compile(function, backend=WeakBackend(self.compile))
+        options = None if guards is None else {"guard_filter_fn": guards}
+        self._compiled = torch.compile(function, backend=WeakBackend(self.compile), options=options)
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's output. By the layer's own code, where an op refuses fake tensors that it would take real

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.integrations.packed_experts.stacks import set_dtype
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.runtime.find_layers import find_layers
 
@@ -185,7 +186,9 @@ def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
 
 
 def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
-    """Let 4-bit linears compute with their dequantised values."""
+    """Let 4-bit linears and experts compute with their dequantised values."""
+    for module in twin.modules():
+        set_dtype(module, dtype)
     with contextlib.suppress(ImportError):
         import bitsandbytes as bnb
 

@@ -1,11 +1,13 @@
-"""Adapters over parameters, which parametrise modules at every call: traced without that, or skipped by Dynamo."""
+"""Adapters over parameters, and 4-bit stacks of experts, which parametrise modules: traced without that, or skipped."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from tunecompile.integrations import peft_parametrize
+from tunecompile.integrations.packed_experts.stacks import packed_stacks
 from tunecompile.notes import Note
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 
@@ -13,15 +15,39 @@ class ParametrizedModules(Part):
     """Such modules inside layers are traced, or run as they are."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.modules: dict[int, list[nn.Module]] = {}  #: by the layer's place
+        self.looked: dict[int, object] = {}  #: what was inside then
 
     def attach(self, state: State) -> None:
         if state.stacks:
-            self.modules = [module for slot in state.slots for module in peft_parametrize.trace_or_skip(slot.layer)]
+            for slot in state.slots:
+                self._look(slot)
+
+    def follow(self, state: State) -> None:
+        """Adapters and 4-bit stacks may have come since."""
+        if not state.stacks:
+            return
+        for slot in state.slots:
+            if self.looked[slot.place] is not slot.inside:
+                if self.looked[slot.place] is not None:  # not the first step, at which layers are looked at
+                    self._undo(slot.place)
+                    self._look(slot)
+                self.looked[slot.place] = slot.inside
+
+    def _look(self, slot: LayerSlot) -> None:
+        found = peft_parametrize.trace_or_skip(slot.layer)
+        self.modules[slot.place], self.looked[slot.place] = found, slot.inside
+        if not slot.region.packed and any(packed_stacks(module) for module in slot.layer.modules()):
+            slot.region.packed = True
+            slot.region.variants.clear()
+
+    def _undo(self, place: int) -> None:
+        for module in self.modules[place]:
+            peft_parametrize.undo(module)
 
     def notes(self, state: State) -> list[Note]:
-        return peft_parametrize.report_lines(self.modules)
+        return peft_parametrize.report_lines([module for found in self.modules.values() for module in found])
 
     def detach(self, state: State) -> None:
-        for module in self.modules:
-            peft_parametrize.undo(module)
+        for place in self.modules:
+            self._undo(place)

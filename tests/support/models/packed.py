@@ -1,0 +1,73 @@
+"""Models with experts in 4 bits, and the same with dense experts of the same values."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from torch import Tensor, nn
+
+import tunecompile
+from tests.support import zoo
+
+PARTS = ("gate_up_proj", "down_proj")
+OVER = [f"mlp.experts.{part}" for part in PARTS]
+#: a token goes to every expert: where it goes to some, roundings decide where
+SIZES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 4},
+}
+
+
+def pair(
+    family: str, *, before: bool = True, adapted: bool = True, dtype: torch.dtype = torch.float32, **options
+) -> tuple[nn.Module, nn.Module]:
+    """(A model with 4-bit experts and adapters, a dense one with the same values.)
+
+    Args:
+        before: whether experts are quantised before they are adapted.
+        adapted: whether there are adapters over experts, too.
+    """
+    dense = zoo.make(family, num_hidden_layers=2, **{**SIZES[family], **options}).to(dtype)
+    packed = copy.deepcopy(dense)
+    over = OVER if adapted else None
+    if before:
+        names = tunecompile.quantize_experts(packed)
+        packed = zoo.adapt(packed, target_modules=["q_proj"], target_parameters=names if adapted else None)
+    else:
+        packed = zoo.adapt(packed, target_modules=["q_proj"], target_parameters=over)
+        names = tunecompile.quantize_experts(packed)
+    for name in names:
+        stack(dense, name).data.copy_(stack(packed.get_base_model(), name))
+    dense = zoo.adapt(dense, target_modules=["q_proj"], target_parameters=over)
+    theirs = dict(named(packed, dict(packed.named_parameters())))
+    with torch.no_grad():
+        for name, value in named(dense, dict(dense.named_parameters())).items():
+            if "lora" in name:
+                value.copy_(theirs[name])
+    return packed, dense
+
+
+def stack(model: nn.Module, name: str) -> Tensor:
+    path, _, part = name.rpartition(".")
+    module = model.get_submodule(path)
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return getattr(module, part)
+
+
+def named(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By what is adapted: the order in which PEFT's wrappers stand around each other depends on who came first."""
+    parts = {path: module.parameter_name for path, module in model.named_modules() if hasattr(module, "parameter_name")}
+    found = {}
+    for name, value in values.items():
+        path = re.sub(r"\.lora_[AB]\..*", "", name)
+        plain = name.replace(".base_layer", "")
+        found[plain.replace(".lora_", f".{parts[path]}.lora_") if path in parts else plain] = value
+    return found
+
+
+def gradients(model: nn.Module, **options) -> dict[str, Tensor]:
+    return named(model, zoo.step(model, zoo.batch(**options))[1])

@@ -1,0 +1,114 @@
+"""4-bit stacks of a module, and their values as an op of the graph.
+
+bitsandbytes' parametrisation dequantises a stack at every read, in code that Dynamo would trace anew for each layer:
+torch gives each parametrised module a class of its own, and Dynamo guards on classes. So the module's forward is traced
+with the op's results in place of its parameters (`tunecompile.integrations.peft_experts`), and guards on such classes
+are left out. Which stacks a module has, and in which form, other guards say.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tunecompile.integrations.bitsandbytes import from_4_bits, is_readable
+
+__all__ = [
+    "DEQUANTISES",
+    "HOOK_MODULE",
+    "class_of",
+    "guards_of_all",
+    "is_partly_packed",
+    "packed_stacks",
+    "plain_copy",
+    "set_dtype",
+    "unpacked",
+]
+
+DEQUANTISES = "Bnb4bitParametrization"  #: bitsandbytes' class
+HOOK_MODULE = "bitsandbytes.nn.parametrize"  #: where it is, with the hooks that go with it
+
+
+def packed_stacks(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's parameters that bitsandbytes keeps in 4 bits; of those alone that the op can read."""
+    if not isinstance(module, nn.Module) or not parametrize.is_parametrized(module):
+        return ()
+    chains = module.parametrizations
+    return tuple(name for name in chains if _is_packed(chains[name]))
+
+
+def _is_packed(chain: Any) -> bool:
+    if len(chain) != 1 or type(chain[0]).__name__ != DEQUANTISES or type(chain[0]).__module__ != HOOK_MODULE:
+        return False
+    original, state = getattr(chain, "original", None), getattr(chain[0], "quant_state", None)
+    return type(original) is nn.Parameter and len(getattr(state, "shape", ())) == 3 and is_readable(original, state)
+
+
+def unpacked(module: nn.Module, name: str) -> Tensor:
+    """The values of one 4-bit stack, by an op; they have no gradient. Dynamo traces this."""
+    chain = module.parametrizations[name]
+    return from_4_bits(chain.original, chain[0].quant_state)
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module with 4-bit stacks, without hooks, that holds their values on the CPU in fp32.
+
+    Its other parameters and its submodules are the module's own.
+    """
+    names = packed_stacks(module)
+    plain = class_of(module).__new__(class_of(module))
+    for name, value in vars(module).items():
+        if name != "forward":
+            vars(plain)[name] = (
+                type(value)() if name.endswith("hooks") else dict(value) if type(value) is dict else value
+            )
+    values = {name: unpacked(module, name).to("cpu", torch.float32) for name in names}
+    plain._parameters |= {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+    plain._modules.pop("parametrizations")
+    return plain
+
+
+def is_partly_packed(module: nn.Module) -> bool:
+    """Whether bitsandbytes parametrises the module in a form that is not known here, or others do beside it."""
+    chains = module.parametrizations.values() if parametrize.is_parametrized(module) else ()
+    found = [type(each).__name__ == DEQUANTISES for chain in chains for each in chain]
+    return any(found) and len(found) != len(packed_stacks(module))
+
+
+def set_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have the module's 4-bit stacks dequantised to this dtype."""
+    for name in packed_stacks(module):
+        made = module.parametrizations[name][0]
+        made.quant_state = copy.copy(made.quant_state)
+        made.quant_state.dtype = dtype
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class, without what parametrisations made of it."""
+    return parametrize.type_before_parametrizations(module)
+
+
+def guards_of_all(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards hold for all layers.
+
+    Left out are those on the class that a module with 4-bit stacks has alone, and on the numbers of hooks that are
+    called after errors, too, as bitsandbytes' are.
+
+    Args:
+        guards: as torch.compile's option `guard_filter_fn` gets them.
+    """
+    return [
+        not (guard.guard_type == "TYPE_MATCH" and _has_packed_alone(guard.value))
+        and "._forward_hooks_always_called" not in guard.name
+        for guard in guards
+    ]
+
+
+def _has_packed_alone(module: Any) -> bool:
+    names = packed_stacks(module)
+    return bool(names) and len(names) == len(module.parametrizations)
