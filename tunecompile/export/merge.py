@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
 from tunecompile.errors import CannotMerge, summary
 from tunecompile.integrations.bitsandbytes import is_packed
+from tunecompile.integrations.packed_experts.stacks import is_partly_packed, packed_stacks, plain_copy
 from tunecompile.ops.nf4 import dequantize_4bit
 
 ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a new process: tunecompile merge"
@@ -56,6 +57,8 @@ def floats(module: nn.Module, name: str = "") -> Iterator[tuple[str, Tensor]]:
         module = merged(module, name)
     elif is_quantized(module):
         module = dequantized(module, name)
+    elif packed_stacks(module) or is_partly_packed(module):
+        module = in_floats(module, name)
     buffers = (
         (key, value)
         for key, value in module.named_buffers(recurse=False)
@@ -111,10 +114,23 @@ def in_floats(layer: nn.Module, name: str) -> nn.Module:
         }
         if is_quantized(module):
             memo[id(module)] = dequantized(module, key)
+        elif is_partly_packed(module):
+            raise CannotMerge(reason=f"{key} has 4-bit parameters that are adapted, or in a form that is not known")
+        elif packed_stacks(module):
+            memo[id(module)] = _in_floats(plain_copy(module), key)
         else:
             tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             memo |= {id(value): as_float(value, join(key, at)) for at, value in tensors}
     return copy.deepcopy(layer, memo)
+
+
+def _in_floats(plain: nn.Module, name: str) -> nn.Module:
+    """A plain copy's other parameters as floats, and copies of its submodules."""
+    for held in (plain._parameters, plain._buffers):
+        held.update({key: as_float(value, join(name, key)) for key, value in held.items() if value is not None})
+    children = {key: in_floats(child, join(name, key)) for key, child in plain._modules.items() if child is not None}
+    plain._modules.update(children)
+    return plain
 
 
 def as_float(value: Tensor, name: str) -> Tensor:
