@@ -15,6 +15,7 @@ from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.estimate.dry_run import rehearse
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
+from tunecompile.integrations.packed_experts.stacks import scales_of
 from tunecompile.notes import Note
 from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu
 from tunecompile.planner.device_memory import (
@@ -235,7 +236,7 @@ def summarize(
 
 def _weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, and of the scales of 4-bit parameters."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {id(tensor): tensor for tensor in scales_of(model)}
     for tensor in counted_tensors(model, meta_linears(model)):
         found[id(tensor)] = tensor
         quantised = getattr(tensor, "quant_state", None)

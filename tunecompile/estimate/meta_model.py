@@ -13,6 +13,8 @@ from torch import nn
 from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
 from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets, shape_config
 from tunecompile.estimate.meta_nf4 import BLOCK, meta_linear
+from tunecompile.integrations.packed_experts.meta import pack_on_meta
+from tunecompile.integrations.packed_experts.quantize import refusal, stacks
 
 DTYPE = torch.bfloat16  #: of weights that are not quantised, and of activations
 
@@ -105,4 +107,7 @@ def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
         ):
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, meta_linear(module))
+    for _, module, key in list(stacks(model)) if quantised else ():
+        if refusal(module, key, BLOCK, loaded=False) is None:
+            pack_on_meta(module, key)
     return model

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.known_bugs import ADAPTED_4_BIT_STACKS
-from tunecompile._torch.modules import HOOKS
-from tunecompile.integrations.packed_experts.stacks import class_of, packed_stacks, unpacked
+from tunecompile._torch.modules import HOOKS, is_of
+from tunecompile.integrations.packed_experts.stacks import HOOK_MODULE, class_of, packed_stacks, unpacked
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import adapted_stack
 
@@ -60,7 +61,8 @@ def traced(outermost: nn.Module) -> types.MethodType:
     A bound method, since Dynamo takes it for another layer's, too; a copy of the wrapper has its own.
     """
     inner = _innermost(outermost)
-    return types.MethodType(_forward_with(class_of(inner), packed_stacks(inner)), outermost)
+    own = tuple(sum(is_of(hook, (HOOK_MODULE,)) for hook in getattr(inner, name).values()) for name in HOOKS)
+    return types.MethodType(_forward_with(class_of(inner), packed_stacks(inner), own), outermost)
 
 
 def is_traced(forward: Any) -> bool:
@@ -72,19 +74,20 @@ _TRACED: set[Callable] = set()
 
 
 @functools.cache
-def _forward_with(kind: type, packed: tuple[str, ...]) -> Callable:
+def _forward_with(kind: type, packed: tuple[str, ...], own: tuple[int, ...]) -> Callable:
     """Of the name `forward`, so that what is pickled finds the class's.
 
     Args:
         kind: whose forward it calls. (Dynamo would guard on a parametrised module's own class.)
         packed: the names of 4-bit stacks.
+        own: how many hooks of each kind are bitsandbytes', for a cache that is not read here.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a wrapper's module with adapted values."""
         if not packed and not torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
-        inner, adapters, seen = _look_through(self, packed)
+        inner, adapters, seen = _look_through(self, own)
         if adapters is None or (seen and not packed):
             return uncompiled(type(self).forward, self, *args, **kwargs)
         values = {name: unpacked(inner, name) for name in packed}
@@ -101,7 +104,7 @@ def _forward_with(kind: type, packed: tuple[str, ...]) -> Callable:
     return forward
 
 
-def _look_through(outermost: Any, packed: tuple[str, ...]) -> tuple[Any, dict[str, tuple[Any, list[str]]] | None, bool]:
+def _look_through(outermost: Any, own: tuple[int, ...]) -> tuple[Any, dict[str, tuple[Any, list[str]]] | None, bool]:
     """(The module that is wrapped, (wrapper, active adapters) by parameter, whether hooks see its calls).
 
     Adapters are None where PEFT takes them out of the weights now.
@@ -116,7 +119,7 @@ def _look_through(outermost: Any, packed: tuple[str, ...]) -> tuple[Any, dict[st
             if names:
                 adapters[inner.parameter_name] = inner, names
         inner = inner.base_layer
-        seen = seen or _is_hooked(inner, packed)
+        seen = seen or _is_hooked(inner, own if _is_plain(inner) else (0, 0, 0, 0))
     return inner, adapters, seen
 
 
@@ -162,13 +165,9 @@ def _adapted(wrapper: Any, weight: Tensor | None, names: list[str]) -> Tensor:
     return adapted_stack(weight, a, b, scales, not wrapper._did_swap_in_out_features)
 
 
-def _is_hooked(module: nn.Module, packed: tuple[str, ...]) -> bool:
-    """Whether somebody would notice that the module itself is not called.
-
-    bitsandbytes would not: with each 4-bit stack come a hook before and one behind, for a cache that is not read here.
-    """
-    own = len(packed) if _is_plain(module) else 0
-    return any(len(getattr(module, name)) != (own if "forward" in name else 0) for name in HOOKS)
+def _is_hooked(module: nn.Module, own: tuple[int, ...]) -> bool:
+    """Whether hooks of others would notice that the module itself is not called."""
+    return any(len(getattr(module, name)) != count for name, count in zip(HOOKS, own))
 
 
 def refusal(module: nn.Module) -> Note | None:
@@ -197,7 +196,7 @@ def _refuse_values(inner: nn.Module, names: list[str]) -> Note | None:
         if parameter is None:
             return note("adapted-value-not-plain", name)
         stacked = parameter.dim() == 3 and parameter.shape[0] > 1
-        if type(parameter) is not nn.Parameter or not (stacked or parameter.dim() == 2):
+        if (type(parameter) is not nn.Parameter and not is_fake(parameter)) or not (stacked or parameter.dim() == 2):
             return note("adapted-value-not-plain", name)
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             return note("adapted-value-not-plain", name)

@@ -16,22 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.integrations.bitsandbytes import from_4_bits, is_readable
 
 __all__ = [
     "DEQUANTISES",
     "HOOK_MODULE",
+    "Dequantiser",
     "class_of",
     "guards_of_all",
     "is_partly_packed",
     "packed_stacks",
     "plain_copy",
+    "scales_of",
     "set_dtype",
     "unpacked",
 ]
 
 DEQUANTISES = "Bnb4bitParametrization"  #: bitsandbytes' class
 HOOK_MODULE = "bitsandbytes.nn.parametrize"  #: where it is, with the hooks that go with it
+
+
+class Dequantiser(nn.Module):
+    """A parametrisation in the place of bitsandbytes' own, with a `quant_state` like its."""
 
 
 def packed_stacks(module: nn.Module) -> tuple[str, ...]:
@@ -43,10 +50,26 @@ def packed_stacks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_packed(chain: Any) -> bool:
-    if len(chain) != 1 or type(chain[0]).__name__ != DEQUANTISES or type(chain[0]).__module__ != HOOK_MODULE:
+    if len(chain) != 1 or not _dequantises(chain[0]):
         return False
     original, state = getattr(chain, "original", None), getattr(chain[0], "quant_state", None)
-    return type(original) is nn.Parameter and len(getattr(state, "shape", ())) == 3 and is_readable(original, state)
+    return (
+        (type(original) is nn.Parameter or is_fake(original))
+        and len(getattr(state, "shape", ())) == 3
+        and is_readable(original, state)
+    )
+
+
+def _dequantises(parametrisation: nn.Module) -> bool:
+    kind = type(parametrisation)
+    return (kind.__module__, kind.__name__) == (HOOK_MODULE, DEQUANTISES) or issubclass(kind, Dequantiser)
+
+
+def scales_of(model: nn.Module) -> list[Tensor]:
+    """The scales of a model's 4-bit stacks, which are neither parameters nor buffers of it."""
+    states = [module.quant_state for module in model.modules() if _dequantises(module)]
+    holders = [each for state in states for each in (state, getattr(state, "state2", None)) if each is not None]
+    return [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
 
 
 def unpacked(module: nn.Module, name: str) -> Tensor:
@@ -76,7 +99,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 def is_partly_packed(module: nn.Module) -> bool:
     """Whether bitsandbytes parametrises the module in a form that is not known here, or others do beside it."""
     chains = module.parametrizations.values() if parametrize.is_parametrized(module) else ()
-    found = [type(each).__name__ == DEQUANTISES for chain in chains for each in chain]
+    found = [_dequantises(each) for chain in chains for each in chain]
     return any(found) and len(found) != len(packed_stacks(module))
 
 
