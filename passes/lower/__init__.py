@@ -1,7 +1,8 @@
-"""Ops to providers, on the forward and the backward graph. No file here names a model or an op family."""
+"""Ops to providers, on the forward and the backward graph. No file here names a model."""
 
 from tunecompile.passes.lower.attention_by_heads import PASS as attention_by_heads
 from tunecompile.passes.lower.choose_provider import PASS as choose_provider
 from tunecompile.passes.lower.cleanup import PASS as cleanup
+from tunecompile.passes.lower.gather_rows import PASS as gather_rows
 
-__all__ = ["attention_by_heads", "choose_provider", "cleanup"]
+__all__ = ["attention_by_heads", "choose_provider", "cleanup", "gather_rows"]

@@ -8,7 +8,7 @@ from tunecompile.compiler.backend import Backend
 from tunecompile.ops import adapted_stack
 from tunecompile.passes import PIPELINE
 
-PASSES = family("experts", "expert_rows")
+PASSES = family("experts", "expert_rows", "expert_masks")
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
 TOL = 1.5e-2  #: in bfloat16, where a product is rounded once or twice
 
@@ -43,8 +43,12 @@ def whole(x, up, down, chosen, weights):
 
 def masked(x, up, down, chosen, weights):
     """As transformers 5.17 writes it, for rows that another rank has."""
-    rows, order, ends = sorted_rows(x, chosen)
-    away = (torch.sort(chosen.reshape(-1))[0] >= EXPERTS).unsqueeze(-1)
+    ids, order = torch.sort(chosen.reshape(-1))
+    rows = x[order // CHOICES]
+    counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    away = (ids >= EXPERTS).unsqueeze(-1)
+    ids.clamp_(max=EXPERTS - 1)
     rows.masked_fill_(away, 0.0)
     hidden = torch.nn.functional.grouped_mm(rows, up.mT, offs=ends).masked_fill(away, 0.0).relu()
     made = torch._grouped_mm(hidden, down.permute(0, 2, 1), offs=ends).masked_fill(away, 0.0)
@@ -66,6 +70,7 @@ def test_a_layer(layer, trained):
     )
     products = [n for n in seen.graphs[0].nodes if "grouped_lora_linear" in str(n.target)]
     assert str(products[1].args[0].target).count("mul"), "the second product reads weighted rows"
+    assert "masked_fill" not in str(seen.graphs[0]), "what nobody's rows are set to, products give"
 
 
 @pytest.mark.parametrize("layer", [whole, masked])
@@ -269,3 +274,43 @@ def test_sums_over_another_dim_keep_their_rows_apart():
         passes=PASSES,
         expect={"spread_rows": 2, "inverse_order": 1},
     )
+
+
+def with_mask(make, before=lambda ids: None, value=0.0):
+    """A product whose rows, and whose result, are set to a value under a mask."""
+
+    def layer(x, up, chosen):
+        ids, order = torch.sort(chosen.reshape(-1))
+        counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        before(ids)
+        mask = make(ids).unsqueeze(-1)
+        rows = x[order // CHOICES].masked_fill(mask, value)
+        return torch._grouped_mm(rows, up.mT, offs=ends).masked_fill(mask, value).relu()
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer, kept",
+    [
+        (with_mask(lambda ids: ids >= EXPERTS), False),
+        (with_mask(lambda ids: ids >= EXPERTS - 1), True),
+        (with_mask(lambda ids: ids < EXPERTS), True),
+        (with_mask(lambda ids: ids >= EXPERTS, value=1.0), True),
+        (with_mask(lambda ids: ids >= EXPERTS, before=lambda ids: ids.add_(1)), True),
+        (with_mask(lambda ids: ids.flip(0) >= EXPERTS), True),
+    ],
+)
+def test_only_masks_over_rows_of_nobody_go(layer, kept):
+    torch.manual_seed(0)
+    seen = check(
+        layer,
+        bf16(TOKENS, WIDTH),
+        bf16(EXPERTS, INNER, WIDTH, grad=False, scale=0.3),
+        torch.randint(EXPERTS if kept else EXPERTS + 1, (TOKENS, CHOICES)),  # eager leaves nobody's rows unwritten
+        passes=PASSES,
+        expect={"grouped_lora_linear": 1, "spread_rows": 1, "inverse_order": 1},
+        tol=TOL,
+    )
+    assert ("masked_fill" in str(seen.graphs[0])) == kept

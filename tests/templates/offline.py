@@ -11,7 +11,7 @@ import sys
 import torch
 
 
-def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
+def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
     def e(*shape, dtype=torch.bfloat16):
@@ -65,6 +65,11 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
         lora_mlp.backward_of_piece(d, both[:, :28672], y, xa, (16, 16), "silu", parts, both)
         return both
 
+    def product(x, order, weight, inner, up, table, offsets):
+        return experts.rows(x, weight, offsets, table, 512, turned=True, order=order, choices=8, inner=inner, up=up)
+
+    order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
+    tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
     labels = e(8, dtype=torch.int64)
     q = e(2, 64, 32, 128).transpose(1, 2)
     w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
@@ -130,6 +135,24 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8):
             lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),
             [gate, wide, e(64, 16), e(64, 32)],
         ),
+        "experts_tiles": (lambda offsets, like: experts.tiles(offsets, 512, like), [offsets, tokens]),
+        "experts_rows": (product, [tokens, order, stack, xa, ups, table, offsets]),
+        "experts_input": (
+            lambda grad, stack, table, offsets: experts.rows(grad, stack, offsets, table, 512, turned=False),
+            [e(512, 1536), stack, table, offsets],
+        ),
+        "experts_narrow": (
+            lambda x, a, table, offsets: experts.rows(x, a, offsets, table, 512, turned=True),
+            [e(512, 2048), e(128, 16, 2048), table, offsets],
+        ),
+        "experts_outer": (
+            lambda xa, x, order, offsets: experts.outer(xa, x, offsets, order=order, choices=8),
+            [xa, tokens, order, offsets],
+        ),
+        "experts_collect": (
+            lambda y, places: experts.collect(y, places, 8, torch.float32),
+            [e(512, 2048), order],
+        ),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
 
@@ -139,6 +162,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
@@ -218,7 +242,7 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import cross_entropy, fp8, lora, lora_mlp, nf4, rms_norm, swiglu
+    from tunecompile.templates import cross_entropy, experts, fp8, lora, lora_mlp, nf4, rms_norm, swiglu
 
-    everything = (nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8)
+    everything = (nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts)
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -18,6 +18,7 @@ REASONS = {
     "head-widths": NoteKind(
         "heads of {queries} and {values}: they must be equal, a multiple of 8 and at most 256",
     ),
+    "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),
     "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
     "bitsandbytes-not-loaded": NoteKind("bitsandbytes is not loaded"),
     "fp8-gives-bfloat16": NoteKind(

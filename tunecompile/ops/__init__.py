@@ -6,7 +6,16 @@ gradients of. `tunecompile.op` says how an op is made."""
 
 from tunecompile.ops.attention import document_mask, varlen_attention
 from tunecompile.ops.dora import adapted_norm
-from tunecompile.ops.experts import adapted_stack, collect_rows, grouped_lora_linear, inverse_order, spread_rows
+from tunecompile.ops.experts import (
+    adapted_stack,
+    collect_rows,
+    gathered_lora_linear,
+    gathered_lora_linear_backward,
+    grouped_lora_linear,
+    inverse_order,
+    spread_rows,
+    sum_rows,
+)
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_mlp import lora_mlp
@@ -25,6 +34,8 @@ __all__ = [
     "dequantize_4bit",
     "document_mask",
     "gated_activation",
+    "gathered_lora_linear",
+    "gathered_lora_linear_backward",
     "grouped_lora_linear",
     "inverse_order",
     "linear_cross_entropy",
@@ -36,5 +47,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "spread_rows",
+    "sum_rows",
     "varlen_attention",
 ]

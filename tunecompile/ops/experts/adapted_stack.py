@@ -47,7 +47,7 @@ def adapted_stack(
     """
     experts = weight.shape[0]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    down, up = downs(a, experts, wide, 1), ups(b, scales, experts, wide, 1)
+    down, up = downs(a, experts, wide, padded=False), ups(b, scales, experts, wide, padded=False)
     left, right = (down, up) if transposed else (up, down)
     return torch.baddbmm(weight.to(wide), left.transpose(1, 2), right).to(weight.dtype)
 
@@ -74,7 +74,7 @@ def adapted_stack_backward(
     experts = weight.shape[0]
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     wide = wide.transpose(1, 2) if transposed else wide  # [E, N, K]
-    down, up = downs(a, experts, wide.dtype, 1), ups(b, scales, experts, wide.dtype, 1)
+    down, up = downs(a, experts, wide.dtype, padded=False), ups(b, scales, experts, wide.dtype, padded=False)
     d_down = torch.bmm(up, wide)
     d_up = torch.bmm(down, wide.transpose(1, 2))
     return [grad.to(weight.dtype, copy=True), *split_downs(d_down, a), *split_ups(d_up, b, scales)]

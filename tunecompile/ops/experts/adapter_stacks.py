@@ -11,19 +11,19 @@ from torch import Tensor
 
 __all__ = ["downs", "split_downs", "split_ups", "ups"]
 
-ALIGNED = 8  #: grouped products want rows of 16 bytes: ranks are padded to multiples of 8
+NARROWEST = 16  #: tensor cores multiply so many columns at once; torch's grouped products want rows of 16 bytes
 
 
-def padded_rank(a: Sequence[Tensor], experts: int, aligned: int = ALIGNED) -> int:
-    """Return the rank of all adapters side by side, rounded up to a multiple of `aligned`."""
+def padded_rank(a: Sequence[Tensor], experts: int) -> int:
+    """Return the rank of all adapters side by side, rounded up to a power of two of at least 16."""
     rank = sum(m.shape[0] for m in a) // experts
-    return -(-rank // aligned) * aligned
+    return max(NARROWEST, 1 << (rank - 1).bit_length())
 
 
 def _fill(parts: list[Tensor], rank: int) -> Tensor:
     """Side by side along the rank, dim 1, and zeros up to `rank`."""
     missing = rank - sum(part.shape[1] for part in parts)
-    if missing:
+    if missing > 0:
         parts = [*parts, parts[0].new_zeros(parts[0].shape[0], missing, parts[0].shape[2])]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -35,22 +35,19 @@ def _dense(stack: Tensor) -> Tensor:
     return stack.clone(memory_format=torch.contiguous_format).as_strided(stack.shape, strides)
 
 
-def downs(a: Sequence[Tensor], experts: int, dtype: torch.dtype, aligned: int = ALIGNED) -> Tensor:
-    """Return A of each expert, all adapters below each other: [E, R, in], R padded with zeros."""
+def downs(a: Sequence[Tensor], experts: int, dtype: torch.dtype, padded: bool = True) -> Tensor:
+    """Return A of each expert, all adapters below each other: [E, R, in], R their rank or `padded_rank`."""
     parts = [m.to(dtype).reshape(experts, -1, m.shape[1]) for m in a]
-    return _dense(_fill(parts, padded_rank(a, experts, aligned)))
+    return _dense(_fill(parts, padded_rank(a, experts)) if padded else _fill(parts, 0))
 
 
-def ups(
-    b: Sequence[Tensor], scales: Sequence[float], experts: int, dtype: torch.dtype, aligned: int = ALIGNED
-) -> Tensor:
-    """Return scale * B of each expert, transposed, all adapters below each other: [E, R, out], R padded with zeros."""
+def ups(b: Sequence[Tensor], scales: Sequence[float], experts: int, dtype: torch.dtype, padded: bool = True) -> Tensor:
+    """Return scale * B of each expert, transposed, all adapters below each other: [E, R, out], R as in `downs`."""
     parts = []
     for m, scale in zip(b, scales):
         wide = m.to(torch.promote_types(m.dtype, torch.float32)) * scale
         parts.append(wide.to(dtype).reshape(m.shape[0], -1, experts).permute(2, 1, 0))
-    rank = -(-sum(part.shape[1] for part in parts) // aligned) * aligned
-    return _dense(_fill(parts, rank))
+    return _dense(_fill(parts, padded_rank([m.t() for m in b], experts) if padded else 0))
 
 
 def split_downs(grad: Tensor, a: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
+from tunecompile.ops.experts import by_template
 from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
 from tunecompile.ops.experts.products import BY_TORCH, LOOPED, Products, inside, refuse_grouped
 
@@ -47,7 +48,7 @@ def grouped_lora_linear(
 
     Returns:
         (y, xa): y is [S, N] in x's dtype, 0 in rows of nobody; xa, [S, R] in x's dtype, all adapters' x A^T side by
-        side, R the sum of r_i rounded up to a multiple of 8, is for the backward and gets no gradient.
+        side, R the sum of r_i rounded up to a power of two of at least 16, is for the backward and gets no gradient.
     """
     return _forward(LOOPED, x, weight, offsets, a, b, scales, transposed)
 
@@ -61,6 +62,15 @@ def _forward(by: Products, x, weight, offsets, a, b, scales, transposed) -> tupl
     xa = torch.where(valid, xa, 0)
     y = y + by.rows(xa, ups(b, scales, experts, x.dtype), offsets)
     return torch.where(valid, y, 0), xa
+
+
+@grouped_lora_linear.provider(
+    "triton",
+    because="the adapters' part is added before the result is rounded; W + BA is not computed",
+    refuses=by_template.refuse_plain,
+)
+def _(x, weight, offsets, a, b, scales, transposed):
+    return by_template.forward(x, None, 0, weight, offsets, a, b, scales, transposed)
 
 
 @grouped_lora_linear.provider(
@@ -115,6 +125,16 @@ def _backward(
     if used is None or used[1]:
         d_weight = by.outer(x, grad, offsets) if transposed else by.outer(grad, x, offsets)
     return [torch.where(inside(x.shape[0], offsets), dx, 0), d_weight, *d_a, *d_b]
+
+
+@grouped_lora_linear_backward.provider(
+    "triton",
+    because="adapters' gradients are summed by expert, in order; W + BA is not computed",
+    refuses=by_template.refuse_plain,
+)
+def _(grad, x, weight, offsets, a, b, scales, transposed, out1, *, used):
+    rows = (grad, None, 0, x, None, 0)
+    return by_template.backward(*rows, weight, offsets, a, b, scales, transposed, out1, used)
 
 
 @grouped_lora_linear_backward.provider(

@@ -1,0 +1,127 @@
+"""Products that read tokens where they stand, in place of copies of them on their way to experts.
+
+A spread of rows, and the gradient of their sum, is a gather: a copy of as many rows as all experts have together. A
+template that reads rows through the order does without. The sums themselves get a kernel of their own: what code
+generation makes of sums of a few rows each takes four times as long as memory does.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.op import Op
+from tunecompile.ops import (
+    collect_rows,
+    gathered_lora_linear,
+    gathered_lora_linear_backward,
+    grouped_lora_linear,
+    spread_rows,
+    sum_rows,
+)
+
+__all__ = ["PASS"]
+
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def run(graph: Graph, context: Context) -> None:
+    for node in list(graph.nodes):
+        if node.target is grouped_lora_linear.overload:
+            _read_in_place(graph, node)
+        elif node.target is grouped_lora_linear.backward_op.overload:
+            _read_in_place_backward(graph, node)
+        elif node.target is collect_rows.overload:
+            y, _, places, choices = node.args
+            _sum(graph, node, y, places, choices)
+        elif node.target is spread_rows.backward_op.overload:
+            grad, _, places, choices = node.args
+            for user in list(node.users):
+                _sum(graph, user, grad, places, choices)
+    _erase_unread(graph)
+
+
+def _cast(node: object) -> tuple[object, torch.dtype | None]:
+    """(What a cast reads, the dtype it casts to); of another node (itself, None)."""
+    casts = isinstance(node, Node) and node.target in _CASTS
+    if not casts or (node.target is _CASTS[1] and node.kwargs.keys() != {"dtype"}):
+        return node, None
+    return node.args[0], node.meta["val"].dtype
+
+
+def _gather(node: Node) -> tuple[Node, Node, int, torch.dtype | None] | None:
+    """(Tokens, order, choices, the dtype to which rows are cast), where a node is rows read through an order."""
+    rows, dtype = _cast(node)
+    if isinstance(rows, Node) and rows.target is spread_rows.overload:
+        x, order, _, choices = rows.args
+        return x, order, choices, dtype
+    if isinstance(rows, Node) and rows.target is operator.getitem:
+        made = rows.args[0]
+        if isinstance(made, Node) and made.target is collect_rows.backward_op.overload:
+            grad, order, _, choices = made.args
+            return grad, order, choices, dtype
+    return None
+
+
+def _tokens(graph: Graph, before: Node, gather: tuple) -> tuple[Node, Node, int]:
+    """(Tokens, order, choices), the tokens cast as their rows were: each cast once, not once for each of its rows."""
+    x, order, choices, dtype = gather
+    if dtype is not None and x.meta["val"].dtype != dtype:
+        with graph.inserting_before(before):
+            made = graph.call_function(_CASTS[0], (x, dtype))
+        made.meta["val"] = x.meta["val"].to(dtype)
+        x = made
+    return x, order, choices
+
+
+def _becomes(node: Node, op: Op, args: tuple) -> bool:
+    """Turn a call into one of an op with the same results, if a kernel of ours runs it."""
+    values = torch.fx.map_arg(list(args), lambda n: n.meta["val"])
+    if op.choose(values).run is op.reference:
+        return False
+    node.target, node.args = op.overload, args
+    return True
+
+
+def _read_in_place(graph: Graph, node: Node) -> None:
+    x, *rest = node.args
+    if (found := _gather(x)) is not None:
+        _becomes(node, gathered_lora_linear, (*_tokens(graph, node, found), *rest))
+
+
+def _read_in_place_backward(graph: Graph, node: Node) -> None:
+    grad, x, *rest = node.args
+    found = [_gather(grad), _gather(x)]
+    if any(found):
+        sides = [
+            (side, None, 0) if gather is None else _tokens(graph, node, gather)
+            for side, gather in zip((grad, x), found)
+        ]
+        _becomes(node, gathered_lora_linear_backward, (*sides[0], *sides[1], *rest))
+
+
+def _sum(graph: Graph, node: Node, y: Node, places: Node, choices: int) -> None:
+    """Put a sum of rows in the place of a node; a cast to a wider dtype before it is part of it."""
+    dtype, (rows, cast) = node.meta["val"].dtype, _cast(y)
+    if cast is not None and torch.promote_types(rows.meta["val"].dtype, cast) == cast:
+        y = rows
+    args = (y, places, choices, dtype)
+    if sum_rows.choose(torch.fx.map_arg(list(args), lambda n: n.meta["val"])).run is sum_rows.reference:
+        return
+    with graph.inserting_before(node):
+        made = graph.call_function(sum_rows.overload, args)
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+
+
+def _erase_unread(graph: Graph) -> None:
+    """Erase gathers, sums and casts that nothing reads any more."""
+    ours = (collect_rows, collect_rows.backward_op, spread_rows, spread_rows.backward_op)
+    targets = {*(op.overload for op in ours), *_CASTS, operator.getitem}
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in targets and not node.users:
+            graph.erase_node(node)
+
+
+PASS = Pass("gather_rows", "lower", run)

@@ -1,0 +1,127 @@
+"""Masks over rows of experts that another rank has: products grouped by expert give 0 there as they are.
+
+transformers sets such rows to 0 before and behind each product, on one rank too (`integrations/moe.py`), because a
+grouped product leaves them unwritten. `grouped_lora_linear` writes zeros, and a mask would only stand between it and
+the rows that it could read in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.rewrite import erase_dead, where_from
+from tunecompile.ops import grouped_lora_linear
+
+__all__ = ["PASS"]
+
+_IN_PLACE = "masked_fill_"
+_FILLS = ("masked_fill", torch.masked_fill, _IN_PLACE)
+
+
+def _asked(node: Node, *names: str) -> list:
+    """Arguments of a call behind the first, by position or by name."""
+    given = {**dict(zip(names, node.args[1:])), **node.kwargs}
+    return [given.get(name) for name in names]
+
+
+def _source(node: object, *targets: object) -> Node | None:
+    """What a call of one of these targets reads first."""
+    called = isinstance(node, Node) and node.op in ("call_function", "call_method") and node.target in targets
+    return node.args[0] if called and node.args and isinstance(node.args[0], Node) else None
+
+
+def _counted(offsets: Node) -> Node | None:
+    """The sorted ids whose counts, one an expert, the offsets add up: those outside of 0 ... E - 1 are not counted."""
+    counts = _source(offsets, torch.cumsum, "cumsum")
+    if counts is None or _asked(offsets, "dim", "dtype")[0] not in (0, -1):
+        return None
+    cast = _source(counts, torch.histc, "histc")
+    experts = value(offsets).shape[0]
+    if cast is None or _asked(counts, "bins", "min", "max") != [experts, 0, experts - 1]:
+        return None
+    ids = _source(cast, "to", "int", "float") or cast
+    return ids if _sorted(ids) else None
+
+
+def _sorted(ids: Node) -> bool:
+    """Whether a node is the first result of an ascending sort."""
+    sort = _source(ids, operator.getitem)
+    return sort is not None and ids.args[1] == 0 and sort.target in (torch.sort, "sort") and not sort.kwargs
+
+
+def _of_nobody(mask: object, offsets: Node) -> bool:
+    """Whether a mask is over rows behind the last offset alone.
+
+    Ids stand in increasing order, and the last offset is how many of them are below E: one that is not stands behind.
+    """
+    compared = _source(mask, "unsqueeze", torch.unsqueeze)
+    ids = _source(compared, operator.ge, torch.ge, "ge")
+    if ids is None or compared.args[1:] != (value(offsets).shape[0],) or _asked(mask, "dim")[0] not in (-1, 1):
+        return False
+    changed = [user for user in ids.users if is_mutation(user)]
+    order = {node: place for place, node in enumerate(ids.graph.nodes)}
+    first = min((order[user] for user in changed), default=len(order))
+    counted = _counted(offsets)
+    return counted is ids and all(order[node] < first for node in (compared, *_between(ids, offsets)))
+
+
+def _between(ids: Node, offsets: Node) -> Iterator[Node]:
+    """The calls that make offsets of ids."""
+    node = offsets
+    while node is not ids:
+        yield node
+        node = node.args[0]
+
+
+def _fills(node: Node, offsets: Node) -> bool:
+    """Whether a call sets rows of nobody to 0, and does nothing else."""
+    if node.op == "output" or node.target not in _FILLS:
+        return False
+    mask, filled = _asked(node, "mask", "value")
+    return filled == 0 and isinstance(mask, Node) and _of_nobody(mask, offsets)
+
+
+def _before(product: Node, offsets: Node) -> Node | None:
+    """The mask over what a product reads, where it is read by nothing else."""
+    x = product.args[0]
+    if _fills(x, offsets) and x.target != _IN_PLACE:
+        return x
+    for user in x.users:
+        if user.target == _IN_PLACE and user.args[0] is x and _fills(user, offsets):
+            return user if set(x.users) == {user, product} and not user.users else None
+    return None
+
+
+def _behind(product: Node, offsets: Node) -> Iterator[Node]:
+    """Masks over what a product makes, which is 0 there already."""
+    for made in product.users:
+        rows = made.target is operator.getitem and made.args[1] == 0
+        if rows and not any(is_mutation(user) for user in made.users):
+            yield from (user for user in made.users if _fills(user, offsets) and user.args[0] is made)
+
+
+def run(graph: Graph, context: Context) -> None:
+    tally = MatchCount("expert_masks")
+    for product in [node for node in graph.nodes if node.target is grouped_lora_linear.overload]:
+        offsets = product.args[2]
+        for mask in [*filter(None, [_before(product, offsets)]), *_behind(product, offsets)]:
+            tally.found += 1
+            tally.rewritten += 1
+            tally.places.append(f"rows of nobody{where_from(mask)}")
+            if mask.target != _IN_PLACE:
+                assert dtype_of(mask) == dtype_of(mask.args[0])
+                mask.replace_all_uses_with(mask.args[0])
+            compared = _asked(mask, "mask")[0]
+            graph.erase_node(mask)
+            erase_dead(graph, [compared, *compared.all_input_nodes])
+    context.tallies.append(tally)
+
+
+PASS = Pass("expert_masks", "recognize", run, provides=frozenset({"expert_masks"}))

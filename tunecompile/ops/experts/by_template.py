@@ -1,0 +1,126 @@
+"""Grouped products by a template: it adds the adapters' part before it rounds, and reads rows through an order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import refuse_gpu
+from tunecompile.notes import Note, note
+from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_downs, split_ups, ups
+from tunecompile.ops.experts.products import BY_TORCH, LOOPED, refuse_grouped
+
+__all__ = ["backward", "forward", "refuse", "refuse_plain"]
+
+WIDEST = 256  #: rank of all adapters, up to which the template keeps their gradients in registers
+
+
+def refuse(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> Note | None:
+    """Why the template cannot take rows and a stack like these, or None."""
+    if reason := refuse_gpu(x, weight):
+        return reason
+    if x.dtype != weight.dtype:
+        return note("dtypes-differ", "rows and the stack of weights")
+    if not weight.is_contiguous():
+        return note("not-contiguous", "stacks of weights are")
+    if a and padded_rank(a, weight.shape[0]) > WIDEST:
+        return note("rank-too-large", rank=padded_rank(a, weight.shape[0]), limit=WIDEST)
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return note("gpu-before-ampere")
+    return None
+
+
+def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> Note | None:
+    """As `refuse`; and torch's products are faster where no adapter is added and no row is gathered."""
+    if reason := refuse(x, weight, offsets, a):
+        return reason
+    by_torch = x.dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:])
+    fast = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    return note("torch-is-faster", "products without adapters") if not a and by_torch and fast else None
+
+
+def _rows(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
+    return (x if order is None else x[order // choices]).contiguous()
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def forward(
+    x: Tensor,
+    order: Tensor | None,
+    choices: int,
+    weight: Tensor,
+    offsets: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what `grouped_lora_linear` does of row order[s] // choices of x, or of row s where there is no order.
+
+    Args:
+        x, order, choices: [S, K], None and 0; or [T, K], a permutation [S] and how many rows a token has.
+        weight, offsets, a, b, scales, transposed: as for `grouped_lora_linear`; nothing that `refuse` refuses.
+    """
+    from tunecompile.templates import experts
+
+    x, count = _dense(x), (x if order is None else order).shape[0]
+    table = experts.tiles(offsets, count, x)
+    read = {"order": order, "choices": choices}
+    if not a:
+        y = experts.rows(x, weight, offsets, table, count, turned=not transposed, **read)
+        return y, x.new_zeros(count, 0)
+    down, up = downs(a, weight.shape[0], x.dtype), ups(b, scales, weight.shape[0], x.dtype)
+    xa = experts.rows(x, down, offsets, table, count, turned=True, **read)
+    y = experts.rows(x, weight, offsets, table, count, turned=not transposed, inner=xa, up=up, **read)
+    return y, xa
+
+
+def backward(
+    grad: Tensor,
+    grad_order: Tensor | None,
+    grad_choices: int,
+    x: Tensor,
+    order: Tensor | None,
+    choices: int,
+    weight: Tensor,
+    offsets: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    transposed: bool,
+    xa: Tensor,
+    used: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of `grouped_lora_linear`, of rows that are read through permutations.
+
+    Args:
+        grad, grad_order, grad_choices: of y, as x, order and choices of `forward`.
+        xa: as `forward` returned it. The others are its arguments.
+        used: which of the gradients anybody reads: the others are None.
+    """
+    from tunecompile.templates import experts
+
+    grad, x = _dense(grad), _dense(x)
+    count = (grad if grad_order is None else grad_order).shape[0]
+    table = experts.tiles(offsets, count, grad)
+    read, told = {"order": grad_order, "choices": grad_choices}, {}
+    d_a, d_b = [], []
+    if a:
+        down, up = downs(a, weight.shape[0], x.dtype), ups(b, scales, weight.shape[0], x.dtype)
+        gb = experts.rows(grad, up, offsets, table, count, turned=True, **read)
+        told = {"inner": gb, "up": down}
+        d_a = split_downs(experts.outer(gb, x, offsets, order=order, choices=choices), a)
+        d_b = split_ups(experts.outer(xa.contiguous(), grad, offsets, **read), b, scales)
+    d_x = d_weight = None
+    if used[0]:
+        d_x = experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)
+    if used[1]:
+        sides = _rows(grad, grad_order, grad_choices), _rows(x, order, choices)
+        products = LOOPED if refuse_grouped(grad, [weight]) else BY_TORCH
+        d_weight = products.outer(*(reversed(sides) if transposed else sides), offsets)
+    return [d_x, d_weight, *d_a, *d_b]
