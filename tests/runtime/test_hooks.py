@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.models.pairs import pair
+from tests.support.notes import has
+from tunecompile.runtime.module_watch import TURNS
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,6 +126,56 @@ def test_hooks_on_modules_that_come_after_the_first_step(put):
     for module in placed:
         module.register_forward_hook(lambda module, args, out: out * 3)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
+
+
+def replace(name: str, entries, keep: list | None = None):
+    """Put a dictionary of hooks in the place of an MLP's; `keep` holds the former one."""
+
+    def put(models):
+        for m in models:
+            mlp = m.model.layers[1].mlp
+            if keep is not None:
+                keep.append(getattr(mlp, name))
+            setattr(mlp, name, OrderedDict(entries))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "name, hook",
+    [
+        ("_forward_hooks", lambda module, args, out: out * 3),
+        pytest.param("_forward_pre_hooks", lambda module, args: (args[0] * 3,), marks=pytest.mark.slow),
+    ],
+)
+def test_dictionaries_of_hooks_that_are_replaced(name, hook):
+    """Dropped or kept, empty or full, and filled in the ordinary way: the next step is eager's."""
+    models, kept = pair(), []
+    assert_same_run(*models, lambda m: m(**zoo.batch()).loss)
+    begin = zoo.step(models[1], zoo.batch())[0].item()
+    acts = [
+        (replace(name, {0: hook}), True),
+        (replace(name, {}, kept), False),
+        (lambda ms: [getattr(m.model.layers[1].mlp, f"register{name[:-1]}")(hook) for m in ms], True),
+        (replace(name, {}), False),
+    ]
+    for act, hooked in acts:
+        act(models)
+        assert_same_run(*models, lambda m: m(**zoo.batch()).loss)
+        assert (zoo.step(models[1], zoo.batch())[0].item() != begin) is hooked
+    assert not has(tunecompile.report(models[0]).notes, "hooks-replaced")
+
+
+@pytest.mark.slow
+def test_a_kept_dictionary_of_hooks_is_noticed_soon():
+    """In place of an empty one that somebody keeps, and filled by hand: the one case that may be late, which is said."""
+    models, kept = pair(), []
+    assert_same_run(*models, lambda m: m(**zoo.batch()).loss)
+    replace("_forward_hooks", {0: lambda module, args, out: out * 3}, kept)(models)
+    for _ in range(TURNS):
+        models[0](**zoo.batch()).loss.backward()
+    assert_same_run(*models, lambda m: m(**zoo.batch()).loss)
+    assert has(tunecompile.report(models[0]).notes, "hooks-replaced")
 
 
 def test_modules_that_are_taken_out_are_freed():

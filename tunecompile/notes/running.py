@@ -20,6 +20,11 @@ NOTES = {
         "{count} layers came after `optimize` and are not compiled: call `restore`, then `optimize`",
         "Call restore(model), then optimize(model).",
     ),
+    "hooks-replaced": NoteKind(
+        "a dictionary of hooks inside a layer was replaced by another while the first was kept: this was noticed "
+        "within {steps} steps, in which layers ran with the hooks they had before",
+        "Add hooks by register_forward_hook and the like, and remove them by their handles.",
+    ),
     "weights-outside-layers": NoteKind(
         "most weights are in none of the repeated layers that were found ({subject}), and are not compiled",
         "Report the model's structure.",

@@ -164,10 +164,16 @@ class LayerSlot:
             self.region.replays = None
         self.inside = ModuleSnapshot(self.layer)
 
-    def follow_modules(self) -> None:
-        """Adapters may have come into the layer, and hooks with them."""
-        if self.inside is not None and self.inside.changed:
-            self.inside = ModuleSnapshot(self.layer)
+    def follow_modules(self) -> bool:
+        """Adapters may have come into the layer, and hooks with them.
+
+        Returns:
+            Whether hooks were found that may have been there for some steps.
+        """
+        if self.inside is None or not self.inside.changed:
+            return False
+        late, self.inside = self.inside.late, ModuleSnapshot(self.layer)
+        return late
 
     @property
     def stays(self) -> bool:
@@ -271,12 +277,8 @@ class LayerSlot:
         """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later
         ones.
         """
-        of_all = global_hooks()
-        if not of_all and not any(self.inside.hooks):
-            return ()
-        return tuple(
-            getattr(hook, "__code__", type(hook)) for hooks in (*of_all, *self.inside.hooks) for hook in hooks.values()
-        )
+        found = (*global_hooks(), *self.inside.hooks)
+        return tuple(getattr(hook, "__code__", type(hook)) for hooks in found for hook in hooks.values())
 
     @property
     def watched(self) -> bool:

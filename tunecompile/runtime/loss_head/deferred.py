@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.errors import NoGradient
 from tunecompile.notes import Note
+from tunecompile.runtime.module_watch import hook_node
 
 
 class Unfit(Exception):
@@ -261,7 +262,7 @@ def pass_by(made: Tensor, line: Iterable[GradientProbe]) -> Tensor:
         if asked:
             raise NoGradient(asked=asked, reason=WITHOUT)
 
-    node.register_prehook(tell)
+    hook_node(node, tell)
     node.metadata[_PASSED_BY] = line
     return made
 

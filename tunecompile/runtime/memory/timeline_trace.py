@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from tunecompile.planner.device_memory import Gauge
+from tunecompile.runtime.module_watch import hook_node
 
 #: steps of a plan that are sampled, the last one kept: the first compiles, the second is the first with the optimizer's
 #: moments
@@ -65,7 +66,7 @@ class MemoryTrace:
             return
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.grad_fn is not None:
-            first.grad_fn.register_prehook(partial(_sample, self.samples, self.gauge, place))
+            hook_node(first.grad_fn, partial(_sample, self.samples, self.gauge, place))
 
 
 def _sample(samples: list[Sample], gauge: Gauge, place: int, _gradients: Any) -> None:

@@ -13,6 +13,7 @@ from tunecompile.notes import note
 from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
+from tunecompile.runtime.module_watch import TURNS
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import NotCopied
@@ -73,8 +74,9 @@ class Layers(Part):
 
     def follow(self, state: State) -> None:
         """Modules inside layers may have come, gone, or got hooks."""
-        for slot in (*state.slots, *state.norms):
-            slot.follow_modules()
+        late = [slot.follow_modules() for slot in (*state.slots, *state.norms)]
+        if any(late) and (found := note("hooks-replaced", steps=TURNS)) not in state.notes:
+            state.notes.append(found)
 
     def detach(self, state: State) -> None:
         for handle in self.handles:

@@ -97,14 +97,12 @@ class OwnerWatch:
             self.snapshot = ModuleSnapshot(self.owner)
             modules = list(self.owner.modules())
             self.kinds = {type(module) for module in modules}
-            self.modules = [
-                (weakref.ref(module), type(module), vars(module), module._forward_pre_hooks, module._forward_hooks)
-                for module in modules
-            ]
+            self.modules = [(weakref.ref(module), type(module), vars(module)) for module in modules]
         if any(global_hooks()[:2]):
             return note("hook-on-all-modules")
         unknown = {kind for kind in self.kinds if not _is_known(kind.forward)}
-        for module, kind, own, before, after in self.modules:
-            if (before or after or "forward" in own or kind in unknown) and (reason := _foreign(module())):
+        hooked = any(self.snapshot.hooks)
+        for module, kind, own in self.modules:
+            if (hooked or "forward" in own or kind in unknown) and (reason := _foreign(module())):
                 return reason
         return _heads(self.owner, model)
