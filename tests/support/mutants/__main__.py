@@ -1,0 +1,172 @@
+"""The commands `map` and `run`, see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from tests.support.mutants.mutate import FOLDERS, ROOT, Mutant, Planter, all_mutants
+
+TESTS = ("ir", "planner", "compiler", "passes", "runtime", "ops", "estimate", "verification")
+SECONDS = 20.0  #: of tests for one mutant, as long as they took without one
+LONGEST = 60.0  #: seconds after which a mutant counts as killed: it runs for ever
+
+
+def make_map(target: Path, tests: list[str], processes: int, seconds: float) -> None:
+    """Run tests, and write what each of them runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.mutants.lines"]
+        command += ["-m", "not gpu and not slow", "--no-header", "--tb=no", *tests]
+        command += ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
+        try:
+            subprocess.run(
+                command, cwd=ROOT, env={**os.environ, "LINES": f"{folder}/part"}, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            print("the map is not complete")
+        found = {}
+        for part in Path(folder).glob("part.*.json"):
+            found |= json.loads(part.read_text())
+    passed = {test: entry for test, entry in found.items() if entry.get("passed")}
+    target.write_text(json.dumps(passed))
+    print(f"{len(passed)} tests that pass of {len(found)}")
+
+
+class Tests:
+    """Which tests a mutant is shown to."""
+
+    def __init__(self, file: Path):
+        self.seconds: dict[str, float] = {}
+        self.by_line: dict[tuple[str, int], list[str]] = defaultdict(list)
+        self.by_file: dict[str, list[str]] = defaultdict(list)
+        for test, entry in json.loads(file.read_text()).items():
+            self.seconds[test] = entry["seconds"]
+            for source, lines in entry["lines"].items():
+                self.by_file[source].append(test)
+                for line in lines:
+                    self.by_line[source, line].append(test)
+
+    def of(self, mutant: Mutant) -> tuple[list[str], int]:
+        """(tests to run, how many there are). A line that runs at import is shown to all tests of its file.
+
+        Those of the file's own stem come first, then short ones.
+        """
+        found = self.by_line.get((mutant.file, mutant.line)) or self.by_file.get(mutant.file, [])
+        stem = Path(mutant.file).stem
+        ordered = sorted(found, key=lambda test: (f"test_{stem}" not in test, self.seconds[test]))
+        chosen, total = [], 0.0
+        for test in ordered:
+            if chosen and total + self.seconds[test] > SECONDS:
+                continue
+            chosen.append(test)
+            total += self.seconds[test] + 0.05
+        return chosen, len(found)
+
+
+def fate(mutant: Mutant | None, tests: list[str]) -> str:
+    """`killed`, `survived` or `endless`: of one mutant in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        code = 3
+        try:
+            import pytest
+
+            if mutant is not None:
+                Planter(mutant).plant()
+            options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+            code = int(pytest.main([*options, *tests]))
+        finally:
+            os._exit(code)
+    begin = time.time()
+    while time.time() - begin < LONGEST:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if status == 0 else "killed"
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "endless"
+
+
+def worker(mutants: list[Mutant], tests: Tests, end: float, out: Path) -> None:
+    """Judge mutants, one after another, until the time is over; a line of JSON for each."""
+    import peft  # noqa: F401  loaded once, for all mutants
+    import pytest  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    with out.open("w") as file:
+        for number, mutant in enumerate(mutants):
+            chosen, count = tests.of(mutant)
+            if number == 0 and chosen:
+                file.write(json.dumps({"control": fate(None, chosen), "tests": chosen}) + "\n")
+            if time.time() > end:
+                return
+            result = fate(mutant, chosen) if chosen else "no tests"
+            shown = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}
+            file.write(json.dumps({**shown, "fate": result, "ran": len(chosen), "of": count}) + "\n")
+            file.flush()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Judge a sample, and print who survives."""
+    tests, end = Tests(arguments.map), time.time() + arguments.seconds
+    found = all_mutants(tuple(arguments.folders or FOLDERS))
+    sample = random.Random(arguments.seed).sample(found, min(arguments.sample or len(found), len(found)))
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for number in range(arguments.processes):
+            if (child := os.fork()) == 0:
+                worker(sample[number :: arguments.processes], tests, end, Path(folder, f"{number}.json"))
+                os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        lines = [json.loads(line) for file in Path(folder).glob("*.json") for line in file.read_text().splitlines()]
+    if arguments.out:
+        arguments.out.write_text(json.dumps(lines, indent=1))
+    for line in lines:
+        if line.get("control") not in (None, "survived"):
+            print("CONTROL FAILED", line["control"], *line["tests"][:3])
+    judged = [line for line in lines if "fate" in line]
+    for line in sorted(judged, key=lambda line: (line["file"], line["line"])):
+        if line["fate"] in ("survived", "no tests"):
+            what = line["fate"] if line["fate"] == "no tests" else f"{line['ran']}/{line['of']}"
+            print(f"{line['file']}:{line['line']} [{what}] {line['before']}  ->  {line['after']}")
+    print(dict(Counter(line["fate"] for line in judged)), f"of {len(sample)} drawn, {len(found)} in all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.mutants", description=__doc__)
+    parser.add_argument("command", choices=["map", "run"])
+    parser.add_argument("map", type=Path)
+    parser.add_argument("tests", nargs="*")
+    parser.add_argument("--folders", nargs="*")
+    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "map":
+        tests = arguments.tests or [f"tests/{folder}" for folder in TESTS]
+        make_map(arguments.map, tests, arguments.processes, arguments.seconds)
+    else:
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()
