@@ -12,16 +12,22 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.known_bugs import ADAPTED_4_BIT_STACKS
 from tunecompile._torch.modules import HOOKS, is_of
-from tunecompile.integrations.packed_experts.stacks import HOOK_MODULE, class_of, packed_stacks, unpacked
+from tunecompile.integrations.packed_experts.stacks import (
+    HOOK_MODULE,
+    class_of,
+    is_plain,
+    is_shard,
+    packed_stacks,
+    unpacked,
+)
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import adapted_stack
 
@@ -88,7 +94,7 @@ def _forward_with(kind: type, packed: tuple[str, ...], own: tuple[int, ...]) -> 
         if not packed and not torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
         inner, adapters, seen = _look_through(self, own)
-        if adapters is None or (seen and not packed):
+        if adapters is None or (seen and not packed) or _is_sharded(inner, adapters):
             return uncompiled(type(self).forward, self, *args, **kwargs)
         values = {name: unpacked(inner, name) for name in packed}
         for name, (wrapper, active) in adapters.items():
@@ -121,6 +127,11 @@ def _look_through(outermost: Any, own: tuple[int, ...]) -> tuple[Any, dict[str, 
         inner = inner.base_layer
         seen = seen or _is_hooked(inner, own if _is_plain(inner) else (0, 0, 0, 0))
     return inner, adapters, seen
+
+
+def _is_sharded(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether adapted parameters are shards in a call, too: those of tensor parallelism stay so."""
+    return any(is_shard(module._parameters.get(name)) for name in names)
 
 
 def _hooked(module: nn.Module, run: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +207,7 @@ def _refuse_values(inner: nn.Module, names: list[str]) -> Note | None:
         if parameter is None:
             return note("adapted-value-not-plain", name)
         stacked = parameter.dim() == 3 and parameter.shape[0] > 1
-        if (type(parameter) is not nn.Parameter and not is_fake(parameter)) or not (stacked or parameter.dim() == 2):
+        if not is_plain(parameter) or not (stacked or parameter.dim() == 2):
             return note("adapted-value-not-plain", name)
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             return note("adapted-value-not-plain", name)

@@ -27,6 +27,7 @@ from tests.integrations.distributed.common import (
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
 from tests.support.memory.full_device import FULL, WHERE, Full
+from tests.support.models.packed import OVER
 from tests.support.notes import codes, find, has
 from tunecompile.errors import CannotVerify
 from tunecompile.planner import candidates
@@ -51,6 +52,31 @@ def adapters(rank, ranks):
     whole(made)
     unrecorded(made)
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
+
+
+def _mixture(bits: int = 32):
+    """A token goes to every expert."""
+    sizes = {"num_hidden_layers": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    made = zoo.adapt(zoo.make("qwen3_moe", **sizes), target_modules=["q_proj"], target_parameters=OVER).to(DEVICE)
+    if bits == 4:
+        tunecompile.quantize_experts(made)
+    return made.train()
+
+
+def adapters_over_experts_sharded_before(rank, ranks):
+    made = optimized(_sharded(_mixture()))
+    steps(made, _mixture(), rank, ranks)
+    whole(made)
+    assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["experts"] == 2
+
+
+@slow
+def experts_in_4_bits_sharded_before(rank, ranks):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        return  # FSDP2 shards floats alone
+    made = optimized(_sharded(_mixture(bits=4)))
+    steps(made, optimized(_mixture(bits=4)), rank, ranks)
+    whole(made)
 
 
 @slow

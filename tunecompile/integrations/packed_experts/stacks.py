@@ -26,6 +26,8 @@ __all__ = [
     "class_of",
     "guards_of_all",
     "is_partly_packed",
+    "is_plain",
+    "is_shard",
     "packed_stacks",
     "plain_copy",
     "scales_of",
@@ -53,11 +55,17 @@ def _is_packed(chain: Any) -> bool:
     if len(chain) != 1 or not _dequantises(chain[0]):
         return False
     original, state = getattr(chain, "original", None), getattr(chain[0], "quant_state", None)
-    return (
-        (type(original) is nn.Parameter or is_fake(original))
-        and len(getattr(state, "shape", ())) == 3
-        and is_readable(original, state)
-    )
+    return is_plain(original) and len(getattr(state, "shape", ())) == 3 and is_readable(original, state)
+
+
+def is_plain(parameter: Any) -> bool:
+    """Whether a parameter is one of torch's own, or fake, or the shard of one: FSDP2 gathers it before a call."""
+    return type(parameter) is nn.Parameter or is_fake(parameter) or is_shard(parameter)
+
+
+def is_shard(parameter: Any) -> bool:
+    """Whether a parameter is sharded. Dynamo traces this."""
+    return hasattr(parameter, "placements")
 
 
 def _dequantises(parametrisation: nn.Module) -> bool:
