@@ -24,24 +24,38 @@ SIZES = {
 def pair(
     family: str, *, before: bool = True, adapted: bool = True, dtype: torch.dtype = torch.float32, **options
 ) -> tuple[nn.Module, nn.Module]:
-    """(A model with 4-bit experts and adapters, a dense one with the same values.)
+    """(A model with 4-bit experts and adapters, a dense one with the same values).
 
     Args:
+        family: a key of `SIZES`.
         before: whether experts are quantised before they are adapted.
         adapted: whether there are adapters over experts, too.
     """
     dense = zoo.make(family, num_hidden_layers=2, **{**SIZES[family], **options}).to(dtype)
+    return pair_of(dense, OVER if adapted else None, ["q_proj"], before)
+
+
+def pair_of(
+    dense: nn.Module, over: list[str] | None, modules: list[str], before: bool = True
+) -> tuple[nn.Module, nn.Module]:
+    """(A copy with 4-bit experts and adapters, the model itself, adapted, with the same values).
+
+    Args:
+        dense: a model that is not adapted yet.
+        over: ends of the names of experts' stacks that are adapted.
+        modules: names of linears that are.
+        before: whether experts are quantised before they are adapted.
+    """
     packed = copy.deepcopy(dense)
-    over = OVER if adapted else None
     if before:
         names = tunecompile.quantize_experts(packed)
-        packed = zoo.adapt(packed, target_modules=["q_proj"], target_parameters=names if adapted else None)
+        packed = zoo.adapt(packed, target_modules=modules, target_parameters=names if over else None)
     else:
-        packed = zoo.adapt(packed, target_modules=["q_proj"], target_parameters=over)
+        packed = zoo.adapt(packed, target_modules=modules, target_parameters=over)
         names = tunecompile.quantize_experts(packed)
     for name in names:
         stack(dense, name).data.copy_(stack(packed.get_base_model(), name))
-    dense = zoo.adapt(dense, target_modules=["q_proj"], target_parameters=over)
+    dense = zoo.adapt(dense, target_modules=modules, target_parameters=over)
     theirs = dict(named(packed, dict(packed.named_parameters())))
     with torch.no_grad():
         for name, value in named(dense, dict(dense.named_parameters())).items():
