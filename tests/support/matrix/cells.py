@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import tunecompile
 from tests.support import zoo
 from tests.support.models.pairs import small
 
@@ -135,6 +136,12 @@ def four_bit(kind: str = "nf4", double: bool = True) -> Callable[[nn.Module], nn
     return lambda model: zoo.quantize(model, double=double, kind=kind)
 
 
+def four_bit_experts(model: nn.Module) -> nn.Module:
+    """On its device before: bitsandbytes does not move the scales of stacks."""
+    tunecompile.quantize_experts(model.to(DEVICE))
+    return zoo.quantize(model)
+
+
 def mixed(model: nn.Module) -> nn.Module:
     """The first layer in 8 bits, the second in 4, but for one of its linears."""
     eight_bit(model, lambda index: index == 0)
@@ -222,6 +229,9 @@ BASES = {
     "NF4": lora(base=four_bit(double=False)),
     "FP4, double quantisation": lora(base=four_bit("fp4")),
     "FP4": lora(base=four_bit("fp4", False)),
+    "NF4, experts too (quantize_experts)": lora(
+        "qwen3_moe", four_bit_experts, {"moe_intermediate_size": 64}, target_modules=["q_proj", "o_proj"]
+    ),
     "8 bits (LLM.int8)": lora(base=eight_bit),
     "layers in 8, 4 and 16 bits": lora(base=mixed),
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support import zoo
 from tests.support.matrix.cells import Cell, lora, small
-from tests.support.models import images
+from tests.support.models import images, mixtures
 from tests.support.models.custom import VOCABULARY, Modern, NanoGPT
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -124,12 +124,28 @@ def second_loss(model: nn.Module, inputs: dict) -> Tensor:
     return model(**inputs)[1]
 
 
+MIXTURES = {
+    "Mixtral": "mixtral",
+    "Qwen3-MoE": "qwen3_moe",
+    "Qwen3-Next": "qwen3_next",
+    "Qwen3.5-MoE": "qwen3_5_moe",
+    "OLMoE": "olmoe",
+    "DeepSeek-V3": "deepseek_v3",
+    "GLM-4.5": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "Granite MoE": "granitemoe",
+    "Gemma 4 MoE": "gemma4",
+}
 FAMILIES: dict[str, dict] = {
     **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()},
     "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
     "Llama 4, text, with experts, all weights": dict(
         build=lambda: small("llama4", moe_layers=[1], num_local_experts=4, num_experts_per_tok=1)
     ),
+    **{
+        f"{name}, adapters on experts": dict(build=lambda family=family: mixtures.adapted(family))
+        for name, family in MIXTURES.items()
+    },
     **{
         name: dict(build=lambda make=make: images.adapted(make)[0], batches=whole_and_padded(make))
         for name, make in MORE.items()

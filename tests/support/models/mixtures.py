@@ -149,3 +149,8 @@ def prepared(model: nn.Module, family: str, way: str) -> tuple[nn.Module, nn.Mod
     if way == "lora":
         model = zoo.adapt(model, target_modules=linears, target_parameters=over)
     return copy.deepcopy(model), model
+
+
+def adapted(family: str) -> nn.Module:
+    """Under adapters over experts and attention."""
+    return prepared(make(family), family, "lora")[1]
