@@ -1,5 +1,6 @@
 """Tests run on the machine's own devices; those marked `gpu` are skipped where there is none."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -33,12 +34,27 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    """No test sees another one's Dynamo caches or random state."""
+def fresh_compiler(request):
+    """No test sees another one's Dynamo caches or random state, or graphs of code that it replaced."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    yield
+    with own_graphs() if "monkeypatch" in request.fixturenames else contextlib.nullcontext():
+        yield
     torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def own_graphs():
+    """Inside, nothing is known of earlier compilations, and what is found out is forgotten behind it."""
+    from tunecompile.ir.shape_rule_cache import ProcessCache
+
+    known = [(cache, dict(cache)) for cache in ProcessCache.instances]
+    for cache, _ in known:
+        cache.clear()
+    yield
+    for cache, entries in known:
+        cache.clear()
+        cache.update(entries)
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from tunecompile._torch.fake_tensors import fake_mode_of, trace
+from tunecompile._torch.fake_tensors import fake_mode_of, trace, tracing
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op, returns_view
-from tunecompile.ir.shape_rule_cache import signature
+from tunecompile.ir.shape_rule_cache import ProcessCache, process_key, signature
 from tunecompile.notes import note
 
 __all__ = ["PASS"]
@@ -83,11 +83,15 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
         return list(made) if isinstance(made, (tuple, list)) else [made]
 
     values = _distinct([flat[i] for i in inputs])
-    key = None if known is None else _key(fn, flat, spec, inputs, values)
-    traced = (known or {}).get(key) or trace(call, tuple(values), fake_mode_of(values))
-    if known is not None:
-        known[key] = traced
-    outputs = _inline(graph, node, traced, [flat[i] for i in inputs])
+    mode, (anywhere, here) = fake_mode_of(values), _keys(fn, flat, spec, inputs, values)
+    traced = _graphs.get(anywhere) or (known or {}).get(here) or trace(call, tuple(values), mode)
+    outputs = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
+    if anywhere is not None and _has_meaning_elsewhere(traced.graph):
+        for inner in traced.graph.nodes:
+            inner.meta.pop("val", None)
+        _graphs[anywhere] = traced
+    elif known is not None:
+        known[here] = traced
     for user in list(node.users):
         if user.target is operator.getitem:
             if user.users:
@@ -116,17 +120,32 @@ def _distinct(nodes: list[Node]) -> list:
     return [own(node) for node in nodes]
 
 
-def _key(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> Any:
-    """Everything that a traced graph depends on, as a key."""
+#: traced graphs without fake values, by everything that they depend on
+_graphs = ProcessCache(512)
+
+
+def _keys(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> tuple[Any, Any]:
+    """Everything that a traced graph depends on, as a key: in any fake mode, None where there is none; and in this."""
     run, told = (fn.func, tuple(fn.keywords.items())) if isinstance(fn, functools.partial) else (fn, ())
-    constants = tuple(repr(item) for i, item in enumerate(flat) if i not in inputs)
-    like = signature(values)
-    return object() if like is None else (run, told, spec, tuple(inputs), constants, id(fake_mode_of(values)), like)
+    constants = [item for i, item in enumerate(flat) if i not in inputs]
+    like, mode = signature((values, constants)), fake_mode_of(values)
+    if like is None or mode is None:
+        return None, object()
+    call, anywhere = (told, spec, tuple(inputs), repr(constants)), process_key(run, like)
+    return anywhere and (anywhere, call), (run, like, call, id(mode))
 
 
-def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node]) -> list[Node]:
+def _has_meaning_elsewhere(graph: Graph) -> bool:
+    """Whether other compilations may contain this graph: constants belong to a fake mode, and kernels of Triton to a
+    table that `torch._dynamo.reset` clears.
+    """
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return all(node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload) for node in calls)
+
+
+def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node], mode: Any) -> list[Node]:
     placed = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), arguments))
-    with graph.inserting_before(before):
+    with graph.inserting_before(before), tracing(mode):
         for inner in traced.graph.nodes:
             if inner.op == "output":
                 return [placed.get(item) for item in inner.args[0]]  # None: an output without users
@@ -139,6 +158,9 @@ def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Nod
             for key in ("stack_trace", "nn_module_stack", "original_aten"):
                 if key in before.meta:
                     copy.meta.setdefault(key, before.meta[key])
+            if "val" not in copy.meta:
+                args, kwargs = torch.fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+                copy.meta["val"] = inner.target(*args, **kwargs)
             placed[inner] = copy
     raise AssertionError("a traced graph ends with its output")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "size_hint",
     "size_with",
     "trace",
+    "tracing",
 ]
 
 #: inside, operations on symbolic sizes reach the rules for fake tensors
@@ -63,13 +64,20 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     return next((value.fake_mode for value in leaves if isinstance(value, FakeTensor)), None)
 
 
+@contextlib.contextmanager
+def tracing(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, operations on fake tensors give what they give while `trace` runs."""
+    mode = fake_mode if fake_mode is not None else contextlib.nullcontext()
+    with mode, enable_python_dispatcher(), torch.no_grad(), no_autocast():
+        yield
+
+
 def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.fx.GraphModule:
     """Trace `fn` on fake tensors to core ATen, with the decompositions Inductor would use.
 
     `triton` launches inside `fn` become functional `triton_kernel_wrapper` nodes, so that no mutation enters the graph.
     """
-    mode = fake_mode if fake_mode is not None else contextlib.nullcontext()
-    with mode, enable_python_dispatcher(), torch.no_grad(), no_autocast(), torch.fx.traceback.preserve_node_meta():
+    with tracing(fake_mode), torch.fx.traceback.preserve_node_meta():
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
 
 

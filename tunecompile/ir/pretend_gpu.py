@@ -19,7 +19,12 @@ _pretending = contextvars.ContextVar("pretending", default=False)
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on a GPU, or is to be treated as if it were."""
-    return tensor.is_cuda or _pretending.get()
+    return tensor.is_cuda or pretending()
+
+
+def pretending() -> bool:
+    """Return whether all tensors are to be treated as if they were on a GPU."""
+    return _pretending.get()
 
 
 @contextlib.contextmanager

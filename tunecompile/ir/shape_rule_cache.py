@@ -1,19 +1,21 @@
 """Cache the fake results of ops, keyed by everything that a shape rule or a provider's graph depends on.
 
 An op's reference is its shape rule. On fake tensors it takes as long as the model's own code, several times a
-compilation."""
+compilation. Where all sizes are numbers, results of this package's own ops hold for the whole process: layers of a
+kind, forward and backward, and later models share them. A symbol has a meaning in its fake mode alone."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils import _pytree as pytree
 
 from tunecompile._torch.fake_tensors import FakeTensor, fake_mode_of, free_unbacked_symbols
+from tunecompile.ir.pretend_gpu import pretending
 
 
 def signature(values: Any) -> Hashable | None:
@@ -47,6 +49,44 @@ def _size(size: Any) -> Hashable:
     return size.node.expr if isinstance(size, (SymInt, SymFloat, SymBool)) else size
 
 
+class ProcessCache(dict):
+    """Entries that hold in every fake mode. When it is full it starts again: shapes of a training run are few."""
+
+    instances: ClassVar[list[ProcessCache]] = []
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.instances.append(self)
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if len(self) >= self.limit:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def process_key(fn: Callable, like: Hashable | None) -> Hashable | None:
+    """Return a key for what `fn` gives for arguments of the signature `like`, in any fake mode of this process.
+
+    Returns:
+        None where there is none: a size is a symbol, or `fn` is not of this package. (Users may define a function of
+        theirs again, or what it calls.)
+    """
+    if like is None or _has_symbols(like) or not (fn.__module__ or "").startswith("tunecompile."):
+        return None
+    return fn, like, pretending(), torch.get_default_dtype()
+
+
+def _has_symbols(like: Any) -> bool:
+    return any(
+        part[0] == "symbol" or (part[0] == "tensor" and not all(type(size) is int for size in part[-1]))
+        for part in like[1]
+    )
+
+
+_results = ProcessCache(4096)  #: what shape rules gave, see `remembered`
+
+
 def remembered(rule: Callable) -> Callable:
     """Wrap a shape rule so that it runs once for each `signature`; later calls get empty tensors like its results."""
 
@@ -56,14 +96,17 @@ def remembered(rule: Callable) -> Callable:
         like = None if mode is None else signature((args, kwargs))
         if like is None:
             return rule(*args, **kwargs)
-        known = vars(mode).setdefault("_tunecompile_results", {})  # symbolic sizes live as long as the mode does
-        if (rule, like) in known:
-            makers, spec = known[rule, like]
+        anywhere = process_key(rule, like)
+        key: Any = anywhere or (rule, like)
+        # symbolic sizes live as long as the mode does
+        known = _results if anywhere else vars(mode).setdefault("_tunecompile_results", {})
+        if (found := known.get(key)) is not None:
+            makers, spec = found
             return pytree.tree_unflatten([make() for make in makers], spec)
         result = rule(*args, **kwargs)
         flat, spec = pytree.tree_flatten(result)
         if all(map(_is_plain, flat)):
-            known[rule, like] = [_maker(value) for value in flat], spec
+            known[key] = [_maker(value) for value in flat], spec
         return result
 
     return run

@@ -1,0 +1,78 @@
+"""Fake results of ops: once for a signature, in any fake mode where sizes are numbers and the op is this package's."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.ir.shape_rule_cache import ProcessCache, remembered
+
+OURS = "tunecompile.ops.of_a_test"
+
+
+@pytest.fixture
+def rule(monkeypatch):  # with it, caches of other tests are set aside (tests/conftest.py)
+    def transposed(x, scale=1.0):
+        transposed.calls += 1
+        return x.t().contiguous(), None
+
+    transposed.calls, transposed.__module__ = 0, OURS
+    return transposed
+
+
+def fake(mode, *shape, static=True, **options):
+    return mode.from_tensor(torch.empty(shape, **options), static_shapes=static)
+
+
+def test_numbers_are_remembered_in_any_mode(rule):
+    run = remembered(rule)
+    for _ in range(2):
+        mode = FakeTensorMode()
+        with mode:
+            (result, nothing), (again, _) = run(x := fake(mode, 3, 5)), run(x)
+        assert result.shape == again.shape == (5, 3) and result.fake_mode is mode and nothing is None
+        assert result is not again and result.untyped_storage()._cdata != again.untyped_storage()._cdata
+    assert rule.calls == 1
+    others = [fake(mode, 3, 4), fake(mode, 3, 5, dtype=torch.half), fake(mode, 5, 3).t(), fake(mode, 6, 5)[::2]]
+    with mode:
+        for count, other in enumerate(others, start=2):
+            run(other)
+            assert rule.calls == count
+        run(x, 1)  # equal to 1.0, and of another type
+    assert rule.calls == 6
+
+
+def test_what_results_depend_on_besides(rule):
+    run, mode, before = remembered(rule), FakeTensorMode(), torch.get_default_dtype()
+    with mode:
+        run(x := fake(mode, 3, 5))
+        with as_on_gpu():
+            run(x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            run(x)
+        finally:
+            torch.set_default_dtype(before)
+    assert rule.calls == 3
+
+
+@pytest.mark.parametrize("module, static", [(OURS, False), ("a_package", True)])
+def test_symbols_and_foreign_rules_are_remembered_in_their_mode(rule, module, static):
+    """A symbol of another mode is another size; and users define their functions again."""
+    rule.__module__ = module
+    run = remembered(rule)
+    for calls in (1, 2):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        x = fake(mode, 3, 5, static=static)
+        with mode:
+            assert tuple(run(x)[0].shape) == tuple(run(x)[0].shape) == (x.shape[1], x.shape[0])
+        assert rule.calls == calls
+
+
+def test_a_full_cache_starts_again():
+    cache = ProcessCache(limit=2)
+    for number in range(3):
+        cache[number] = number
+    assert cache == {2: 2}
+    ProcessCache.instances.remove(cache)

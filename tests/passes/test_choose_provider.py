@@ -1,0 +1,106 @@
+"""Providers are traced once: later compilations get the same graph, with fake values of their own."""
+
+import importlib
+import operator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from tunecompile.compiler.pass_manager import Context
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops import gated_activation, lora_linear
+
+choose_provider = importlib.import_module("tunecompile.passes.lower.choose_provider")
+PAIR = gated_activation, (torch.randn(3, 8), torch.randn(3, 8), "silu")
+WEIGHTS = [torch.randn(6, 8)], [], [torch.randn(2, 8)], [torch.randn(6, 2)], [0.5], torch.float32
+LORA = lora_linear, (torch.randn(3, 8), [], *WEIGHTS)
+
+
+@op(cost=Cost.POINTWISE)
+def halved_in_a_test(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@pytest.fixture
+def traces(monkeypatch):  # with it, caches of other tests are set aside (tests/conftest.py)
+    """Functions that were traced."""
+    made, trace = [], choose_provider.trace
+    monkeypatch.setattr(choose_provider, "trace", lambda fn, *args: made.append(fn) or trace(fn, *args))
+    return made
+
+
+def lowered(operation, arguments, mode, static=True):
+    """A graph of one call, lowered."""
+    graph = Graph()
+
+    def placed(value):
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = mode.from_tensor(value, static_shapes=static)
+        return node
+
+    nodes = tuple(pytree.tree_map(placed, list(arguments)))
+    call = graph.call_function(operation.overload, nodes)
+    call.meta.update(val=operation(*torch.fx.map_arg(nodes, lambda node: node.meta["val"])), stack_trace="a line")
+    count = 0 if isinstance(call.meta["val"], Tensor) else len(call.meta["val"])
+    results = [graph.call_function(operator.getitem, (call, i)) for i in range(count)] or [call]
+    graph.output(tuple(results))
+    gm = GraphModule({}, graph)
+    choose_provider.PASS.run(gm.graph, Context("layers"))
+    gm.recompile()
+    return gm
+
+
+def values(gm, key="val"):
+    return [node.meta.get(key) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("operation, arguments", [PAIR, LORA], ids=["one result", "two results"])
+def test_a_second_compilation_gets_the_graph_of_the_first(operation, arguments, traces):
+    first, second = (lowered(operation, arguments, FakeTensorMode(shape_env=ShapeEnv())) for _ in range(2))
+    assert len(traces) == 1 and first.code == second.code
+    modes = {value.fake_mode for value in pytree.tree_leaves(values(second))}
+    assert len(modes) == 1 and not modes & {value.fake_mode for value in pytree.tree_leaves(values(first))}
+    for ours, theirs in zip(pytree.tree_leaves(values(second)), pytree.tree_leaves(values(first)), strict=True):
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        assert ours.storage_offset() == theirs.storage_offset() and not ours.requires_grad
+    assert values(second, "stack_trace") == values(first, "stack_trace") and "a line" in values(first, "stack_trace")
+    tensors = [value for value in pytree.tree_leaves(list(arguments)) if isinstance(value, Tensor)]
+    expected = operation.reference(*arguments)
+    torch.testing.assert_close(second(*tensors), expected if isinstance(expected, tuple) else (expected,))
+
+
+def test_calls_in_one_graph_have_values_of_their_own(traces):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    both = [pytree.tree_leaves(values(lowered(*PAIR, mode))) for _ in range(2)]
+    assert len(traces) == 1 and not {id(value) for value in both[0]} & {id(value) for value in both[1]}
+
+
+@pytest.mark.parametrize(
+    "operation, arguments, static",
+    [(*PAIR, False), (halved_in_a_test, (torch.randn(3, 8),), True)],
+    ids=["symbols", "an op of another package"],
+)
+def test_what_is_traced_anew(operation, arguments, static, traces):
+    """Symbols have a meaning in one fake mode; and users define their functions again."""
+    for count in (1, 2):
+        lowered(operation, arguments, FakeTensorMode(shape_env=ShapeEnv()), static)
+        assert len(traces) == count
+
+
+def test_graphs_that_have_no_meaning_elsewhere():
+    """A constant is a fake tensor of a mode; a kernel of Triton is a number in a table that torch empties."""
+    graph = Graph()
+    graph.call_function(operator.getitem, (graph.placeholder("x"), 0))
+    assert choose_provider._has_meaning_elsewhere(graph)
+    with_constant = Graph()
+    with_constant.get_attr("constant")
+    assert not choose_provider._has_meaning_elsewhere(with_constant)
+    graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_functional, ())
+    assert not choose_provider._has_meaning_elsewhere(graph)
