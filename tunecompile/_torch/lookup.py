@@ -92,11 +92,13 @@ def patched(config: Any, **settings: Any) -> contextlib.AbstractContextManager:
 
 
 def is_there(row: PrivateName) -> bool:
-    """Whether its package, which is imported for that, has the name."""
-    try:
-        _resolve(row.name)
-    except (ImportError, AttributeError):
-        return False
+    """Whether its package, which is imported for that, has the name. What was there once is not looked for again."""
+    if row.name not in _found:
+        try:
+            _resolve(row.name)
+        except (ImportError, AttributeError):
+            return False
+        _found.add(row.name)
     return True
 
 
@@ -140,8 +142,13 @@ def warn(line: str) -> None:
     log.warning("tunecompile: %s", line)
 
 
+_found: set[str] = set()
+
+
 def _can_check(name: str, load: bool) -> bool:
     """Whether a name can be looked for: its modules are imported, or may be."""
+    if name in _found:
+        return True
     if name.startswith("torch.distributed.") and not torch.distributed.is_available():
         return False
     parts = name.split(".")
@@ -150,6 +157,7 @@ def _can_check(name: str, load: bool) -> bool:
     return load or first is None or not _is_module(first)
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     """Whether there is such a module to be imported. What it lies in is imported already, or is no package."""
     try:
