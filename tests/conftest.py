@@ -1,6 +1,7 @@
 """Tests run on the machine's own devices; those marked `gpu` are skipped where there is none."""
 
 import contextlib
+import gc
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session):
+    """Modules and test items are there to stay, and tracing makes many objects: the collector goes over new ones alone."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # some packages look for what is left when the process ends
 
 
 @pytest.fixture(autouse=True)
