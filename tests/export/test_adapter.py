@@ -69,6 +69,23 @@ def test_merge_into_what_it_was_trained_on(trained, tmp_path):
     )
 
 
+def test_merge_into_experts_in_4_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts_per_tok": 4}
+    zoo.make("qwen3_moe", **sizes).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=tunecompile.nf4_config(), dtype=torch.bfloat16
+    )
+    experts = tunecompile.quantize_experts(loaded)
+    model = zoo.adapt(loaded, target_modules=["q_proj"], target_parameters=experts)
+    model.save_pretrained(tmp_path / "adapter")
+    tunecompile.save_merged(model, tmp_path / "expected", dtype="float32")
+    result = merge(tmp_path / "adapter", tmp_path / "out", "--dtype", "float32", "--trained-on", "nf4-experts")
+    assert result.exit_code == 0, result.output
+    found, expected = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "expected"))
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters()))
+
+
 def test_tokens_that_were_added(trained, tmp_path):
     """The tokenizer beside the adapter is larger than the base's: the table grows as it did before training."""
     from tokenizers import Tokenizer, models

@@ -11,7 +11,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.files import logits
-from tests.support.models.packed import gradients, pair, stack
+from tests.support.models.packed import gradients, named, pair, stack
 from tests.support.notes import BROKEN, EAGER, find, has
 from tunecompile.errors import CannotQuantize, MissingExtra
 from tunecompile.integrations.packed_experts import quantize
@@ -135,6 +135,17 @@ def test_hooks_are_called_and_bitsandbytes_cache_works():
         compare(model, dense)
         assert inner.down_proj is inner.down_proj
     assert torch.nn.utils.parametrize._cache_enabled == before == 0 and not torch.nn.utils.parametrize._cache
+
+
+def test_padding_is_removed():
+    packed, dense = pair("qwen3_moe")
+    batch = zoo.batch(rows=3)
+    batch["attention_mask"] = (torch.arange(16) < torch.tensor([[10], [5], [16]])).long()
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    model = tunecompile.optimize(packed, executor="eager")
+    (_, got), (_, true) = (zoo.step(each, batch) for each in (model, dense))
+    assert max(zoo.errors(named(model, got), named(dense, true)).values()) < 2e-6
+    assert "padding is removed" in str(tunecompile.report(model)), tunecompile.report(model)
 
 
 def test_a_loop_over_experts_is_told():

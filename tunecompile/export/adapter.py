@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tunecompile.errors import MissingExtra, NoAdapter, summary
+from tunecompile.integrations.packed_experts.load import nf4_config
 
 #: how the base was quantised in training: arguments of `BitsAndBytesConfig`
 BASES: dict[str, dict[str, Any]] = {
@@ -15,6 +16,11 @@ BASES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4-experts": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },  # by `tunecompile.nf4_config`, experts of a mixture, too
     "int8": {"load_in_8bit": True},
 }
 TASKS = {None: "AutoModelForCausalLM", "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM"}
@@ -85,10 +91,12 @@ def _quantised(trained_on: str) -> dict[str, Any]:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra(what=f"a base in {trained_on}", package="bitsandbytes", extra="qlora")
     device = {"": 0} if torch.cuda.is_available() else "cpu"
-    return {
-        "quantization_config": BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **BASES[trained_on]),
-        "device_map": device,
-    }
+    config = (
+        nf4_config(torch.bfloat16)
+        if trained_on == "nf4-experts"
+        else BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **BASES[trained_on])
+    )
+    return {"quantization_config": config, "device_map": device}
 
 
 def _tokenizer(transformers: Any, folder: Path, path: str) -> Any:

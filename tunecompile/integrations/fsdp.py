@@ -24,7 +24,7 @@ from tunecompile.planner.device_memory import part_bytes
 
 _OWN = "torch.distributed.fsdp"  #: where its hooks come from
 #: where hooks come from that send nothing. Of hooks from elsewhere it is not known
-_LOCAL = ("tunecompile.", "transformers.utils.output_capturing")
+_LOCAL = ("tunecompile.", "transformers.utils.output_capturing", "bitsandbytes.nn.parametrize")
 
 
 @dataclass(frozen=True)

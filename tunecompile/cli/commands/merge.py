@@ -24,8 +24,9 @@ def merge(
     trained_on: Annotated[
         str,
         typer.Option(
-            help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, fp4 or int8. With "
-            "the right value the result is nearest to the trained model."
+            help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, nf4-experts (as "
+            "tunecompile.nf4_config loads it), fp4 or int8. With the right value the result is nearest to the trained "
+            "model."
         ),
     ] = "plain",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",

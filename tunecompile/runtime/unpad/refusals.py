@@ -18,7 +18,10 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.module_watch import ModuleSnapshot
 
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
-_HARMLESS = ("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate.")
+_HARMLESS = (
+    *("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate."),
+    "bitsandbytes.nn.parametrize",
+)
 #: packages whose modules outside the layers treat each token by itself, and keep nothing. Others may read neighbouring
 #: tokens, or keep their inputs. (What layers do is read from their graphs, see `compiler.token_wise`.)
 _KNOWN_HOMES = (
