@@ -4,6 +4,7 @@
 """
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -78,6 +79,11 @@ def test_losses_of_routers(family, trained, changes):
         assert sum(name.endswith(("gate.weight", "router.weight")) for name in got) == (
             0 if trained == "adapters" else 2
         )
+    report = tunecompile.report(ours)
+    assert report.compiles == 2 and not find(report, *EAGER, *BROKEN, "compiled-without-rewrites"), report
+    tunecompile.restore(ours)
+    hooks = [hook for module in ours.modules() for hook in module._forward_hooks.values()]
+    assert hooks and all(inspect.isfunction(hook) for hook in hooks)
 
 
 def test_idle_experts_have_a_gradient_of_0():

@@ -44,6 +44,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         last_checked=("5.23",),
     ),
     *group(
+        "layers whose router logits are requested have graph breaks",
+        "transformers.utils.output_capturing._active_collector",
+        since="5.2",
+        last_checked=("5.23",),
+    ),
+    *group(
         "a linear with DoRA has graph breaks",
         "peft.utils.integrations.dequantize_module_weight.module",
         **_PEFT,

@@ -15,7 +15,7 @@ from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
 from tunecompile.compiler.token_wise import NotTokenWise
-from tunecompile.integrations import context_parallel
+from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
 from tunecompile.integrations.deepspeed import gathered
@@ -195,6 +195,8 @@ class LayerSlot:
             self.placement.release()
         if self.states is not None:
             self.states.hook.remove()
+        if self.inside is not None:
+            output_capturing.give_back(self.inside.hooks)
 
     @property
     def budget(self) -> Any:
@@ -260,7 +262,8 @@ class LayerSlot:
     def _call(self, args: tuple, kwargs: dict, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
         self.variant.batch = self.step.batches
-        with context_parallel.outside(self.padding):
+        captured = output_capturing.collecting(self.inside.hooks if self.inside is not None else (), in_backward())
+        with context_parallel.outside(self.padding), captured:
             return self.variant.call(self.layer, *args, **kwargs)
 
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
@@ -278,6 +281,7 @@ class LayerSlot:
         ones.
         """
         found = (*global_hooks(), *self.inside.hooks)
+        output_capturing.replace(found)
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in found for hook in hooks.values())
 
     @property
