@@ -119,7 +119,7 @@ def test_a_stack_written_out(ranks, transposed, layout):
     ]
     wanted = torch.stack([m if transposed else m.t() for m in each])
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(stack, mine)
+    assert torch.autograd.gradcheck(stack, mine, fast_mode=True)  # by projections; entry by entry takes seconds
     assert_fake_is_real(adapted_stack, weight, a, b, scales, transposed)
     assert_fake_is_real(adapted_stack.backward_op, torch.randn_like(made).detach(), weight, a, b, scales, transposed)
 
