@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -55,20 +56,24 @@ def top(path: str) -> str:
     return path.partition("/")[0].removesuffix(".py")
 
 
+@functools.cache
+def imports_in(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """`ast.walk`, so that late imports and those under TYPE_CHECKING count, too."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def edges(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(file, file it imports). `ast.walk`, so that late imports and those under TYPE_CHECKING count, too."""
+    """(file, file it imports)."""
     paths = {module_of(path): path for path in files}
     for path, source in files.items():
         package = module_of(path) if path.endswith("__init__.py") else module_of(path).rpartition(".")[0]
-        for node in ast.walk(ast.parse(source, path)):
+        for node in imports_in(source):
             if isinstance(node, ast.Import):
                 named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 above = package.rsplit(".", node.level - 1)[0] if node.level else ""
                 module = ".".join(filter(None, (above, node.module)))
                 named = [full if (full := f"{module}.{alias.name}") in paths else module for alias in node.names]
-            else:
-                continue
             yield from ((path, paths[name]) for name in named if paths.get(name, path) != path)
 
 
@@ -89,20 +94,22 @@ def circles(files: Mapping[str, str]) -> list[str]:
 
 def private(files: Mapping[str, str]) -> list[str]:
     """Code outside `_torch` that touches torch's private names. Comments and strings may speak of them."""
-    found = []
-    for path, source in files.items():
-        lines: dict[int, str] = {}
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type not in (tokenize.COMMENT, tokenize.STRING):
-                lines[token.start[0]] = (
-                    lines.get(token.start[0], "")
-                    + token.string
-                    + " " * (token.type == tokenize.NAME and keyword(token.string))
-                )
-        found += [
-            f"{path}:{number}" for number, line in lines.items() if top(path) != "_torch" and PRIVATE.search(line)
-        ]
-    return found
+    return [
+        f"{path}:{number}"
+        for path, source in files.items()
+        if top(path) != "_torch"
+        for number in private_lines(source)
+    ]
+
+
+@functools.cache
+def private_lines(source: str) -> list[int]:
+    lines: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.STRING):
+            space = " " * (token.type == tokenize.NAME and keyword(token.string))
+            lines[token.start[0]] = lines.get(token.start[0], "") + token.string + space
+    return [number for number, line in lines.items() if PRIVATE.search(line)]
 
 
 def keyword(name: str) -> bool:
