@@ -38,18 +38,26 @@ def _train(wrapped, *batches):
         loss(wrapped, rows, seed).backward()
 
 
-def each_for_its_own_batch(rank, ranks):
-    """Plans of different ranks go together, with layers that are whole and with layers that are gathered."""
+def _each_for_its_own_batch(wrap, rank):
+    """Plans of different ranks go together."""
     memory, rows = int(1.2 * needed()), 4 + 12 * rank
-    for wrap in (DistributedDataParallel, _sharded):
-        made = build(memory)
-        ours, one = wrap(made), wrap(build(None))
-        for each in (ours, one):
-            _train(each, rows, rows)
-        alike(ours, one)
-        assert _plans(made) == [(4, rank == 1)]
-        theirs = f"rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'recompute'}"
-        assert has(made, "rank-plans", subject=str(rank), ranks=2, reason="other-plans", detail=theirs)
+    made = build(memory)
+    ours, one = wrap(made), wrap(build(None))
+    for each in (ours, one):
+        _train(each, rows, rows)
+    alike(ours, one)
+    assert _plans(made) == [(4, rank == 1)]
+    theirs = f"rank {1 - rank} follows another plan (4 layers {'keep' if rank else 'recompute'}"
+    assert has(made, "rank-plans", subject=str(rank), ranks=2, reason="other-plans", detail=theirs)
+
+
+def gathered_layers_for_each_batch(rank, ranks):
+    _each_for_its_own_batch(_sharded, rank)
+
+
+@slow
+def whole_layers_for_each_batch(rank, ranks):
+    _each_for_its_own_batch(DistributedDataParallel, rank)
 
 
 def _finds_out(where, rank):

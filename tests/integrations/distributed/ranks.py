@@ -7,6 +7,7 @@ one set of processes, one after the other: a process takes ten seconds to start,
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -93,8 +94,11 @@ def main(modules: str, slow: bool, folder: Path) -> None:
         rank=rank,
         world_size=ranks,
     )
-    outcome = {}
-    for name, case in cases_of(modules, slow).items():
+    outcome, cases = {}, cases_of(modules, slow)
+    gc.collect()
+    gc.freeze()  # as in tests/conftest.py
+    gc.set_threshold(50_000, 20, 100)
+    for name, case in cases.items():
         torch._dynamo.reset()
         torch.manual_seed(0)
         print(f"{time.strftime('%X')} {name}", flush=True)  # the last one is where ranks hang, if they do
