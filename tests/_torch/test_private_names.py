@@ -26,11 +26,8 @@ ROOT = Path(__file__).parents[2]
 USED = {row.name: row for row in PRIVATE_NAMES if row.used}
 IMPORTANT = (
     "torch.nn.Module._compiled_call_impl",
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._dynamo.backends.common.aot_autograd",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._C._autograd._top_saved_tensors_default_hooks",
-    "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta",
     "torch._guards.TracingContext.try_get",
 )
 

@@ -87,18 +87,25 @@ class Stack(nn.Module):
         return x
 
 
-def test_saved_tensors_that_were_copied(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "firsts, lengths",
+    [
+        pytest.param([packed], (6,), id="generated"),
+        pytest.param([packed, lambda run: run()], (6, 9, 6), id="symbols and caches", marks=pytest.mark.slow),
+    ],
+)
+def test_saved_tensors_that_were_copied(firsts, lengths, tmp_path, monkeypatch):
     """Generated code, for constant sizes and for symbols; the second time from caches, without hooks in the first batch."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     reference = Stack().train()
-    for first in (packed, lambda run: run()):
+    for first in firsts:
         torch._dynamo.reset()
         monkeypatch.setattr(saved_strides._Seen, "hooks", False)
-        assert_same(tunecompile.optimize(copy.deepcopy(reference)), reference, first)
+        assert_same(tunecompile.optimize(copy.deepcopy(reference)), reference, first, lengths)
 
 
-def assert_same(model, reference, first):
-    for number, length in enumerate((6, 9, 6)):
+def assert_same(model, reference, first, lengths):
+    for number, length in enumerate(lengths):
         run, grads = first if number == 0 else packed, []
         for m in (model, reference):
             m.zero_grad()

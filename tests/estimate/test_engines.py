@@ -87,7 +87,9 @@ def test_what_each_gpu_holds():
     )
 
 
-@pytest.mark.parametrize("name, billions", [("llama-3.1-8b", 8.03), ("llama-3.3-70b", 70.55)])
+@pytest.mark.parametrize(
+    "name, billions", [("llama-3.1-8b", 8.03), pytest.param("llama-3.3-70b", 70.55, marks=pytest.mark.slow)]
+)
 def test_a_model_is_made_of_its_parts(name, billions):
     plain, packed = (parts_of(meta_model(name, mode, 16)) for mode in ("full", "qlora"))
     assert plain.all.weights == pytest.approx(2 * billions * 1e9, rel=0.01) and plain.all.gradients == pytest.approx(

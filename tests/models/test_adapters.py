@@ -123,7 +123,10 @@ def test_merged_adapters_are_not_trained(memory):
 
 @pytest.mark.parametrize(
     "options, kind",
-    [({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"), ({"target_modules": ["q_proj", "lm_head"]}, "Linear")],
+    [
+        ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"),
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, "Linear", marks=pytest.mark.slow),
+    ],
 )
 def test_an_adapter_on_the_head_is_noticed(options, kind):
     from peft import get_peft_model

@@ -15,9 +15,7 @@ pytest.importorskip("transformers")
 
 #: its layers have biases, norms of heads, soft-caps, or norms and windows of their own; mistral's are llama's
 QUICK = {
-    ("llama", "lora"),
     ("qwen2", "lora"),
-    ("qwen3", "lora"),
     ("gemma2", "lora"),
     ("gemma3", "qlora"),
     ("gemma3", "full"),

@@ -245,7 +245,7 @@ _FURTHER = {
     *("the cache setting", "deterministic algorithms", "checkpointing", "frequencies in a buffer", "the final norm"),
     *("a layer fewer", "the order of layers", "a copied layer", "an activation", "one weight for two layers"),
     *("attention in the table", "the mask function", "the forward of a class", "a module in a layer"),
-    *("a hook that changes a result", "the data of a weight"),
+    *("a hook that changes a result", "the data of a weight", "the forward of an instance", "a function of torch"),
 }
 
 

@@ -52,10 +52,14 @@ def scaling(kind: str, scale: float):
     }[kind]
 
 
+#: each place and each direction once
+QUICK = {("its own", "forward"), ("its own", "full_backward"), ("all modules", "forward_pre")}
+
+
 @pytest.mark.parametrize(
     "where, kind",
     [
-        pytest.param(where, kind, marks=[] if where == "its own" or kind == "forward_pre" else pytest.mark.slow)
+        pytest.param(where, kind, marks=[] if (where, kind) in QUICK else pytest.mark.slow)
         for where in ("all modules", "its own")
         for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward")
     ],
@@ -116,7 +120,7 @@ def in_its_place(layer: nn.Module) -> nn.Module:
     return layer.mlp.up_proj
 
 
-@pytest.mark.parametrize("put", [around_it, beside_it, in_its_place])
+@pytest.mark.parametrize("put", [pytest.param(around_it, marks=pytest.mark.slow), beside_it, in_its_place])
 def test_hooks_on_modules_that_come_after_the_first_step(put):
     """The module is there for a step before its hook is."""
     model, reference = pair()

@@ -187,8 +187,16 @@ def function_of_a_part(m: nn.Module) -> tuple[Tensor, Tensor]:
     return logits, LogSoftmax.apply(logits * 2).square().mean()
 
 
-@pytest.mark.parametrize("ask", [hooked, kept, asked, accumulated, accumulated_untold])
-@pytest.mark.parametrize("compute", [own_loss, models_loss])
+ASKS = (hooked, kept, asked, accumulated, accumulated_untold)
+
+
+@pytest.mark.parametrize(
+    "compute, ask",
+    [
+        *((own_loss, ask) for ask in ASKS),
+        *(pytest.param(models_loss, ask, marks=[pytest.mark.slow] * (ask is not accumulated_untold)) for ask in ASKS),
+    ],
+)
 def test_a_loss_without_logits_says_so(compute, ask):
     model, reference = pair()
     assert ask(*compute(reference)).norm() > 0
@@ -196,7 +204,7 @@ def test_a_loss_without_logits_says_so(compute, ask):
         ask(*compute(model))
 
 
-@pytest.mark.parametrize("ask", [hooked, asked])
+@pytest.mark.parametrize("ask", [pytest.param(hooked, marks=pytest.mark.slow), asked])
 @pytest.mark.parametrize("compute", [older_cast, log_probabilities_of_rows, view_of_what_was_taken, function_of_a_part])
 def test_nothing_passes_a_hook_unnoticed(compute, ask):
     model, reference = pair()

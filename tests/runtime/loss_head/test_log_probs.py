@@ -43,7 +43,7 @@ def test_every_spelling_is_found(kind, made):
         assert not made and head_tally(model).rewritten == 1 and not head_tally(model).refused, head_tally(model)
 
 
-@pytest.mark.parametrize("how", ["bf16", "autocast"])
+@pytest.mark.parametrize("how", [pytest.param("bf16", marks=pytest.mark.slow), "autocast"])
 def test_in_half_precision(how, made):
     """Values and gradients are no further from those of fp64 than eager's."""
     model, reference = pair(small if how == "autocast" else lambda: small().bfloat16())
@@ -359,7 +359,13 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, id=name, marks=[pytest.mark.slow] * (name in ("a row", "some tokens", "flat")))
+        for name, cut in CUTS.items()
+    ],
+)
 def test_kernels_take_address_and_strides(cut):
     assert_same_run(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
 

@@ -86,7 +86,11 @@ def run(model, rows=4):
 
 @pytest.mark.parametrize(
     "kind, reason",
-    [(HandingOut, "expose-tensors"), (WritingToCount, "write-in-place"), (WritingToInput, "write-in-place")],
+    [
+        (HandingOut, "expose-tensors"),
+        (WritingToCount, "write-in-place"),
+        pytest.param(WritingToInput, "write-in-place", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_layer_begins_to_do_is_done_as_without_a_budget(kind, reason):
     model, reference = tight(kind), of(kind, None)
@@ -134,7 +138,7 @@ class WithScale(Changing):
         return self.activation(super().forward(x)) * self.scale
 
 
-@pytest.mark.parametrize("what", ["scale", "activation", None])
+@pytest.mark.parametrize("what", ["scale", pytest.param("activation", marks=pytest.mark.slow), None])
 def test_a_layer_that_changed_since_its_forward_is_not_recomputed(what):
     """Its gradients would be another function's."""
     model = tight(WithScale)

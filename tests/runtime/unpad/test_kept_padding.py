@@ -170,12 +170,11 @@ def wrapped(wrap, only=None):
 @pytest.mark.parametrize(
     "wrap, said",
     [
-        (lambda inner: Average(), "mixes-tokens"),
-        (Shifted, "mixes-tokens"),
-        (Centred, "mixes-tokens"),
-        (Reading, "mixes-tokens"),
+        pytest.param(lambda inner: Average(), "mixes-tokens", id="average"),
+        pytest.param(Shifted, "mixes-tokens", id="convolution", marks=pytest.mark.slow),
+        pytest.param(Centred, "mixes-tokens", id="centred", marks=pytest.mark.slow),
+        pytest.param(Reading, "mixes-tokens", id="mask"),
     ],
-    ids=["average", "convolution", "centred", "mask"],
 )
 def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)  # as if they were another package's
@@ -186,7 +185,10 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     assert not find(model, *EAGER)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "64KiB"}], ids=["no budget", "a budget"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="no budget"), pytest.param({"memory": "64KiB"}, id="a budget", marks=pytest.mark.slow)],
+)
 def test_the_last_layer_cannot_go_without_padding(options, monkeypatch):
     """Layers before it have left padding out, which it reads: the step begins anew."""
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)

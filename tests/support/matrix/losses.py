@@ -166,7 +166,6 @@ LOSSES: dict[str, dict] = {
 }
 QUICK = {
     "a teacher's logits",
-    "two forwards before one backward",
     *(f"the user's: {name}" for name in ("cross_entropy of shifted logits", "logits joined with others")),
 }
 CELLS = [
