@@ -39,7 +39,7 @@ SAME = {
         lambda x: x * x,
     ],
     "neg": [lambda x: -x, lambda x: torch.neg(x), lambda x: x.neg()],
-    "rsqrt": [lambda x: torch.rsqrt(x), lambda x: x.rsqrt()],
+    "rsqrt": [lambda x: torch.rsqrt(x), lambda x: x.rsqrt(), lambda x: x.pow(-0.5), lambda x: x**-0.5],
     "sigmoid": [lambda x: torch.sigmoid(x), lambda x: x.sigmoid(), lambda x: F.sigmoid(x)],
     "tanh": [lambda x: torch.tanh(x), lambda x: x.tanh(), lambda x: F.tanh(x)],
     "cast": [
@@ -129,6 +129,12 @@ def test_a_product_in_half_precision_is_no_power():
         != power
         == graph(lambda x: x.square(), torch.rand(4, 4).bfloat16())
     )
+
+
+def test_a_power_in_half_precision_is_no_root():
+    """Each would be rounded in another way."""
+    x = torch.rand(4, 4).half()
+    assert graph(lambda x: x**-0.5, x) != graph(lambda x: x.rsqrt(), x)
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -60,6 +60,11 @@ def gemma_backwards(x, w):
     return ((w.float() + 1) * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS))).to(x.dtype)
 
 
+def gemma4(x, w):
+    h = x.float()
+    return (h * torch.pow(h.pow(2).mean(-1, keepdim=True) + EPS, -0.5) * w.float()).type_as(x)
+
+
 def functional(x, w):
     return F.rms_norm(x, (x.shape[-1],), w, EPS)
 
@@ -79,6 +84,7 @@ SPELLINGS = [
     olmo_wide_weight,
     gemma,
     gemma_backwards,
+    gemma4,
     functional,
     keywords,
 ]

@@ -110,6 +110,9 @@ def _binary(target: Callable) -> Spell:
         # not in half precision: CUDA's autocast computes powers in fp32, and products as they are
         if target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF:
             return "call_function", operator.pow, (left, 2), {}
+        wide = isinstance(left, Node) and dtype_of(left) in (torch.float32, torch.float64)
+        if target is operator.pow and wide and isinstance(right, float) and right == -0.5:
+            return "call_function", torch.rsqrt, (left,), {}
         return "call_function", target, (left, right), {}
 
     return spell
