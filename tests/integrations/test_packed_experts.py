@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import tunecompile
 from tests.support import zoo
 from tests.support.files import logits
-from tests.support.models.packed import gradients, named, pair, stack
+from tests.support.models.packed import OVER, gradients, named, pair, stack
 from tests.support.notes import BROKEN, EAGER, find, has
 from tunecompile.errors import CannotQuantize, MissingExtra
 from tunecompile.integrations.packed_experts import quantize
@@ -137,6 +138,38 @@ def test_hooks_are_called_and_bitsandbytes_cache_works():
     assert torch.nn.utils.parametrize._cache_enabled == before == 0 and not torch.nn.utils.parametrize._cache
 
 
+def test_experts_in_every_state(tmp_path):
+    """Adapters of two ranks and scales, alone, together, off, and merged: by PEFT into a copy that is gone."""
+    from peft import LoraConfig
+
+    sizes = {"num_hidden_layers": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    over = {"target_modules": ["q_proj"], "target_parameters": OVER}
+    dense = zoo.adapt(zoo.make("qwen3_moe", **sizes), **over)
+    dense.add_adapter("other", LoraConfig(r=5, lora_alpha=7, use_rslora=True, **over))
+    for name, parameter in dense.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(parameter, std=0.02)
+    packed = copy.deepcopy(dense)
+    for name in tunecompile.quantize_experts(packed):
+        stack(dense.get_base_model(), name).data.copy_(stack(packed.get_base_model(), name))
+    tunecompile.optimize(packed, executor="eager")
+    for active in ("other", ["default", "other"]):
+        for each in (packed, dense):
+            each.base_model.set_adapter(active)
+        compare(packed, dense)
+        torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-5, atol=1e-5)
+    assert is_whole(packed), tunecompile.report(packed)
+    with packed.disable_adapter(), dense.disable_adapter():
+        torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-5, atol=1e-5)
+    expected = logits(dense)
+    for each in (packed, dense):
+        each.merge_adapter()
+    torch.testing.assert_close(logits(packed), expected, rtol=1e-5, atol=1e-5)
+    tunecompile.save_merged(packed, tmp_path, dtype="float32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_padding_is_removed():
     packed, dense = pair("qwen3_moe")
     batch = zoo.batch(rows=3)
@@ -230,7 +263,6 @@ def live_stacks() -> int:
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_one_stack_at_a_time_is_loaded(family, tmp_path, monkeypatch):
     from bitsandbytes import functional
-    from transformers import AutoModelForCausalLM
 
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
     zoo.make(family, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -80,7 +80,10 @@ def merged(layer: nn.Module, name: str) -> nn.Module:
     from peft.tuners.lora import Linear, LoraLayer
 
     twin = link = in_floats(layer, name)
+    packed = packed_stacks(layer.get_base_layer())
     while hasattr(link, "base_layer"):  # adapters of several parameters of a module are wrapped around each other
+        if getattr(link, "parameter_name", None) in packed:
+            link.merged_adapters = []  # PEFT has added them to a dequantised copy, which is gone
         active = [] if link.merged or link.disable_adapters else list(link.active_adapters)
         if active and not isinstance(link, LoraLayer):
             raise CannotMerge(

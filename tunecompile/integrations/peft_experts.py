@@ -93,7 +93,7 @@ def _forward_with(kind: type, packed: tuple[str, ...], own: tuple[int, ...]) -> 
         """Call a wrapper's module with adapted values."""
         if not packed and not torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
-        inner, adapters, seen = _look_through(self, own)
+        inner, adapters, seen = _look_through(self, packed, own)
         if adapters is None or (seen and not packed) or _is_sharded(inner, adapters):
             return uncompiled(type(self).forward, self, *args, **kwargs)
         values = {name: unpacked(inner, name) for name in packed}
@@ -110,17 +110,21 @@ def _forward_with(kind: type, packed: tuple[str, ...], own: tuple[int, ...]) -> 
     return forward
 
 
-def _look_through(outermost: Any, own: tuple[int, ...]) -> tuple[Any, dict[str, tuple[Any, list[str]]] | None, bool]:
+def _look_through(
+    outermost: Any, packed: tuple[str, ...], own: tuple[int, ...]
+) -> tuple[Any, dict[str, tuple[Any, list[str]]] | None, bool]:
     """(The module that is wrapped, (wrapper, active adapters) by parameter, whether hooks see its calls).
 
-    Adapters are None where PEFT takes them out of the weights now.
+    Adapters are None where PEFT takes them out of the weights now. What PEFT merged into a 4-bit stack it has added to
+    a dequantised copy, which is gone: such adapters go on being computed.
     """
     inner, adapters, seen = outermost, {}, False
     while hasattr(inner, "parameter_name"):
+        merged = inner.merged and inner.parameter_name not in packed
         if inner.disable_adapters:
-            if inner.merged:
+            if merged:
                 return inner, None, seen
-        elif not inner.merged:
+        elif not merged:
             names = [name for name in inner.active_adapters if name in inner.lora_A]
             if names:
                 adapters[inner.parameter_name] = inner, names
