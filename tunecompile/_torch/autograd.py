@@ -17,6 +17,7 @@ __all__ = [
     "differentiable_outputs",
     "in_backward",
     "in_checkpoint",
+    "innermost_hooks",
     "keeps_graph",
     "made_since",
     "next_number",
@@ -75,6 +76,11 @@ plain_functions = lookup("torch._C.DisableTorchFunction", contextlib.nullcontext
 plain_tensors = lookup("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
 
 
+def innermost_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks for saved tensors, (pack, unpack); None without any, or where torch does not tell."""
+    return None if _top_hooks is None else _top_hooks(True)
+
+
 def in_checkpoint() -> bool:
     """Whether a non-reentrant `torch.utils.checkpoint` is under way: the backward pass will repeat this call.
 
@@ -82,7 +88,7 @@ def in_checkpoint() -> bool:
     """
     if _top_hooks is None:
         return True
-    hooks = _top_hooks(True)
+    hooks = innermost_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -99,7 +105,7 @@ def saving_is_taken() -> str | None:
         return "hooks for saved tensors are forbidden here (torch.func)"
     if in_checkpoint():
         return "inside a checkpoint"
-    if _top_hooks(True) is not None:
+    if innermost_hooks() is not None:
         return "other hooks take the saved tensors"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "recorded as a CUDA graph, whose memory is its own"

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from tunecompile._torch.lookup import lookup
+from tunecompile._torch.autograd import innermost_hooks
 
 __all__ = ["hooks_were_seen", "notice_hooks", "with_strides"]
 
-_top_hooks = lookup("torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_checkpoints: None)
 _KEEP_STRIDES = ("torch.utils.checkpoint", "tunecompile.")  #: modules whose hooks give back what they took
 
 
@@ -27,7 +26,7 @@ class _Seen:
 
 def notice_hooks() -> None:
     """Before a layer's call: see whether hooks of the caller take its saved tensors."""
-    if not _Seen.hooks and (found := _top_hooks(True)) is not None:
+    if not _Seen.hooks and (found := innermost_hooks()) is not None:
         _Seen.hooks = not getattr(found[0], "__module__", "").startswith(_KEEP_STRIDES)
 
 
