@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # of the extra `cli`
     from jinja2 import Environment
@@ -48,7 +48,7 @@ def draw(paint: Callable[[Axes], None], width: float = 6.2, height: float = 3.4)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context(STYLE):
+    with pyplot.rc_context(cast(Any, STYLE)):
         figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
         paint(axes)
         buffer = io.BytesIO()

@@ -202,19 +202,28 @@ def _lines(axes: Axes, budget: RuntimePlanner, scale: int, width: int, highest: 
     """Draw budget and peaks. A budget far above the peak is not drawn: it would leave most of the picture empty."""
     found = [("predicted peak", admitted(budget).peak, "#2563eb", (0, (1, 1.5)))]
     found += [("measured peak", budget.progress.measured, INK, (0, (4, 2)))] if budget.progress.measured else []
-    found += (
-        [("budget", limit, "#dc2626", "-")] if (limit := budget.summary()["budget"]) / scale < 1.6 * highest else []
-    )
+    found += [("budget", limit, "#dc2626", "-")] if (limit := _limit(budget)) / scale < 1.6 * highest else []
     for name, nbytes, colour, dashes in found:
         axes.axhline(nbytes / scale, color=colour, linewidth=1.1, linestyle=dashes, label=f"{name}, {shown(nbytes)}")
+
+
+def _limit(budget: RuntimePlanner) -> int:
+    """Bytes of the budget, of which a plan was admitted."""
+    summary = budget.summary()
+    assert summary is not None
+    return summary["budget"]
 
 
 def _label(axes: Axes, parts: list[Phase], first: int) -> None:
     """Label as many layers as fit with their numbers, counted from `first`, and the three parts of the step above."""
     layers = len(parts) // 2
     every = max(1, round(layers / 14))
-    ticks = [i for i, part in enumerate(parts) if part.place is not None and part.place % every == 0]
-    axes.set_xticks([i + 0.5 for i in ticks], [str(first + parts[i].place) for i in ticks], fontsize=8)
+    ticks = [
+        (i + 0.5, str(first + part.place))
+        for i, part in enumerate(parts)
+        if part.place is not None and part.place % every == 0
+    ]
+    axes.set_xticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8)
     axes.grid(axis="x", visible=False)
     axes.axvline(layers, color="#d1d5db", linewidth=0.8)
     axes.axvline(layers + 1, color="#d1d5db", linewidth=0.8)
@@ -236,10 +245,8 @@ def _label(axes: Axes, parts: list[Phase], first: int) -> None:
 
 def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
     """A row for each run of consecutive layers with the same plan; bytes and milliseconds are those of one layer."""
-    parts = {part.place: part for part in phases(budget) if part.kind == "forward"}
-    after = {
-        place: part.measured for place, part in ((p.place, parts.get(p.place + 1)) for p in parts.values()) if part
-    }
+    parts = {p.place: p for p in phases(budget) if p.kind == "forward" and p.place is not None}
+    after = {place: part.measured for place in parts if (part := parts.get(place + 1)) is not None}
     table = []
     for (option, _), members in groupby(
         enumerate(budget.layers), key=lambda item: (budget.options.get(id(item[1])), item[1].region.name)
@@ -248,7 +255,7 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
         if option is None:
             continue
         recomputed = budget.recomputed(budget.layers[places[0]], option.plan)
-        grown = [after[p] - parts[p].measured for p in places if after.get(p) and parts[p].measured]
+        grown = [end - begun for p in places if (end := after.get(p)) and (begun := parts[p].measured)]
         first, last = (budget.layers[place].place for place in (places[0], places[-1]))
         table.append(
             {
@@ -270,24 +277,24 @@ def rows(budget: RuntimePlanner) -> list[dict[str, Any]]:
 def totals(budget: RuntimePlanner, steps: float | None) -> list[tuple[str, str, str]]:
     """Rows of (name, predicted, measured). steps: measured milliseconds of a step."""
     plan = admitted(budget)
-    own, added = budget.step_ms(), plan.choice.ms
+    own, added, kept = budget.step_ms(), plan.choice.ms, budget.memory.kept
     lines = [
-        ("Budget, for tensors", shown(budget.summary()["budget"]), ""),
+        ("Budget, for tensors", shown(_limit(budget)), ""),
         (
             "Resident: weights, gradients, optimizer",
             shown(plan.resident),
             shown(budget.memory.others()) if budget.memory.present else "",
         ),
         *(
-            [("Frozen weights kept dequantised", shown(plan.weights), shown(budget.memory.kept.bytes))]
-            if plan.weights
+            [("Frozen weights kept dequantised", shown(plan.weights), shown(kept.bytes))]
+            if plan.weights and kept is not None
             else []
         ),
         ("Peak", shown(plan.peak), shown(budget.progress.measured) if budget.progress.measured else ""),
         ("Step, ms", f"{own:,.1f}" if own else "", f"{steps:,.1f}" if steps else ""),
         ("Of it for the budget (recomputation, waiting), ms", f"{added:,.1f}", ""),
     ]
-    if not budget.offloading:
+    if budget.offload is None or not budget.offloading:
         return lines
     copies = budget.offload.report()
     moved = sum(copies.get(name, 0.0) for name in ("copied_out_ms", "copied_back_ms"))

@@ -173,7 +173,7 @@ def _memory(state: State) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
 
 
 def _layer_counts(model: nn.Module) -> dict[int, int]:
-    slots = [slot_of(m) for m in model.modules() if slot_of(m) is not None]
+    slots = [slot for m in model.modules() if (slot := slot_of(m)) is not None]
     return Counter(id(slot.region) for slot in slots if hasattr(slot, "region"))
 
 

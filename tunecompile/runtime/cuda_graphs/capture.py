@@ -26,6 +26,7 @@ class Recorder(Protocol):
         Returns:
             The outputs, in fixed memory, and a function that replays the work and so fills them.
         """
+        ...
 
     def mark(self, device: torch.device) -> Any:
         """A point in the device's work, after everything launched so far."""
@@ -35,6 +36,7 @@ class Recorder(Protocol):
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Bytes that this process has taken from the device, and bytes that the device has."""
+        ...
 
     def release(self) -> None:
         """Free unused memory that the allocator holds: recordings cannot use it."""

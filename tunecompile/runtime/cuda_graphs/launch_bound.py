@@ -62,8 +62,8 @@ class Clock:
             calls = self.calls[1:]
             spans = [((b.begun - a.begun) * 1e3, a.begin, b.begin) for a, b in pairwise(calls) if a.pass_ == b.pass_]
             spans = spans or [(call.host, call.begin, call.end) for call in calls]  # a layer alone
-            device = [self.recorder.elapsed(begin, end) for _, begin, end in spans]
-            if None not in device:
+            device = [ms for _, begin, end in spans if (ms := self.recorder.elapsed(begin, end)) is not None]
+            if len(device) == len(spans):
                 self._conclude(
                     min(device) < WAITING * min(host for host, *_ in spans), min(call.host for call in calls)
                 )

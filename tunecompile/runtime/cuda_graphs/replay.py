@@ -307,14 +307,14 @@ class Forward:
         for address in place.recording.saved_at() if place.recording else ():
             del owners[address]
         place.recording = None  # its memory is free again
-        place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
+        made = place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
         place.tries += 1
-        if place.recording is None:
+        if made is None:
             self.enabled = False
             return None
         place.kept = [identity(inputs[i]) for i in place.fixed()]  # the recording points at them
-        owners |= {address: place.recording for address in place.recording.saved_at()}
-        return place.recording
+        owners |= {address: made for address in made.saved_at()}
+        return made
 
 
 class Backward:
