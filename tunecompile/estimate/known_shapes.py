@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from tunecompile.integrations.packed_experts.quantize import stacks
+from tunecompile.integrations.packed_experts.stacks import packed_stacks
+
 #: linears of a decoder layer that get adapters
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: stacks of experts' weights that get adapters, where a model has them
@@ -82,12 +85,14 @@ def lora_targets(model: nn.Module) -> dict[str, Any]:
     """
     present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     chosen: dict[str, Any] = {"target_modules": [name for name in TARGETS if name in present] or "all-linear"}
-    stacks = {
+    found = {
         ".".join(parts[-2:])
         for path, parameter in model.named_parameters()
         if parameter.dim() == 3 and (parts := path.split("."))[-1] in STACKS
     }
-    return chosen | ({"target_parameters": sorted(stacks, reverse=True)} if stacks else {})
+    # PEFT knows parametrised ones by their whole names
+    found |= {name for name, module, key in stacks(model) if key in packed_stacks(module)}
+    return chosen | ({"target_parameters": sorted(found, reverse=True)} if found else {})
 
 
 def empty_model(config: Any) -> nn.Module:

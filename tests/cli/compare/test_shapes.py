@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import tunecompile
 from tests.support import zoo
 from tunecompile.cli.compare import run
 from tunecompile.cli.compare.shapes import build_shape_model, save_shape_model
@@ -61,6 +62,13 @@ def test_adapters_are_put_on_stacks_of_experts_too(family, stacks):
     model = peft.get_peft_model(zoo.make(family), peft.LoraConfig(r=2, **targets))
     adapted = {name.split(".mlp.")[1] for name, _ in model.named_parameters() if "lora_A" in name and ".mlp." in name}
     assert len(adapted) == (2 if stacks else 3)
+
+
+def test_adapters_are_put_on_stacks_in_4_bits():
+    pytest.importorskip("bitsandbytes")
+    model = zoo.make("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64)
+    names = tunecompile.quantize_experts(model)
+    assert lora_targets(model)["target_parameters"] == sorted(names, reverse=True)
 
 
 def test_a_mixture_has_its_parameters():
