@@ -47,20 +47,18 @@ def _operands(node: Node) -> tuple:
 
 @dataclass
 class _Chain:
-    """The steps from a head to its loss: softcap * tanh(scale * product / softcap) of some rows."""
+    """The steps from a head to its loss: softcap * tanh(scale * product / softcap) of some rows.
+
+    `tunecompile.runtime.loss_head.logit_chain` has the same meaning of other things: of calls that were recorded while
+    a step ran, from the head downwards, with tensors of known sizes, log-softmax and indices among them. Here it is
+    read upwards from a loss in a graph, whose sizes may be symbols. What they share is one formula.
+    """
 
     product: Node  #: the linear
     rows: list[Node]  #: steps that slice or reshape rows, from the loss upwards
-    scale: float = 1.0
+    scale: float = 1.0  #: of all multiplications so far; above a tanh, those behind it are its softcap
+    scaled: bool = False  #: whether there were any
     softcap: float = 0.0  #: 0: none
-    outer: float | None = None  #: the factor after a tanh
-
-    def multiply(self, factor: float, behind_tanh: bool) -> None:
-        """Take in a multiplication of the logits."""
-        if self.outer is None and self.softcap == 0.0 and behind_tanh:
-            self.outer = factor
-        else:
-            self.scale *= factor
 
 
 def _climb(logits: Node) -> _Chain | str:
@@ -76,12 +74,12 @@ def _climb(logits: Node) -> _Chain | str:
         if _moves_rows(node):
             chain.rows.append(node)
         elif node.target in (operator.mul, operator.truediv) and isinstance(args[1], (int, float)):
-            factor = float(args[1]) if node.target is operator.mul else 1.0 / args[1]
-            chain.multiply(factor, source.target is torch.tanh)
+            chain.scale *= float(args[1]) if node.target is operator.mul else 1.0 / args[1]
+            chain.scaled = True
         elif node.target is torch.tanh:
-            if chain.outer is None or chain.softcap:
+            if not chain.scaled or not chain.scale > 0 or chain.softcap:
                 return "a tanh that is not scaled back"
-            chain.softcap, chain.scale = chain.outer, chain.scale * chain.outer
+            chain.softcap = chain.scale
         elif not _is(node, "to"):
             return f"{node.name} is no step from a head to its loss"
         chain.product = source

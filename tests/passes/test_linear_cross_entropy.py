@@ -36,6 +36,11 @@ def capped(logits, labels):
     return F.cross_entropy((torch.tanh(logits / 5.0) * 5.0).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
+def capped_and_heated(logits, labels):
+    """A temperature behind the soft-cap is no factor inside of it."""
+    return F.cross_entropy((torch.tanh(logits / 0.5) * 0.5 / 0.2).flatten(0, 1), labels.flatten())
+
+
 def scaled(logits, labels):
     return F.cross_entropy((logits * 0.5).reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=3)
 
@@ -97,6 +102,7 @@ def test_each_row_in_more_digits_than_the_head_is_left_alone():
         (shifted, 1),
         (summed, 1),
         (capped, 1),
+        (capped_and_heated, 1),
         (scaled, 1),
         (read_twice, 0),
         (class_last, 0),
