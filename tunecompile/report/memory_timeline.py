@@ -340,4 +340,4 @@ def notes(budget: RuntimePlanner) -> list[str]:
         "The measured step time is the median, from one training forward to the next, with optimizer and data. "
         "The prediction covers kernels and AdamW, on a GPU only."
     )
-    return lines + budget.said()
+    return lines + budget.report_notes()

@@ -33,7 +33,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
 from tunecompile.runtime.unpad.unpad import Unpadding
-from tunecompile.runtime.variant import Variant, _same
+from tunecompile.runtime.variant import Variant, unchanged
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.", "bitsandbytes.")
@@ -189,7 +189,7 @@ class LayerSlot:
             and not any(map(sharded, parameters))
         )
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo that."""
         if self.placement is not None:
             self.placement.release()
@@ -208,7 +208,7 @@ class LayerSlot:
         """Where the layer's weights are; None where accelerate keeps them elsewhere between calls."""
         return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
 
-    def compiled(self, args: tuple, kwargs: dict, finish: Callable = _same) -> Any:
+    def compiled(self, args: tuple, kwargs: dict, finish: Callable = unchanged) -> Any:
         """The layer's call; `finish` gets its output while saved tensors are still hooked."""
         if self.placement is not None:
             if self.states is not None:

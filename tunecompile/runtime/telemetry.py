@@ -49,7 +49,7 @@ class Telemetry:
             return
         self.next_look = now + EVERY
         with contextlib.suppress(Exception):
-            if telemetry_files.asked():
+            if telemetry_files.requested():
                 self.file = telemetry_files.write(self.status(), f"{os.getpid()}-{id(self):x}.json")
 
     @property

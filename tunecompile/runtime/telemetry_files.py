@@ -77,7 +77,7 @@ def ask() -> None:
     (path / ASKED).touch()
 
 
-def asked() -> bool:
+def requested() -> bool:
     """Whether a monitor asked within the last `PATIENCE` seconds."""
     try:
         return abs(time.time() - os.stat(folder() / ASKED).st_mtime) < PATIENCE and safe(folder())

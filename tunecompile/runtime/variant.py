@@ -159,7 +159,8 @@ def _saving_here() -> Iterator[None]:
         kept.clear()
 
 
-def _same(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """The value itself: a layer's output where nothing has to be done with it."""
     return value
 
 

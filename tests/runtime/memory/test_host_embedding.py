@@ -115,6 +115,6 @@ def test_taken_once(monkeypatch):
     held = HostEmbeddings(lambda tensor: seen.append(tensor) or tensor.clone())
     held.take(model)
     held.take(model)
-    assert len(seen) == 1 and not held.pending and has(held.said()[:1], "embedding-on-host")
+    assert len(seen) == 1 and not held.pending and has(held.report_notes()[:1], "embedding-on-host")
     held.give_back()
     assert not held.moved

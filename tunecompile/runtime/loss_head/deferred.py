@@ -48,7 +48,7 @@ class DeferredValue(Protocol):
     def materialize(self) -> Tensor:
         """Return the computed tensor, part of the autograd graph; the same one at each call."""
 
-    def again(self, hidden: Tensor) -> Tensor | None:
+    def recompute(self, hidden: Tensor) -> Tensor | None:
         """Compute it from `hidden`, in a new graph and new memory; None where it was written to."""
 
     def read_by(self, func: Callable) -> None:
@@ -100,7 +100,7 @@ class _History(torch.autograd.Function):
         hidden, needed = ctx.inputs[0], ctx.needs_input_grad[1:]
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-            made = None if is_asked(ctx.recipe.line) else ctx.recipe.again(leaf)  # hooks are on the real one
+            made = None if is_asked(ctx.recipe.line) else ctx.recipe.recompute(leaf)  # hooks are on the real one
             if made is None:
                 leaf, made = hidden, ctx.recipe.materialize()
         sources = [t for t, wanted in zip((leaf, *ctx.inputs[1:]), needed) if wanted]

@@ -94,7 +94,7 @@ class RowReduction:
             value = view(value)
         return value
 
-    def again(self, hidden: Tensor) -> Tensor:
+    def recompute(self, hidden: Tensor) -> Tensor:
         return self._taken_of(self.origin.compute(self.steps, hidden))
 
     def read_at_padding(self) -> None:

@@ -100,7 +100,7 @@ class Logits:
         """Whether the logits are unchanged since `steps`."""
         return self.steps == steps and self.pristine
 
-    def again(self, hidden: Tensor) -> Tensor | None:
+    def recompute(self, hidden: Tensor) -> Tensor | None:
         return self.compute(self.steps, hidden) if self.pristine else None
 
     def compute(self, steps: tuple[LogitStep, ...], hidden: Tensor | None = None) -> Tensor:

@@ -149,7 +149,7 @@ class HeadSlot:
             return self._gathered_later(args[0], self.placement)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.placement is not None:
             self.placement.release()
 

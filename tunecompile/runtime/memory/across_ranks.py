@@ -42,7 +42,7 @@ class RankPlans:
             self.told = plans
             self.board.publish(PLAN, plan())
 
-    def said(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[Note]:
+    def report_notes(self, budgets: Sequence[RuntimePlanner], plan: str) -> list[Note]:
         """For the report."""
         if self.board.ranks == 1:
             return []

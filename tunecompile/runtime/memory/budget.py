@@ -371,7 +371,7 @@ class RuntimePlanner:
         beside = beside_layers(self.memory.head_weights(), self.memory.trained_here(), self.admitted.tokens)
         return self.admitted.choice.work + beside.ms(self.speed)
 
-    def said(self) -> list[Note]:
+    def report_notes(self) -> list[Note]:
         """Notes."""
         return self.notes + ([self.shortfall] if self.shortfall else [])
 

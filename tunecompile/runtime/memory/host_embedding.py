@@ -88,6 +88,6 @@ class HostEmbeddings:
             table.data = table.data.clone()
         self.moved.clear()
 
-    def said(self) -> list[Note]:
+    def report_notes(self) -> list[Note]:
         """For the report."""
         return self.notes + [note("embedding-on-host", name, shown(table.nbytes)) for name, table in self.moved.items()]

@@ -272,13 +272,13 @@ class Recovery:
         shared = any(parameter is None or sharded(parameter) for parameter in parameters)
         return note("share-parameters") if shared else None
 
-    def said(self) -> list[Note]:
+    def report_notes(self) -> list[Note]:
         """For the report."""
         watched = [note("have-hooks")] if self.watched else []
         reasons: dict[Note, None] = dict.fromkeys([*self.refused.values(), *watched])
         return (
             self.notes
-            + self.agreement.said(self.budgets, self.in_words())
+            + self.agreement.report_notes(self.budgets, self.in_words())
             + [note("layers-not-repeated", detail=reason) for reason in reasons]
         )
 

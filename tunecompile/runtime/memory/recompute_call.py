@@ -318,7 +318,7 @@ class RecomputeCall:
             if graph is not None and before is not None and not graph.computes_as(before):
                 raise LayerChanged(layer=name, what="its code, or a number that it computes with, has changed")
 
-        with self.start.again(), watching(expect_same):
+        with self.start.restored(), watching(expect_same):
             args, kwargs = self.cut(given)
             made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return-object")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]

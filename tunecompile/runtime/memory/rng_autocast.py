@@ -34,7 +34,7 @@ class RngAutocastState:
             torch.cuda.set_rng_state(state, device)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Inside, in the backward pass, random state and autocast are those of that moment; afterwards those of now."""
         present = RngAutocastState.now(*self.devices)
         with ExitStack() as stack:

@@ -27,7 +27,7 @@ class HostEmbedding(Part):
             self.tables.take(state.model)
 
     def notes(self, state: State) -> list[Note]:
-        return self.tables.said() if self.tables is not None else []
+        return self.tables.report_notes() if self.tables is not None else []
 
     def detach(self, state: State) -> None:
         if self.tables is not None:

@@ -83,7 +83,7 @@ class Layers(Part):
             handle.remove()
         for slot in (*state.norms, *state.slots):
             empty(slot.layer, slot)
-            slot.let_go()
+            slot.release()
 
 
 def _region(state: State, name: str) -> Region:

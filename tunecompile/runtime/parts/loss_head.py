@@ -68,7 +68,7 @@ class LossHead(Part):
         for head in state.heads:
             if isinstance(slot := slot_of(head.module), HeadSlot):
                 empty(head.module, slot)
-                slot.let_go()
+                slot.release()
         state.heads.clear()
 
 

@@ -42,6 +42,6 @@ class MemoryBudget(Part):
         told = [
             note("on-device", str(budget.device), each) if several else each
             for budget in budgets
-            for each in budget.said()
+            for each in budget.report_notes()
         ]
-        return told + recovery.said()
+        return told + recovery.report_notes()
