@@ -19,7 +19,8 @@ import tunecompile
 import tunecompile.passes
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.passes.run import assert_same, check, family, results
+from tests.support.passes.run import assert_same, check, family, random, results
+from tests.support.planted_experts import EXPERT_CASES
 from tunecompile.ir.op import OPS, Op
 
 op_module = importlib.import_module("tunecompile.ir.op")  # the package shows the function of that name
@@ -146,10 +147,6 @@ def model_holds(subject: Subject, monkeypatch) -> bool:
 
 
 # ---------------------------------------------------------------- the subjects
-
-
-def random(*shape: int, dtype: torch.dtype, grad: bool = True, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape) * scale).to(dtype).requires_grad_(grad)
 
 
 def model(family: str = "llama", full: bool = False, quantise: bool = False, **changes) -> tuple[torch.nn.Module, dict]:
@@ -313,30 +310,6 @@ def an_attention(window, model) -> Subject:
     )
 
 
-ENDS, EXPERTS, RANK, WIDE = (2, 2, 5), 3, 2, 4  #: of six rows: an expert without any, and a row of nobody
-ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
-PLACES = torch.argsort(ORDER)
-
-
-def of_expert(weight, a, b, expert):
-    up = b.reshape(len(b), RANK, EXPERTS)[:, :, expert]
-    return weight[expert] + 0.5 * up @ a[expert * RANK : (expert + 1) * RANK]
-
-
-def by_expert(x, weight, a, b):
-    rows = [x[begin:end] @ of_expert(weight, a, b, e).t() for e, (begin, end) in enumerate(zip((0, *ENDS), ENDS))]
-    return torch.cat([*rows, x.new_zeros(len(x) - ENDS[-1], len(b))])
-
-
-def expert_arguments(dtype) -> list:
-    shapes = [(EXPERTS, 5, WIDE), (EXPERTS * RANK, WIDE), (5, RANK * EXPERTS)]
-    return [random(6, WIDE, dtype=dtype), *(random(*shape, dtype=dtype) for shape in shapes)]
-
-
-def of_experts(file, op, spelled, call, args) -> Subject:
-    return Subject(f"experts/{file}", op, spelled, call, args, ())
-
-
 def quantised(rows: int = 6, columns: int = 128) -> torch.nn.Module:
     """A layer of bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
@@ -408,34 +381,7 @@ SUBJECTS = {
     "capped loss": Subject(**a_head(softcap=2.0), model=lambda: model("gemma2", final_logit_softcapping=1.0)),
     "scaled loss": Subject(**a_head(scale=3.0)),
     "smoothed loss": Subject(**a_head(smoothing=0.2)),
-    "experts": of_experts(
-        "grouped_linear",
-        "grouped_lora_linear",
-        by_expert,
-        lambda op, x, w, a, b: op(x, w, torch.tensor(ENDS, dtype=torch.int32), [a], [b], [0.5], False)[0],
-        expert_arguments,
-    ),
-    "experts' weights": of_experts(
-        "adapted_stack",
-        "adapted_stack",
-        lambda w, a, b: torch.stack([of_expert(w, a, b, expert) for expert in range(EXPERTS)]),
-        lambda op, w, a, b: op(w, [a], [b], [0.5], False),
-        lambda dtype: expert_arguments(dtype)[1:],
-    ),
-    "rows to experts": of_experts(
-        "rows",
-        "spread_rows",
-        lambda x: x[ORDER // 2],
-        lambda op, x: op(x, ORDER, PLACES, 2),
-        lambda dtype: [random(3, 4, dtype=dtype)],
-    ),
-    "rows of experts": of_experts(
-        "rows",
-        "collect_rows",
-        lambda y: y[PLACES].unflatten(0, (3, 2)).sum(1),
-        lambda op, y: op(y, ORDER, PLACES, 2),
-        lambda dtype: [random(6, 4, dtype=dtype)],
-    ),
+    **{name: Subject(f"experts/{file}", *case, ()) for name, (file, *case) in EXPERT_CASES.items()},
     "attention": an_attention(0, lambda: (model()[0], padded())),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
