@@ -28,11 +28,10 @@ class ParametrizedModules(Part):
         if not state.stacks:
             return
         for slot in state.slots:
-            if self.looked[slot.place] is not slot.inside:
-                if self.looked[slot.place] is not None:  # not the first step, at which layers are looked at
-                    self._undo(slot.place)
-                    self._look(slot)
-                self.looked[slot.place] = slot.inside
+            # layers are looked at within the first step: until then, and once more behind it, nobody tells of changes
+            if slot.inside is None or self.looked[slot.place] is not slot.inside:
+                self._undo(slot.place)
+                self._look(slot)
 
     def _look(self, slot: LayerSlot) -> None:
         found = peft_parametrize.trace_or_skip(slot.layer)
