@@ -28,7 +28,8 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _whole(cat: Node) -> Node | None:
-    """The tensor that a concatenation reassembles from all its pieces, in order."""
+    """The tensor that a concatenation reassembles from all its pieces, in order. (One of other strides stays: views of
+    the concatenation, which is dense, may be none of its pieces' transpose.)"""
     shape = cat.meta["val"].shape
     dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape)
     base, offset = None, 0
@@ -37,19 +38,21 @@ def _whole(cat: Node) -> Node | None:
         if piece is None or piece != (base or piece[0], offset):
             return None
         base, offset = piece[0], offset + node.meta["val"].shape[dim]
-    return base if base is not None and tuple(base.meta["val"].shape) == tuple(shape) else None
+    return base if base is not None and _layout(base) == _layout(cat) else None
 
 
 def _origin(view: Node) -> Node | None:
     """The tensor that was given another shape and is given its own again here. (Inductor fixes the memory of what it
     reshapes, and would copy a product that could have been written where it is read.)"""
-    value, source = view.meta["val"], view.args[0]
+    source = view.args[0]
     while source.target in RESHAPES:
         source = source.args[0]
-    before = source.meta["val"]
-    return (
-        source if (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype) else None
-    )
+    return source if _layout(source) == _layout(view) else None
+
+
+def _layout(node: Node) -> tuple:
+    value = node.meta["val"]
+    return value.shape, value.stride(), value.dtype
 
 
 def _escapes(node: Node) -> bool:

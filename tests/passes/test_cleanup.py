@@ -1,0 +1,43 @@
+"""Concatenations of a tensor's own pieces go after lowering, where the tensor lies in memory as they would."""
+
+import pytest
+import torch
+
+from tunecompile._torch.fake_tensors import make_fx
+from tunecompile.compiler.pass_manager import Context
+from tunecompile.passes import lower
+
+aten = torch.ops.aten
+
+
+def joined(x):
+    """Cut, joined again, and read as rows."""
+    return torch.cat([x[..., :3], x[..., 3:8]], -1).reshape(-1, 8) * 2
+
+
+def split(x):
+    return torch.cat(x.split([3, 5], -1), -1).reshape(-1, 8) * 2
+
+
+def in_another_order(x):
+    return torch.cat([x[..., 4:], x[..., :4]], -1).reshape(-1, 8) * 2
+
+
+def in_part(x):
+    return torch.cat([x[..., :3], x[..., 3:7]], -1).reshape(-1, 7) * 2
+
+
+DENSE, TURNED = torch.randn(2, 5, 8), torch.randn(2, 8, 5).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "run, x, left",
+    [(joined, DENSE, 0), (split, DENSE, 0), (in_another_order, DENSE, 1), (in_part, DENSE, 1), (joined, TURNED, 1)],
+)
+def test_a_concatenation_of_own_pieces(run, x, left):
+    """Views of the concatenation may be none of the tensor's: convolutions over tokens hand on transposed ones."""
+    gm = make_fx(run, tracing_mode="fake")(x)
+    lower.cleanup.run(gm.graph, Context("layer"))
+    gm.recompile()
+    assert torch.equal(gm(x), run(x))
+    assert sum(node.target is aten.cat.default for node in gm.graph.nodes) == left
