@@ -104,6 +104,23 @@ def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
     assert [r.number for r in step] == sorted(r.number for r in step) and len({r.number for r in step}) == 3
 
 
+def test_no_recording_is_replayed_while_a_later_one_is_needed():
+    """Its scratch may be where the later one has saved values, as the stand-in shows."""
+    replays = replay.GraphReplays(CpuRecorder())
+    graph = replays.forward(lambda inputs: [inputs[0] * 2, inputs[0] + 1], handed=1)
+    first, second = (replays.record(graph, [torch.zeros(3)], set(), 1) for _ in range(2))
+    assert replays.in_order(first) and replays.in_order(second)
+    _, saved = second.replay([torch.ones(3)])
+    replays.flying.append(second)
+    pending = torch.ones(3, requires_grad=True) * saved  # for whose backward it is kept
+    assert torch.equal(saved, torch.full((3,), 2.0))
+    assert not replays.in_order(first) and not replays.in_order(second)
+    first.replay([torch.ones(3)])
+    assert saved.isnan().all()
+    del pending
+    assert replays.in_order(first)
+
+
 @pytest.mark.slow
 def test_a_batch_of_another_shape_between_forward_and_backward(pair):
     model, reference = pair

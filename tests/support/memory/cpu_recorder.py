@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
+
 import torch
 
 
 class CpuRecorder:
-    """Runs the function again and writes into the first outputs' memory."""
+    """Runs the function again and writes into the first outputs' memory.
+
+    As in a pool of CUDA graphs, a recording's scratch may be where later recordings of its pool have their outputs: each
+    replay overwrites these.
+    """
 
     device = "cpu"
+
+    def __init__(self):
+        self.pools = defaultdict(list)
 
     def record(self, run, pool, device):
         first, second = list(run()), list(run())
@@ -16,9 +26,15 @@ class CpuRecorder:
             old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
         ]
         for value in own:  # recording computes nothing
-            value.fill_(float("nan") if value.is_floating_point() else 1)
+            poison(value)
+        recordings = self.pools[pool]
+        number = len(recordings)
+        recordings.append([weakref.ref(value) for value in own])
 
         def play():
+            for ref in [ref for later in recordings[number + 1 :] for ref in later]:
+                if (value := ref()) is not None:
+                    poison(value)
             for old, new in zip(first, run()):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
@@ -44,3 +60,8 @@ class CpuRecorder:
 
     def forget(self):
         pass
+
+
+def poison(value):
+    """As memory is that something else was written to."""
+    value.data.fill_(float("nan") if value.is_floating_point() else 1)
