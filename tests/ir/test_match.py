@@ -9,6 +9,7 @@ from tunecompile.compiler.pass_manager import recognize
 from tunecompile.errors import InvalidRewrite
 from tunecompile.ir.canonicalize import canonicalize_graph
 from tunecompile.ir.match import Matcher, Pattern, cast
+from tunecompile.ir.near_miss import near_misses
 from tunecompile.ir.rewrite import apply, rewrite
 
 
@@ -322,6 +323,18 @@ def test_a_near_miss_is_told_of_the_pattern_that_has_its_operation():
         torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))
         (reason,) = recorder.seen.refused
         assert reason.startswith("`stack` at test_match.py:") and expected in reason, reason
+
+
+def test_of_several_near_misses_the_one_that_went_furthest_is_told():
+    """Though the pattern that failed at once is the first of its family."""
+    made = graph(lambda a, b: torch.sub(F.silu(a) * b, 1))
+    (anchor,) = made.find_nodes(op="call_function", target=F.silu)
+    patterns = [
+        Pattern.trace(pattern) for pattern in (lambda x: torch.sin(F.silu(x)), lambda x, u: torch.tanh(F.silu(x) * u))
+    ]
+    for order in (patterns, patterns[::-1]):
+        (reason,) = near_misses(order, [anchor]).values()
+        assert "expected tanh(mul(...)), found sub(mul(...), 1)" in reason
 
 
 def test_a_near_miss_is_listed_beside_what_a_guard_refused():
