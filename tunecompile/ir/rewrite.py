@@ -235,10 +235,17 @@ def user_line(node: Node) -> tuple[str, str]:
     return (f"{path.rsplit('/', 1)[-1]}:{number}", text) if path else ("", "")
 
 
+_FUNCTIONAL = "/torch/nn/functional.py"
+
+
 def user_frame(node: Node) -> tuple[str, str, str]:
-    """Return (path, number, text) of the line of the user's code that made a node; empty where they are unknown."""
+    """Return (path, number, text) of the line of the user's code that made a node; empty where they are unknown.
+
+    Functions of `torch.nn.functional` into which Dynamo looked are not the user's.
+    """
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    last = max((i for i in frames if _FUNCTIONAL not in lines[i].replace(chr(92), "/")), default=None)
     if last is None:
         return "", "", ""
     file, _, rest = lines[last].removeprefix("File ").partition(", line ")
