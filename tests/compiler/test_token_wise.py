@@ -10,6 +10,7 @@ from tunecompile.ops import document_mask
 
 WIDTH, HEADS = 12, 3
 LINEAR, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
+TRAINED = torch.randn(WIDTH, requires_grad=True)
 
 
 def reason(layer):
@@ -43,7 +44,33 @@ def joined(heads):
     return heads.transpose(1, 2).flatten(2)
 
 
+class Frozen(torch.autograd.Function):
+    """As bitsandbytes multiplies by weights in 4 bits."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return F.linear(x, LINEAR)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ LINEAR
+
+
+class Averaged(torch.autograd.Function):
+    """The number of tokens is a factor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.tokens = x.shape[1]
+        return x * 1.0 / x.shape[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.tokens
+
+
 APART = {
+    "a function of autograd": lambda x, m: Frozen.apply(x * TRAINED),
     "linear": lambda x, m: F.linear(x, LINEAR) @ LINEAR,
     "norm": lambda x, m: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
     "softmax over the width": lambda x, m: x.softmax(-1) * x.mean(-1, keepdim=True),
@@ -62,6 +89,7 @@ APART = {
 }
 
 MIXED = {
+    "a function of autograd": lambda x, m: Averaged.apply(x * TRAINED),
     "mean over rows": lambda x, m: x - x.mean(0, keepdim=True),
     "the first row": lambda x, m: x + x[0],
     "one row": lambda x, m: x[:1] * 2,

@@ -207,11 +207,21 @@ def _is_routing(node: Node) -> bool:
 
 def _is_number_of_size(node: Node) -> bool:
     """Whether a tensor is computed from a size, as a number and not as a shape."""
+    if bodies := _bodies(node):  # to which Dynamo hands all symbols, for their shapes
+        return any(_is_number_of_size(each) for body in bodies for each in body.graph.nodes if each.op != "output")
     sizes = (torch.SymInt, torch.SymFloat, torch.SymBool)
     if not any(isinstance(value(each), sizes) for each in node.all_input_nodes):
         return False
     made = tree_leaves(value(node))
     return any(isinstance(each, Tensor) for each in made) and name_of(node.target) not in _SHAPED
+
+
+def _bodies(node: Node) -> list[GraphModule]:
+    """The graphs that a call runs: those of an autograd function, or of a checkpoint."""
+    owner = node.graph.owning_module
+    names = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
+    found = [getattr(owner, name, None) for name in names if isinstance(name, str)]
+    return [each for each in found if isinstance(each, GraphModule)]
 
 
 def _number_of_tokens(gm: GraphModule) -> Any:
