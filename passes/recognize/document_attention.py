@@ -8,11 +8,11 @@ import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.compiler.token_wise import AttentionArguments, attention_arguments, document_mask_of, not_by_documents
+from tunecompile.compiler.token_wise import not_by_documents
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
@@ -24,17 +24,15 @@ _FAMILY = "document_attention"
 
 
 def run(graph: Graph, context: Context) -> None:
-    found = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
     tally = MatchCount(_FAMILY)
-    for node in found:
-        call = attention_arguments(node)
-        if (mask := document_mask_of(call.mask)) is None:
-            continue
+    for node, found in attention_calls(graph).items():
+        call, mask = found.arguments, document_mask_of(found.arguments.mask)
+        assert mask is not None
         tally.found += 1
         if (reason := not_by_documents(call.map(value))) or (reason := _rewrite(graph, node, call, mask)):
             tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
-        erase_dead(graph, [node, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
+        erase_dead(graph, [node, *found.inside, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
         tally.rewritten += 1
         tally.places.append(f"{_FAMILY}{where_from(node)}")
     if tally.found:
@@ -47,16 +45,17 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
 
-    def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any) -> Any:
+    def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any) -> Any:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
-        return varlen_attention(*rows, offsets, longest, scale, window)[0].transpose(0, 1).unsqueeze(0)
+        return varlen_attention(*rows, offsets, longest, scale, window, sinks)[0].transpose(0, 1).unsqueeze(0)
 
     heads = [unrepeated(key) for key in (call.key, call.value)]
     if value(heads[0]).shape[1] != value(heads[1]).shape[1]:
         heads = [call.key, call.value]
     key, val = heads
     bound = {"query": call.query, "key": key, "value": val, "offsets": offsets, "longest": longest}
+    bound["sinks"] = call.sinks
     return replace(graph, (node,), by_documents, bound)
 
 

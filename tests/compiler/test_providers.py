@@ -72,7 +72,9 @@ def test_refusals_on_a_gpu():
         )
         q, odd = fake(6, 4, 64), fake(6, 4, 20)
         offsets = fake(3, dtype=torch.int32)
-        assert varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0), None) == {
+        assert varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0, None), None) == {
             "flash": note("head-widths", queries=20, values=20)
         }
-        assert varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0), None)["flash"].code == "dtypes-differ"
+        assert (
+            varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0, None), None)["flash"].code == "dtypes-differ"
+        )

@@ -40,7 +40,7 @@ def dense(q, k, v, lengths, scale, window) -> torch.Tensor:
 def test_gradcheck(lengths, window):
     q, k, v = (x.requires_grad_() for x in inputs(lengths, dim=3))
     assert torch.autograd.gradcheck(
-        lambda q, k, v: varlen_attention(q, k, v, offsets(lengths), max(lengths), 0.7, window)[0], (q, k, v)
+        lambda q, k, v: varlen_attention(q, k, v, offsets(lengths), max(lengths), 0.7, window, None)[0], (q, k, v)
     )
 
 
@@ -56,7 +56,7 @@ def test_gradcheck(lengths, window):
 def test_every_sequence_is_alone(lengths, heads, window, more, dtype, layout):
     torch.manual_seed(0)
     q, k, v = inputs(lengths, *heads, dtype=dtype, layout=layout)
-    arguments = (offsets(lengths), max(lengths) + more, 0.4, window)
+    arguments = (offsets(lengths), max(lengths) + more, 0.4, window, None)
     assert_fake_is_real(varlen_attention, q, k, v, *arguments)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     got, logsumexp = varlen_attention(*leaves, *arguments)
@@ -75,12 +75,40 @@ def test_every_sequence_is_alone(lengths, heads, window, more, dtype, layout):
 
 def test_opcheck():
     q, k, v = (x.requires_grad_() for x in inputs((3, 2), dtype=torch.float32))
-    torch.library.opcheck(varlen_attention.overload, (q, k, v, offsets((3, 2)), 4, 0.5, 0))
+    torch.library.opcheck(varlen_attention.overload, (q, k, v, offsets((3, 2)), 4, 0.5, 0, None))
 
 
 def test_scores_far_apart():
     """A place without a token has some other token's logsumexp, from which its own score may be hundreds away."""
     torch.manual_seed(0)
     q, k, v = ((torch.randn(12, 2, 8) * s).requires_grad_() for s in (6, 6, 1))
-    varlen_attention(q, k, v, torch.tensor([0, 4, 12, 12], dtype=torch.int32), 8, 1.0, 0)[0].sum().backward()
+    varlen_attention(q, k, v, torch.tensor([0, 4, 12, 12], dtype=torch.int32), 8, 1.0, 0, None)[0].sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
+
+
+def written_out(q, k, v, sinks, lengths, scale, window):
+    """Sequence by sequence, with the sink as one more column of the softmax, as gpt-oss writes it."""
+    parts = []
+    for q1, k1, v1 in zip(*(x.split(list(lengths)) for x in (q, k, v))):
+        k1, v1 = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k1, v1))
+        scores = torch.einsum("qhd,khd->hqk", q1, k1) * scale
+        distance = torch.arange(len(q1))[:, None] - torch.arange(len(q1))
+        seen = (distance >= 0) & (distance < (window or len(q1) + 1))
+        column = sinks[:, None, None].expand(-1, len(q1), 1)
+        weights = torch.cat([scores.masked_fill(~seen, float("-inf")), column], -1).softmax(-1)[..., :-1]
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 0, 5)])
+@pytest.mark.parametrize("window", [0, 2])
+def test_sinks(lengths, window):
+    torch.manual_seed(0)
+    leaves = [*inputs(lengths, dim=3), torch.tensor([0.0, 30.0, -30.0, 2.0], dtype=torch.float64)]
+    ours, theirs = ([x.clone().requires_grad_() for x in leaves] for _ in range(2))
+    got = varlen_attention(*ours[:3], offsets(lengths), max(lengths), 0.7, window, ours[3])[0]
+    exact = written_out(*theirs, lengths, 0.7, window)
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(got)
+    for mine, right in zip(torch.autograd.grad(got, ours, grad), torch.autograd.grad(exact, theirs, grad)):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)

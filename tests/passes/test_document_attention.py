@@ -59,6 +59,90 @@ def test_spellings(spelling, dtype):
     check(spelling, *inputs(dtype), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
 
 
+def added(offsets, window=0, dtype=torch.float32):
+    """The mask as numbers to add."""
+    return torch.where(document_mask(offsets, LONGEST, TOTAL, window), 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+def written_out(q, k, v, offsets):
+    k, v = heads(k[..., : 2 * WIDTH], 2), heads(v[..., : 2 * WIDTH], 2)
+    scores = torch.matmul(heads(q), repeated(k, 2).transpose(2, 3)) * 0.3 + added(offsets, 3)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.0, training=True), repeated(v, 2)).transpose(1, 2).contiguous()
+
+
+def divided(q, k, v, offsets):
+    scores = (heads(q) @ heads(k).mT) / 2.5 + added(offsets)[:, :, :, : q.shape[1]]
+    return F.dropout(scores.softmax(-1), 0.7, False) @ heads(v)
+
+
+def with_sinks(q, k, v, offsets):
+    """As gpt-oss writes it."""
+    scores = torch.matmul(heads(q), heads(k).transpose(-1, -2)) * 0.3 + added(offsets)
+    sinks = q[0, 0, :HEADS].reshape(1, -1, 1, 1).expand(1, -1, TOTAL, -1)
+    joined = torch.cat([scores, sinks], dim=-1)
+    joined = joined - joined.max(dim=-1, keepdim=True).values
+    return torch.matmul(F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1], heads(v))
+
+
+@pytest.mark.parametrize("spelling", [written_out, divided, with_sinks])
+def test_written_out(spelling):
+    seen = check(spelling, *inputs(), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
+    assert "softmax" not in str(seen.graphs[0]) and "where" not in str(seen.graphs[0])
+
+
+def capped(scores, v):
+    return torch.tanh(scores).softmax(-1) @ v
+
+
+def over_queries(scores, v):
+    return scores.softmax(-2) @ v
+
+
+def read_elsewhere(scores, v):
+    weights = scores.softmax(-1)
+    return weights @ v + weights.sum()
+
+
+def first_column_is_left_out(scores, v):
+    return torch.cat([scores, scores[..., :1]], -1).softmax(-1)[..., 1:] @ v
+
+
+def another_column(scores, v):
+    return torch.cat([scores, scores.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v
+
+
+def sinks_by_token(scores, v):
+    column = scores[0, 0, :, 0].reshape(1, 1, -1, 1).expand(1, HEADS, -1, -1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(
+    "rest", [capped, over_queries, read_elsewhere, first_column_is_left_out, another_column, sinks_by_token]
+)
+def test_near_misses_written_out(rest):
+    def layer(q, k, v, offsets):
+        scores = (heads(q) @ heads(k).mT) * 0.3 + added(offsets, dtype=torch.float16).float()
+        return rest(scores, heads(v))
+
+    check(layer, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+
+
+def weighed(q, k, v, offsets):
+    mask = torch.where(document_mask(offsets, LONGEST, TOTAL, 0), 0.0, -1.0)
+    return ((heads(q) @ heads(k).mT) * 0.3 + mask).softmax(-1) @ heads(v)
+
+
+def dropped(q, k, v, offsets):
+    weights = ((heads(q) @ heads(k).mT) * 0.3 + added(offsets)).softmax(-1)
+    return F.dropout(weights, 1.0, True) @ heads(v)
+
+
+@pytest.mark.parametrize("layer", [weighed, dropped])
+def test_near_misses_of_masks_and_dropout(layer):
+    check(layer, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+
+
 def another_mask(q, k, v, offsets):
     mask = document_mask(offsets, LONGEST, TOTAL, 0)
     return F.scaled_dot_product_attention(heads(q), heads(k), heads(v), attn_mask=mask | (torch.arange(TOTAL) == 0))

@@ -285,12 +285,15 @@ def a_gate(activation, model) -> Subject:
     )
 
 
-def attention(q, k, v, window):
+def attention(q, k, v, window, sinks=None):
     parts = []
     for rows in (slice(0, 3), slice(3, 8)):
         places = torch.arange(rows.stop - rows.start)
         distance = places[:, None] - places
         mask = (distance >= 0) & (distance < (window or 99))
+        if sinks is not None:  # one key more, of which the score is the sink, and the value nothing
+            parts.append(_beside_sinks(q[rows], k[rows], v[rows], mask, sinks))
+            continue
         shared = (x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
         parts.append(
             F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1)
@@ -298,12 +301,19 @@ def attention(q, k, v, window):
     return torch.cat(parts)
 
 
+def _beside_sinks(q, k, v, mask, sinks):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.7).masked_fill(~mask, float("-inf"))
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
 def an_attention(window, model) -> Subject:
     return Subject(
         "attention",
         "varlen_attention",
         lambda q, k, v: attention(q, k, v, window),
-        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window)[0],
+        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window, None)[0],
         lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
         ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=model,
@@ -383,6 +393,18 @@ SUBJECTS = {
     "smoothed loss": Subject(**a_head(smoothing=0.2)),
     **{name: Subject(f"experts/{file}", *case, ()) for name, (file, *case) in EXPERT_CASES.items()},
     "attention": an_attention(0, lambda: (model()[0], padded())),
+    "attention with sinks": Subject(
+        "attention",
+        "varlen_attention",
+        lambda q, k, v, sinks: attention(q, k, v, 0, sinks),
+        lambda op, q, k, v, sinks: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, 0, sinks)[0],
+        lambda dtype: [
+            *(random(8, heads, 3, dtype=dtype) for heads in (4, 2, 2)),
+            random(4, dtype=dtype),
+        ],
+        ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
+        model=lambda: (model("gpt_oss", full=True)[0], padded()),
+    ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
 

@@ -195,6 +195,8 @@ FAULTS = [
         "dprobabilities",
     ),
     Fault("attention", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
+    Fault("attention with sinks", "dropped sinks", "if sinks is not None:", "if False:"),
+    Fault("attention with sinks", "lost share of a sink", "return -(shares * ", "return -("),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
 CAUGHT_BY_A_MODEL = {fault.of: fault for fault in reversed(FAULTS)}  #: one for each subject; the others are slow

@@ -28,7 +28,7 @@ from tunecompile._torch.autograd import outside_compilation
 from tunecompile._torch.cuda import attention_order, occupy_gpu
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
-from tunecompile.compiler.token_wise import attention_arguments, document_mask_of
+from tunecompile.compiler.attention_calls import attention_arguments, document_mask_of
 from tunecompile.ir.canonicalize import value
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import CudaGauge

@@ -10,24 +10,21 @@ table of those that are known to leave tokens apart. What is not in the table ma
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
+from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
 from tunecompile.ir.canonicalize import name_of, value
 from tunecompile.ir.op import HALF
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
-from tunecompile.ops import document_mask
 
 ALL = 1 << 60  #: an end of a slice that leaves nothing out
 TOKENS = 10007  #: a prime that divides no width, number of heads or size of a vocabulary
@@ -47,46 +44,6 @@ class NotTokenWise(BaseException):
     def __init__(self, reason: Note):
         super().__init__(reason)
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class AttentionArguments:
-    """The arguments of `F.scaled_dot_product_attention`: nodes, or their values."""
-
-    query: Any
-    key: Any
-    value: Any
-    mask: Any = None
-    dropout: Any = 0.0
-    causal: Any = False
-    scale: Any = None
-
-    def map(self, of: Callable[[Any], Any]) -> AttentionArguments:
-        """The same of each argument's `of`."""
-        return AttentionArguments(*(of(each) for each in vars(self).values()))
-
-
-_NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
-
-
-def attention_arguments(node: Node) -> AttentionArguments:
-    """Of a call, whether they are given by position or by name."""
-    named = {_NAMES.get(name, name): value for name, value in node.kwargs.items() if name != "enable_gqa"}
-    return AttentionArguments(*node.args[:6], **named)
-
-
-def document_mask_of(mask: Any) -> Node | None:
-    """The call of `document_mask` that a mask is, or is all of; None of another."""
-    while isinstance(mask, Node) and mask.target is operator.getitem:
-        whole, source = value(mask), mask.args[0]
-        given = value(source)
-        index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
-        if not all(isinstance(each, slice) and not each.start and each.step in (None, 1) for each in index):
-            return None
-        if not isinstance(given, Tensor) or whole is None or tuple(whole.shape) != tuple(given.shape):
-            return None
-        mask = source
-    return mask if isinstance(mask, Node) and mask.target is document_mask.overload else None
 
 
 def not_by_documents(call: AttentionArguments) -> Note | None:
@@ -153,23 +110,28 @@ class _Reader(Interpreter):
     """Runs a graph; attention under a document mask is taken for what it is."""
 
     def __init__(self, gm: GraphModule, mode: _LeavesTokensApart):
-        super().__init__(gm)
-        self.mode = mode
+        super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
+        self.mode, self.attention = mode, attention_calls(gm.graph)
+        self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
         self.mode.node = n
-        if n.target is document_mask.overload or (n.target is operator.getitem and document_mask_of(n) is not None):
-            return None  # read by attention alone, see below; anything else fails on it
+        if n in self.skipped or document_mask_of(n) is not None:
+            return None  # read by attention alone, see below
         if n.op == "output":
             self._look_at_outputs(n)
         elif _is_number_of_size(n) and not _is_routing(n):
             raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{where_from(n)}"))
-        if n.target is F.scaled_dot_product_attention and document_mask_of(attention_arguments(n).mask) is not None:
+        if n in self.attention:
             return self._attention(n)
+        if any(document_mask_of(each) is not None for each in n.all_input_nodes):
+            detail = f"{name_of(n.target)}, which reads the mask{where_from(n)}"
+            raise NotTokenWise(note("mixes-tokens", detail=detail))
         return super().run_node(n)
 
     def _attention(self, node: Node) -> Tensor:
-        call = attention_arguments(node).map(lambda given: self.env[given] if isinstance(given, Node) else given)
+        arguments = self.attention[node].arguments
+        call = arguments.map(lambda given: self.env[given] if isinstance(given, Node) else given)
         if (reason := not_by_documents(call)) is not None:
             raise NotTokenWise(reason)
         if any(tokens_of(x) != [2] for x in (call.query, call.key, call.value)):

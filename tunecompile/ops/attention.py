@@ -1,5 +1,7 @@
 """Causal attention over concatenated sequences, without padding (FlashAttention: Dao et al., arXiv:2205.14135)."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,20 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int) -> Ten
 
 @op(cost=Cost.MATMUL)
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    sinks: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
 
-    Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135).
+    Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135). Sinks are numbers beside the scores in the
+    softmax, without a value: with lse of the scores alone, softmax and sinks give exp(lse - logaddexp(lse, sink)) times
+    what softmax alone gives, and the backward is that of softmax alone, handed the joined logarithm.
 
     Args:
         q: queries of all N tokens, [N, H, D], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
@@ -46,19 +57,23 @@ def varlen_attention(
         longest: tokens of the longest sequence, or more.
         scale: of the scores, mostly 1 / sqrt(D).
         window: how many tokens a token sees, itself included; 0 for all.
+        sinks: [H], any floating dtype, or None.
 
     Returns:
-        (out, logsumexp): out as q, contiguous; the scores' logsumexp, [H, N] in the dtype of the arithmetic, which
-        gets no gradient."""
+        (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
+        which gets no gradient."""
     places = _Places(offsets, longest, q.shape[0])
     scores = places.scores(q, k, scale, window)
     logsumexp = scores.logsumexp(-1)
+    if sinks is not None:
+        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
     out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
     return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
 
 
 @varlen_attention.backward(
-    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "out0", "out1"), gives=("q", "k", "v")
+    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "out0", "out1"),
+    gives=("q", "k", "v", "sinks"),
 )
 def varlen_attention_backward(
     grad: Tensor,
@@ -69,6 +84,7 @@ def varlen_attention_backward(
     longest: int,
     scale: float,
     window: int,
+    sinks: Optional[Tensor],
     out0: Tensor,
     out1: Tensor,
 ) -> list[Tensor]:
@@ -77,10 +93,10 @@ def varlen_attention_backward(
     Args:
         grad: of out, [N, H, D] in its dtype.
         out0: out, as `varlen_attention` returned it.
-        out1: the scores' logsumexp, [H, N]. The others are those of `varlen_attention`.
+        out1: the logsumexp of scores and sink, [H, N]. The others are those of `varlen_attention`.
 
     Returns:
-        [dq, dk, dv], contiguous, in shape and dtype of q, k and v.
+        [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
     places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
     relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
@@ -96,7 +112,17 @@ def varlen_attention_backward(
         places.tokens(dq).to(q.dtype),
         places.tokens(dk, k.shape[1]).to(k.dtype),
         places.tokens(dv, v.shape[1]).to(v.dtype),
+        _sinks_gradient(grad, out0, out1, sinks),
     ]
+
+
+def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
+    """- sum of exp(sink - logsumexp) <grad, out> over tokens: a sink takes a share, and has no value."""
+    if sinks is None:
+        return grad.new_zeros(0)
+    wide = logsumexp.dtype
+    shares = (sinks.to(wide)[:, None] - logsumexp).exp()
+    return -(shares * (grad.to(wide) * out.to(wide)).sum(-1).t()).sum(1).to(sinks.dtype)
 
 
 class _Places:
@@ -152,7 +178,7 @@ def _window(window: int) -> dict[str, int]:
 
 
 @varlen_attention.provider("flash", because=_FLASH, refuses=lambda q, k, v, *_: _refuse_flash(q, k, v))
-def _(q, k, v, offsets, longest, scale, window):
+def _(q, k, v, offsets, longest, scale, window, sinks):
     made = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
@@ -167,14 +193,18 @@ def _(q, k, v, offsets, longest, scale, window):
         scale=scale,
         **_window(window),
     )
-    return made[0], made[1]
+    out, logsumexp = made[0], made[1]
+    if sinks is None:
+        return out, logsumexp
+    joined = torch.logaddexp(logsumexp, sinks.float()[:, None])
+    return (out.float() * (logsumexp - joined).exp().t()[..., None]).to(out.dtype), joined
 
 
 @varlen_attention_backward.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
-def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
+def _(grad, q, k, v, offsets, longest, scale, window, sinks, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
-    return list(
-        torch.ops.aten._flash_attention_backward(
+    return [
+        *torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             q.contiguous(),
             k.contiguous(),
@@ -191,5 +221,6 @@ def _(grad, q, k, v, offsets, longest, scale, window, out0, out1):
             unread,
             scale=scale,
             **_window(window),
-        )
-    )
+        ),
+        _sinks_gradient(grad, out0, out1, sinks),
+    ]

@@ -78,10 +78,10 @@ def beside_tokens(model: nn.Module) -> nn.Module:
     "build, said",
     [
         pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
-        (lambda: zoo.make("llama", attn_implementation="eager"), "other-attention"),
+        (lambda: zoo.make("gemma2", attn_implementation="eager"), "mixes-tokens"),  # it caps the scores
         (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "masks-not-understood"),
     ],
-    ids=["dropout", "eager", "bidirectional"],
+    ids=["dropout", "capped", "bidirectional"],
 )
 def test_models_that_keep_their_padding(build, said):
     model, reference = pair(build)
@@ -93,7 +93,6 @@ def test_models_that_keep_their_padding(build, said):
         if "dropout" not in said:
             assert loss.item() == pytest.approx(zoo.step(reference, inputs)[0].item(), rel=1e-5)
     assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
-    assert all(note.subject == "eager" for note in find(model, "other-attention"))
     assert not find(model, "ran-eagerly")
 
 

@@ -12,6 +12,7 @@ from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tests.support.reports import told_apart
+from tunecompile.runtime.unpad.decision import refused_now
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,20 +78,19 @@ def test_what_is_not_packed_goes_on_as_it_came():
     assert not told_apart(model) and not find(model, "packed-without-mask", "packing-kept")
 
 
-@pytest.mark.parametrize(
-    "made, more, said",
-    [
-        ({"attn_implementation": "eager"}, {}, ("other-attention", "eager")),
-        ({}, {"output_hidden_states": True}, ("output-required", "output_hidden_states")),
-    ],
-)
-def test_what_keeps_its_mask_says_why(made, more, said):
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False, **made))
-    inputs = packed((7, 9)) | more
-    assert_same_flattened(model, reference, inputs)
-    assert has(model, "packing-kept", reason=said[0]) and has(model, said[0], subject=said[1]), tunecompile.report(
-        model
-    )
+def test_what_keeps_its_mask_says_why():
+    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    assert_same_flattened(model, reference, packed((7, 9)) | {"output_hidden_states": True})
+    assert has(model, "packing-kept", reason="output-required"), tunecompile.report(model)
+    assert has(model, "output-required", subject="output_hidden_states")
+
+
+def test_other_attention_stays():
+    owner = zoo.make("llama").model
+    for name in ("flash_attention_2", "flex_attention", "mine"):
+        owner.config._attn_implementation_internal = name
+        said = refused_now(owner)
+        assert said is not None and said.code == "other-attention" and said.subject == name
 
 
 @pytest.mark.slow

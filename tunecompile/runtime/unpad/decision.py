@@ -40,7 +40,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     """For the mask of a batch.
 
     Args:
-        mask: bool [B, 1, T, T].
+        mask: [B, 1, T, T], of bools or to be added to scores.
         windows: of attention, as the layers' code has them.
         watch: whether anybody else looks at hidden states.
         refused: why no padding may be left out in this call; None where nothing is known.
@@ -52,8 +52,8 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
-    if reading.full:
-        return AS_IT_COMES
+    if reading.full and not mask.is_floating_point():
+        return AS_IT_COMES  # attention knows that it is causal, or reads the mask; written out it would be all scores
     if found.count == found.real.numel():
         reason = watch.reason()
         return UnpadDecision(reason=reason, batches=PACKED) if reason else UnpadDecision(FlatBatch.of(found))
@@ -74,7 +74,7 @@ def refused_now(owner: nn.Module) -> Note | None:
         if not half:  # told here, before layers are compiled in vain
             return note("no-unpadded-kernel")
     config = getattr(owner, "config", None)
-    if (name := getattr(config, "_attn_implementation", "sdpa")) != "sdpa":
+    if (name := getattr(config, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
         return note("other-attention", str(name))
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, name, False):

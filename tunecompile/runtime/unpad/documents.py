@@ -48,11 +48,13 @@ def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> Ma
     """Read a mask. The one wait for the device of a step.
 
     Args:
-        mask: bool [B, 1, T, T], True where a query (third dimension) sees a key.
+        mask: [B, 1, T, T]: True, or 0, where a query (third dimension) sees a key; False, or the least number of its
+            dtype, where it does not.
         windows: to try, the first that fits is taken; 0 for none.
         labels: int [B, T] of a loss that may shift them by one, or None.
     """
-    seen = mask[:, 0]
+    added = mask[:, 0] if mask.is_floating_point() else None
+    seen = mask[:, 0] if added is None else added == 0
     real, before = seen.diagonal(dim1=1, dim2=2), F.pad(seen.diagonal(-1, dim1=1, dim2=2), (1, 0))
     follows = real & before & F.pad(real[:, :-1], (1, 0))
     starts = real & ~follows
@@ -67,11 +69,12 @@ def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> Ma
             longest,
             _runs(real),
             _read_at_padding(real, labels),
+            _weighs(added, longest),
             *(each.long() for each in wrong),
         ]
     )
-    count, documents, longest, runs, labelled, *wrong = found.tolist()
-    fits = next((window for window, differs in zip(windows, wrong) if not differs), None)
+    count, documents, longest, runs, labelled, weighs, *wrong = found.tolist()
+    fits = next((window for window, differs in zip(windows, wrong) if not differs and not weighs), None)
     if fits is None or not count:
         return MaskReading(None, interrupted=runs > 1)
     return MaskReading(Documents(real, starts, count, documents, longest, fits), labelled=bool(labelled))
@@ -86,6 +89,13 @@ def _differs(seen: Tensor, real: Tensor, begin: Tensor, place: Tensor, window: i
         expected = (place >= lowest[..., None]) & (place <= place[:, None])
         found = found | ((some ^ expected) & tokens[..., None]).any()
     return found
+
+
+def _weighs(added: Tensor | None, like: Tensor) -> Tensor:
+    """Whether what is added to scores is neither nothing nor all there is: a bias."""
+    if added is None:
+        return torch.zeros_like(like)
+    return ((added != 0) & ~(added <= torch.finfo(added.dtype).min)).any().long()
 
 
 def _runs(real: Tensor) -> Tensor:

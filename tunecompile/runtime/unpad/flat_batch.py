@@ -17,7 +17,8 @@ OFFSETS = "document_offsets"  #: int32 [S + 2]: where documents begin; the last 
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 WINDOW = "document_window"  #: how many tokens a token sees, 0 for all; as a text, since an int may become a symbol
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
-_OURS = (OFFSETS, LONGEST, WINDOW, MASKS)
+ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools
+_OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
 
 #: what collators tell other attention of boundaries; ours has them from the mask
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -33,6 +34,7 @@ class FlatBatch:
     window: int
     real: int
     shape: tuple[int, int]
+    whole: bool = False  #: whether each row is one document without padding
     #: tensors that several layers are given, such as rotary tables, and what became of them
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     #: the last layer's result, padded and flat
@@ -54,6 +56,7 @@ class FlatBatch:
             found.window,
             found.count,
             (rows, length),
+            found.count == found.real.numel() and found.documents == rows,
         )
 
     @property
@@ -80,7 +83,8 @@ class FlatBatch:
         except _HasNoTokens:
             return None
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
-        return tuple(flat), {**named, **ours}
+        added = str(mask.dtype).removeprefix("torch.") if mask.is_floating_point() else ""
+        return tuple(flat), {**named, **ours, ADDED: added}
 
     def leave(self, output: Any, keep: bool) -> Any:
         """A layer's result for the batch: zero at padding.
@@ -171,6 +175,9 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     hidden = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][0]  # noqa: RUF015 (traced)
     longest = kwargs[LONGEST].shape[0]
     mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], int(kwargs[WINDOW]))
+    if kwargs[ADDED]:
+        dtype = getattr(torch, kwargs[ADDED])
+        mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
     places = kwargs[MASKS]
     named = {name: mask if name in places else value for name, value in kwargs.items() if name not in _OURS}
     return tuple(mask if place in places else value for place, value in enumerate(args)), named

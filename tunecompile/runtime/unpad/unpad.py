@@ -42,6 +42,7 @@ class OwnerCall:
     keeps_padding: Note | None = None  #: why nothing at padding is left out in it
     drops: bool = False  #: whether hidden states at padding were left out
     packs: bool = False  #: whether documents were told apart without a mask
+    whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
     decided: bool = False  #: whether a layer was given a mask that could be read
 
 
@@ -95,7 +96,7 @@ class Unpadding:
         self.watch = refusals.OwnerWatch(owner)
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
-        self.flattened = self.packed = 0
+        self.flattened = self.packed = self.whole = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
         self.refused: Note | None = None  #: why no batch is flattened from now on
         self.masks: dict[StorageWeakRef, MaskDecision] = {}  #: a checkpoint repeats a layer when the call is long over
@@ -113,7 +114,7 @@ class Unpadding:
         as training: a different rounding would look like a change of the policy.
         """
         call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
-        if not scores(self.owner, self._takes_cache, args, kwargs) or not self.flattened + self.packed:
+        if not scores(self.owner, self._takes_cache, args, kwargs) or not self.flattened + self.packed + self.whole:
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)
@@ -135,7 +136,7 @@ class Unpadding:
         try:
             output = call_original(self.owner, *args, **kwargs)
         except NotTokenWise as found:  # from the compiler, before anything of this layer ran
-            self.refuse(found.reason, PADDED if call.drops else PACKED)
+            self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
             return self._run(OwnerCall(call.given), args, kwargs)
         finally:
             self.running = before
@@ -147,6 +148,7 @@ class Unpadding:
         if torch.is_grad_enabled():
             self.flattened += call.drops
             self.packed += call.packs and not call.drops
+            self.whole += call.whole
         if not call.decided:
             self._tell_of_call(call)
         call.given = {}  # what was decided of its masks lives on
@@ -187,7 +189,8 @@ class Unpadding:
         self.masks[place] = MaskDecision(call, mask._version, decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops
-            call.packs |= not decision.flat.drops
+            call.packs |= not decision.flat.drops and not decision.flat.whole
+            call.whole |= decision.flat.whole
             self.flat |= decision.flat.drops
         elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
@@ -274,8 +277,12 @@ def _mask_in(args: tuple, kwargs: dict) -> Tensor | None:
     if not tensors or tensors[0].dim() != 3:
         return None
     rows, length = tensors[0].shape[:2]
-    masks = [x for x in tensors if x.dtype is torch.bool and tuple(x.shape) == (rows, 1, length, length)]
+    masks = [x for x in tensors if _may_mask(x) and tuple(x.shape) == (rows, 1, length, length)]
     return masks[0] if len(masks) == 1 else None
+
+
+def _may_mask(x: Tensor) -> bool:
+    return x.dtype is torch.bool or (x.is_floating_point() and not x.requires_grad)
 
 
 def _is_given(mask: Tensor, given: dict[str, Any]) -> bool:

@@ -1,0 +1,52 @@
+"""Attention that a model's code writes out: its scores are never made, in padded, packed and full batches."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.compare import assert_same_flattened
+from tests.support.models.pairs import pair
+from tests.support.notes import find, has
+from tests.support.reports import flattened, told_apart
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("gpt_oss", WINDOWS),
+        ("llama", {"attn_implementation": "eager"}),
+        pytest.param("mistral", {"attn_implementation": "eager", "sliding_window": 6}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param("phi3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param("olmo2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+    ],
+)
+def test_padded_packed_and_full(family, more):
+    model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2, use_cache=False, **more))
+    assert_same_flattened(model, reference, zoo.batch(256, 2, 16))
+    assert_same_flattened(model, reference, padded(seed=1))
+    assert_same_flattened(model, reference, packed((7, 9), (4, 12)))
+    report = tunecompile.report(model)
+    apart = family != "gpt_oss"  # whose sequences see each other: it makes its masks without positions
+    assert flattened(model) == 1 and told_apart(model) == apart, report
+    assert not find(model, "padding-kept", "packing-kept"), report
+    (region,) = report.regions
+    assert region.providers["varlen_attention: reference"] and not region.recompiles, report
+
+
+def test_a_bias_is_no_mask():
+    """What is added to scores and is not a mask alone keeps its batches, and its numbers."""
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2, attn_implementation="eager"))
+    inputs = zoo.batch(256, 2, 12)
+    distance = torch.arange(12) - torch.arange(12)[:, None]
+    bias = torch.where(distance <= 0, 0.1 * distance, torch.finfo(torch.float32).min).expand(2, 1, 12, 12)
+    assert_same_flattened(model, reference, {**inputs, "attention_mask": bias.contiguous()})
+    assert has(model, "padding-kept", reason="masks-not-understood"), tunecompile.report(model)

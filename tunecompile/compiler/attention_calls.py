@@ -1,0 +1,221 @@
+"""Attention in a graph, however it is written: calls of torch's function, and scores, softmax and product apart.
+
+Written out it may have sinks, as gpt-oss has them: a learned number for each head that stands beside the scores in the
+softmax, and has no value (arXiv:2309.17453 keeps tokens for it).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from tunecompile.ir.canonicalize import name_of, value
+from tunecompile.ops import document_mask
+
+__all__ = ["AttentionArguments", "FoundAttention", "attention_arguments", "attention_calls", "document_mask_of"]
+
+LOWEST = -65504.0  #: the least number of fp16: what a mask adds to scores that count for nothing, or less
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """The arguments of `F.scaled_dot_product_attention`, and sinks: nodes, or their values."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    dropout: Any = 0.0
+    causal: Any = False
+    scale: Any = None
+    sinks: Any = None  #: [H]
+
+    def map(self, of: Callable[[Any], Any]) -> AttentionArguments:
+        """The same of each argument's `of`."""
+        return AttentionArguments(*(of(each) for each in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """One attention of a graph."""
+
+    arguments: AttentionArguments
+    inside: frozenset[Node] = frozenset()  #: calls between its arguments and its result
+
+
+_NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
+
+
+def attention_calls(graph: Graph) -> dict[Node, FoundAttention]:
+    """Attention under a document mask, by the node of its result."""
+    found = {}
+    for node in graph.nodes:
+        called = node.target is F.scaled_dot_product_attention
+        call = FoundAttention(attention_arguments(node)) if called else _written_out(node)
+        if call is not None and document_mask_of(call.arguments.mask) is not None:
+            found[node] = call
+    return found
+
+
+def attention_arguments(node: Node) -> AttentionArguments:
+    """Of a call of torch's function, whether they are given by position or by name."""
+    named = {_NAMES.get(name, name): value for name, value in node.kwargs.items() if name != "enable_gqa"}
+    return AttentionArguments(*node.args[:6], **named)
+
+
+def document_mask_of(mask: Any) -> Node | None:
+    """The call of `document_mask` that a mask is, or is all of, or says in numbers to add; None of another."""
+    while isinstance(mask, Node) and mask.target is not document_mask.overload:
+        given = value(mask)
+        if not isinstance(given, Tensor):
+            return None
+        if mask.target is operator.getitem:
+            index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
+            if not all(isinstance(each, slice) and not each.start and each.step in (None, 1) for each in index):
+                return None
+            if tuple(given.shape) != tuple(getattr(value(mask.args[0]), "shape", ())):
+                return None
+        elif mask.target is torch.where:
+            _, kept, left_out, *_ = (*mask.args, None, None)
+            if kept != 0 or not isinstance(left_out, (int, float)) or left_out > LOWEST:
+                return None
+        elif not (_is(mask, "to") and given.is_floating_point()):
+            return None
+        mask = mask.args[0]
+    return mask if isinstance(mask, Node) else None
+
+
+def _written_out(node: Node) -> FoundAttention | None:
+    """softmax(scale q k^T + mask) v, of which nothing else is read."""
+    if not _is(node, "matmul") or len(node.args) != 2:
+        return None
+    read = _Reading()
+    weights: Any
+    weights, values = node.args
+    weights = read.through(weights, _casts_or_keeps_all)
+    column = _is_all_but_last(weights)
+    weights = read.step(weights) if column else weights
+    if not (_is(weights, "softmax") and _asked(weights, "dim", 1) in (-1, 3)):
+        return None
+    scores: Any = read.through(read.step(weights), _casts)
+    scores = read.through(_without_maximum(scores, read), _casts)
+    sinks = None
+    if column:
+        if not (_is(scores, "cat") and _asked(scores, "dim", 1) in (-1, 3) and len(scores.args[0]) == 2):
+            return None
+        read.inside.append(scores)
+        scores, beside = scores.args[0]
+        sinks = _sinks(beside, read)
+        scores = read.through(scores, _casts)
+    if not _is(scores, "add") or len(scores.args) != 2 or scores.kwargs:
+        return None
+    read.inside.append(scores)
+    products, mask = scores.args
+    scale = 1.0
+    numbers = _is(products, "mul", "truediv", "div") and not products.kwargs and _is_number(products.args[1])
+    if numbers:
+        scale = products.args[1] if _is(products, "mul") else 1 / products.args[1]
+        products = read.step(products)
+    if not _is(products, "matmul") or len(products.args) != 2 or not _turned(products.args[1]):
+        return None
+    read.inside += [products, products.args[1]]
+    query, keys = products.args[0], products.args[1].args[0]
+    given = [value(each) if isinstance(each, Node) else None for each in (query, keys, values)]
+    if not all(isinstance(each, Tensor) and each.dim() == 4 for each in given) or read.is_read_elsewhere(node):
+        return None
+    if column and (sinks is None or tuple(value(sinks).shape) != (value(query).shape[1],)):
+        return None
+    return FoundAttention(
+        AttentionArguments(query, keys, values, mask, 0.0, False, scale, sinks), frozenset(read.inside)
+    )
+
+
+class _Reading:
+    """Calls that were read, from the result upward."""
+
+    def __init__(self) -> None:
+        self.inside: list[Node] = []
+
+    def step(self, node: Node) -> Any:
+        self.inside.append(node)
+        return node.args[0]
+
+    def through(self, node: Any, passes: Callable[[Node], bool]) -> Any:
+        while isinstance(node, Node) and node.op in ("call_function", "call_method") and passes(node):
+            node = self.step(node)
+        return node
+
+    def is_read_elsewhere(self, result: Node) -> bool:
+        ours = {*self.inside, result}
+        return any(user not in ours for node in self.inside for user in node.users)
+
+
+def _is(node: Any, *names: str) -> bool:
+    called = isinstance(node, Node) and node.op in ("call_function", "call_method") and bool(node.args)
+    return called and name_of(node.target) in names
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
+
+
+def _asked(node: Node, name: str, position: int) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _casts(node: Node) -> bool:
+    return _is(node, "to", "float", "type_as")
+
+
+def _casts_or_keeps_all(node: Node) -> bool:
+    """Whether it is a cast, or dropout that drops nothing."""
+    if _is(node, "dropout"):
+        return _asked(node, "p", 1) == 0 or _asked(node, "training", 2) is False
+    return _casts(node)
+
+
+def _is_all_but_last(node: Any) -> bool:
+    """Whether it leaves out the last column, and nothing else."""
+    if not (isinstance(node, Node) and node.target is operator.getitem and isinstance(node.args[1], tuple)):
+        return False
+    *others, last = node.args[1]
+    whole = others == [Ellipsis] or others == [slice(None)] * 3
+    return whole and last == slice(None, -1)
+
+
+def _without_maximum(scores: Any, read: _Reading) -> Any:
+    """Scores before their maximum was taken from them, which changes no softmax."""
+    if not _is(scores, "sub") or len(scores.args) != 2 or scores.kwargs:
+        return scores
+    source, highest = scores.args
+    most: Any = highest.args[0] if isinstance(highest, Node) and highest.target is operator.getitem else highest
+    taken = _is(most, "max", "amax") and most.args[0] is source and _asked(most, "dim", 1) in (-1, 3)
+    if not taken or (most is not highest and highest.args[1] != 0) or (most is highest and _is(most, "max")):
+        return scores
+    read.inside += [scores, *{most, highest}]
+    return source
+
+
+def _sinks(column: Any, read: _Reading) -> Node | None:
+    """The numbers [H] of a column [1, H, N, 1] beside the scores."""
+    before = len(read.inside)
+    sinks = read.through(column, lambda each: _is(each, "expand", "reshape", "view", "unsqueeze"))
+    given = value(sinks) if isinstance(sinks, Node) else None
+    if not isinstance(given, Tensor) or given.dim() != 1:
+        return None
+    shapes = [tuple(value(each).shape) for each in read.inside[before:] if value(each).numel() == given.numel()]
+    by_head = bool(shapes) and shapes[0][-3:] == (given.shape[0], 1, 1)  # the last view of them before it is expanded
+    return sinks if by_head else None
+
+
+def _turned(node: Any) -> bool:
+    if _is(node, "transpose"):
+        return {_asked(node, "dim0", 1), _asked(node, "dim1", 2)} in ({2, 3}, {-1, -2}, {2, -1}, {3, -2})
+    return isinstance(node, Node) and node.target is getattr and node.args[1] == "mT"
