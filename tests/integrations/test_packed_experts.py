@@ -61,7 +61,8 @@ def test_gradients_are_those_of_dense_experts(family, options):
         compare(model, dense, seed=seed)
         torch.testing.assert_close(logits(model), logits(dense), rtol=1e-5, atol=1e-5)
     report = tunecompile.report(model)
-    assert report.compiles == 1 and is_whole(model), report
+    kinds = 2 if family == "gpt_oss" else 1  # every other layer has a window
+    assert report.compiles == kinds and is_whole(model), report
     assert "2 x dequantize_4bit" in str(report) and "grouped_lora_linear" in str(report)
 
 

@@ -80,7 +80,8 @@ def test_losses_of_routers(family, trained, changes):
             0 if trained == "adapters" else 2
         )
     report = tunecompile.report(ours)
-    assert report.compiles == 2 and not find(report, *EAGER, *BROKEN, "compiled-without-rewrites"), report
+    kinds = 2 + (family == "gpt_oss")  # every other layer has a window, which full batches of documents tell
+    assert report.compiles == kinds and not find(report, *EAGER, *BROKEN, "compiled-without-rewrites"), report
     tunecompile.restore(ours)
     hooks = [hook for module in ours.modules() for hook in module._forward_hooks.values()]
     assert hooks and all(inspect.isfunction(hook) for hook in hooks)
