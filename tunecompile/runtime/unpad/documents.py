@@ -28,6 +28,11 @@ class Documents:
     longest: int  #: tokens of the longest document
     window: int  #: how many tokens a token sees, itself included; 0 for all
 
+    @property
+    def full(self) -> bool:
+        """Whether each row is one document without padding."""
+        return self.count == self.real.numel() and self.documents == len(self.real)
+
 
 @dataclass(frozen=True)
 class MaskReading:
@@ -40,8 +45,7 @@ class MaskReading:
     @property
     def full(self) -> bool:
         """Whether there is neither padding nor a second document in a row."""
-        found = self.documents
-        return found is not None and found.count == found.real.numel() and found.documents == len(found.real)
+        return self.documents is not None and self.documents.full
 
 
 def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:

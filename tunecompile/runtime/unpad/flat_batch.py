@@ -56,7 +56,7 @@ class FlatBatch:
             found.window,
             found.count,
             (rows, length),
-            found.count == found.real.numel() and found.documents == rows,
+            found.full,
         )
 
     @property
