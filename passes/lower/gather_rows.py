@@ -75,13 +75,15 @@ def _tokens(graph: Graph, before: Node, gather: tuple) -> tuple[Node, Node, int]
     return x, order, choices
 
 
-def _becomes(node: Node, op: Op, args: tuple) -> bool:
+def _has_kernel(op: Op, args: tuple) -> bool:
+    """Whether a kernel of ours runs a call."""
+    return op.choose(torch.fx.map_arg(list(args), lambda n: n.meta["val"])).run is not op.reference
+
+
+def _becomes(node: Node, op: Op, args: tuple) -> None:
     """Turn a call into one of an op with the same results, if a kernel of ours runs it."""
-    values = torch.fx.map_arg(list(args), lambda n: n.meta["val"])
-    if op.choose(values).run is op.reference:
-        return False
-    node.target, node.args = op.overload, args
-    return True
+    if _has_kernel(op, args):
+        node.target, node.args = op.overload, args
 
 
 def _read_in_place(graph: Graph, node: Node) -> None:
@@ -107,7 +109,7 @@ def _sum(graph: Graph, node: Node, y: Node, places: Node, choices: int) -> None:
     if cast is not None and torch.promote_types(rows.meta["val"].dtype, cast) == cast:
         y = rows
     args = (y, places, choices, dtype)
-    if sum_rows.choose(torch.fx.map_arg(list(args), lambda n: n.meta["val"])).run is sum_rows.reference:
+    if not _has_kernel(sum_rows, args):
         return
     with graph.inserting_before(node):
         made = graph.call_function(sum_rows.overload, args)

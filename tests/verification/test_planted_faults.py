@@ -175,11 +175,11 @@ FAULTS = [
     Fault(
         "rows to experts",
         "gradient of another row",
-        "_collect(grad, places, choices)",
-        "_collect(grad, order, choices)",
+        "collected(grad, places, choices, grad.dtype)",
+        "collected(grad, order, choices, grad.dtype)",
     ),
     Fault(
-        "rows of experts", "gradient of another row", "_spread(grad, order, choices)", "_spread(grad, places, choices)"
+        "rows of experts", "gradient of another row", "spread(grad, order, choices)", "spread(grad, places, choices)"
     ),
     Fault("attention", "dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
     Fault(

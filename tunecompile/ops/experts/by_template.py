@@ -11,6 +11,7 @@ from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_downs, split_ups, ups
 from tunecompile.ops.experts.products import BY_TORCH, LOOPED, refuse_grouped
+from tunecompile.ops.experts.rows import spread
 
 __all__ = ["backward", "forward", "refuse", "refuse_plain"]
 
@@ -36,13 +37,9 @@ def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]
     """As `refuse`; and torch's products are faster where no adapter is added and no row is gathered."""
     if reason := refuse(x, weight, offsets, a):
         return reason
-    by_torch = x.dtype == torch.bfloat16 and all(n % 8 == 0 for n in weight.shape[1:])
     fast = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    return note("torch-is-faster", "products without adapters") if not a and by_torch and fast else None
-
-
-def _rows(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
-    return (x if order is None else x[order // choices]).contiguous()
+    by_torch = not a and fast and refuse_grouped(x, [weight]) is None
+    return note("torch-is-faster", "products without adapters") if by_torch else None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -120,7 +117,7 @@ def backward(
     if used[0]:
         d_x = experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)
     if used[1]:
-        sides = _rows(grad, grad_order, grad_choices), _rows(x, order, choices)
+        sides = [spread(*side).contiguous() for side in ((grad, grad_order, grad_choices), (x, order, choices))]
         products = LOOPED if refuse_grouped(grad, [weight]) else BY_TORCH
         d_weight = products.outer(*(reversed(sides) if transposed else sides), offsets)
     return [d_x, d_weight, *d_a, *d_b]

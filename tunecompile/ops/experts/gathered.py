@@ -14,6 +14,7 @@ from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import by_template
 from tunecompile.ops.experts.grouped_linear import grouped_lora_linear, grouped_lora_linear_backward
+from tunecompile.ops.experts.rows import collected, spread
 
 __all__ = ["gathered_lora_linear", "gathered_lora_linear_backward", "sum_rows"]
 
@@ -27,10 +28,6 @@ def backward_flops(grad, grad_order, grad_choices, x, order, choices, weight, of
     """Count dX: as much as the forward."""
     rows = (order if grad_order is None else grad_order).shape[0]
     return 2 * rows * weight.shape[1] * weight.shape[2]
-
-
-def _read(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
-    return x if order is None else x[order // choices]
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)
@@ -56,7 +53,7 @@ def gathered_lora_linear(
     Returns:
         (y, xa): [S, N] and [S, R], as `grouped_lora_linear` returns them.
     """
-    return grouped_lora_linear.reference(_read(x, order, choices), weight, offsets, a, b, scales, transposed)
+    return grouped_lora_linear.reference(spread(x, order, choices), weight, offsets, a, b, scales, transposed)
 
 
 gathered_lora_linear.provider(
@@ -94,7 +91,7 @@ def gathered_lora_linear_backward(
     Returns:
         [dx, dweight, dA_i..., dB_i...]; dx is that of each row, [S, K], not yet summed by token.
     """
-    rows = _read(grad, grad_order, grad_choices), _read(x, order, choices)
+    rows = spread(grad, grad_order, grad_choices), spread(x, order, choices)
     return grouped_lora_linear_backward.reference(*rows, weight, offsets, a, b, scales, transposed, out1)
 
 
@@ -121,8 +118,7 @@ def sum_rows(y: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Ten
     Returns:
         [T, ...] in `dtype`.
     """
-    wide = torch.promote_types(y.dtype, torch.float32)
-    return y[places].reshape(-1, choices, *y.shape[1:]).to(wide).sum(1).to(dtype)
+    return collected(y, places, choices, dtype)
 
 
 def _refuse(y: Tensor) -> Note | None:

@@ -8,20 +8,31 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 
-__all__ = ["collect_rows", "collect_rows_backward", "inverse_order", "spread_rows", "spread_rows_backward"]
+__all__ = [
+    "collect_rows",
+    "collect_rows_backward",
+    "collected",
+    "inverse_order",
+    "spread",
+    "spread_rows",
+    "spread_rows_backward",
+]
 
 
-def _spread(x: Tensor, order: Tensor, choices: int) -> Tensor:
+def spread(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
+    """Row order[s] // choices of x for each s; x itself where there is no order."""
+    if order is None:
+        return x
     return x[order // choices] if choices > 1 else x[order]
 
 
-def _collect(y: Tensor, places: Tensor, choices: int) -> Tensor:
-    """A sum in fp32 (fp64 for fp64), rounded once."""
+def collected(y: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Tensor:
+    """The sum of each token's rows in fp32 (fp64 for fp64), rounded once."""
     rows = y[places]
     if choices == 1:
-        return rows
+        return rows.to(dtype)
     wide = torch.promote_types(y.dtype, torch.float32)
-    return rows.reshape(-1, choices, *y.shape[1:]).to(wide).sum(1).to(y.dtype)
+    return rows.reshape(-1, choices, *y.shape[1:]).to(wide).sum(1).to(dtype)
 
 
 @op(cost=Cost.POINTWISE)
@@ -37,7 +48,7 @@ def spread_rows(x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tenso
     Returns:
         [T * choices, ...] in x's dtype.
     """
-    return _spread(x, order, choices)
+    return spread(x, order, choices)
 
 
 @spread_rows.backward(saves=("order", "places", "choices"), gives=("x",))
@@ -50,7 +61,7 @@ def spread_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: i
     Returns:
         [dx], in x's shape and dtype.
     """
-    return [_collect(grad, places, choices)]
+    return [collected(grad, places, choices, grad.dtype)]
 
 
 @op(cost=Cost.POINTWISE)
@@ -66,7 +77,7 @@ def collect_rows(y: Tensor, order: Tensor, places: Tensor, choices: int) -> Tens
     Returns:
         [T, ...] in y's dtype.
     """
-    return _collect(y, places, choices)
+    return collected(y, places, choices, y.dtype)
 
 
 @collect_rows.backward(saves=("order", "places", "choices"), gives=("y",))
@@ -79,7 +90,7 @@ def collect_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: 
     Returns:
         [dy], in y's shape and dtype.
     """
-    return [_spread(grad, order, choices)]
+    return [spread(grad, order, choices)]
 
 
 @op(cost=Cost.POINTWISE)
