@@ -107,8 +107,15 @@ def shown(system: str) -> str:
 
 
 def case(run: dict) -> str:
-    """Model, mode and shape of a run."""
-    return f"{run['model']}, {run['mode']}, {run['shape']}"
+    """Model, mode and shape of a run, and what of the model took part."""
+    parts = [run["model"]]
+    if run.get("layers"):
+        parts[0] += f" ({run['layers']} layers)"
+    if "experts" in run:
+        parts.append(f"{run['mode']} {'with' if run['experts'] else 'without'} experts")
+    else:
+        parts.append(run["mode"])
+    return ", ".join((*parts, run["shape"]))
 
 
 def measured_on(results: Sequence[dict], packages: Sequence[tuple[str, str]]) -> str:

@@ -58,7 +58,7 @@ def test_what_is_measured_first_is_what_runs(monkeypatch):
         monkeypatch.setattr(
             attention_backend, "time_on_gpu", lambda call, backend, device: 1.0 if backend == first else 2.0
         )
-        monkeypatch.setattr(attention_backend.measured, "read", lambda *_: None)
+        monkeypatch.setattr(attention_backend.tuning_cache, "read", lambda *_: None)
         attention_backend.decide.cache_clear()
         torch._dynamo.reset()
         model = tunecompile.optimize(zoo.make("llama", **SHAPE).to("cuda", torch.bfloat16))

@@ -60,8 +60,25 @@ SHAPES = {
         moe_intermediate_size=768,
         norm_topk_prob=True,
     ),
+    # transformers' defaults are the widths of these
+    "gpt-oss-20b": dict(model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32),
+    "glm-4.7-flash": dict(model_type="glm4_moe_lite"),
+    "qwen3.5-9b": dict(model_type="qwen3_5_text"),
+    "qwen3.5-35b-a3b": dict(model_type="qwen3_5_moe_text"),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
     "llama-tiny": LLAMA3 | _size(128, 320, 4, 4, 2, vocab_size=2048, max_position_embeddings=2048),  # for trials
+    "mixture-tiny": QWEN3
+    | _size(
+        *(128, 320, 4, 4, 2),
+        model_type="qwen3_moe",
+        vocab_size=2048,
+        max_position_embeddings=2048,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -70,21 +87,26 @@ def shape_config(name: str, layers: int | None = None) -> Any:
     from transformers import AutoConfig
 
     fields = dict(SHAPES[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     if layers:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    return config
+        fields["num_hidden_layers"] = layers
+    return AutoConfig.for_model(fields.pop("model_type"), **fields, bos_token_id=0, eos_token_id=1, pad_token_id=2)
 
 
-def lora_targets(model: nn.Module) -> dict[str, Any]:
+def is_mixture(config: Any) -> bool:
+    """Whether a config is one of a mixture of experts."""
+    return any("experts" in name for name in config.to_dict())
+
+
+def lora_targets(model: nn.Module, experts: bool = True) -> dict[str, Any]:
     """What adapters are put on, as arguments of PEFT's `LoraConfig`.
 
-    The seven linears of a decoder layer, or all linears if the model has other names; and stacks of experts' weights.
+    The seven linears of a decoder layer, or all linears if the model has other names; and stacks of experts' weights,
+    unless `experts` is False.
     """
     present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     chosen: dict[str, Any] = {"target_modules": [name for name in TARGETS if name in present] or "all-linear"}
+    if not experts:
+        return chosen
     found = {
         ".".join(parts[-2:])
         for path, parameter in model.named_parameters()

@@ -5,22 +5,26 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tunecompile.cli.compare import run
+from tunecompile.cli.compare import models, run
+from tunecompile.cli.compare.assemble import parts_of
 from tunecompile.cli.compare.shapes import build_shape_model, save_shape_model
 from tunecompile.cli.compare.spec import Job, resolve_systems
 from tunecompile.estimate.known_shapes import empty_model, lora_targets, shape_config
 
 
-@pytest.mark.parametrize("quantise", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_is_saved_is_what_is_built(tmp_path, quantise):
+@pytest.mark.parametrize(
+    "name, quantise",
+    [("llama-tiny", False), ("mixture-tiny", False), pytest.param("llama-tiny", True, marks=pytest.mark.slow)],
+)
+def test_what_is_saved_is_what_is_built(tmp_path, name, quantise):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     what = dict(seed=3, device="cpu", layers=2, quantise=quantise)
-    save_shape_model("llama-tiny", str(tmp_path), **what)
+    save_shape_model(name, str(tmp_path), **what)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
     ).state_dict()
-    built = build_shape_model("llama-tiny", dtype=torch.bfloat16, **what).state_dict()
+    built = build_shape_model(name, dtype=torch.bfloat16, **what).state_dict()
     assert set(loaded) == set(built) and all(loaded[name].equal(built[name]) for name in built)
     assert any("quant_map" in name for name in built) == quantise
 
@@ -69,6 +73,19 @@ def test_adapters_are_put_on_stacks_in_4_bits():
     model = zoo.make("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64)
     names = tunecompile.quantize_experts(model)
     assert lora_targets(model)["target_parameters"] == sorted(names, reverse=True)
+
+
+def test_experts_are_adapted_or_left_and_kept_in_4_bits():
+    pytest.importorskip("bitsandbytes")
+    job = Job(system="hf", model="mixture-tiny", mode="qlora", experts=False)
+    model = build_shape_model("mixture-tiny", quantise=True, dtype=torch.bfloat16, device="cpu", seed=0, layers=1)
+    kept = [p for name, p in model.named_parameters() if "experts" in name and p.is_floating_point()]
+    assert not kept and "target_parameters" in lora_targets(model)
+    assert "target_parameters" not in lora_targets(model, job.experts)
+    assert models.unsloth_targets(model, job) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert "gate_up_proj" in models.unsloth_targets(model, job.replace(experts=True))
+    assert parts_of(job.replace(layers=1)) == {"layers": 1, "experts": False}
+    assert parts_of(job.replace(model="llama-tiny")) == {}
 
 
 def test_a_mixture_has_its_parameters():

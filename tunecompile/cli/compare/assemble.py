@@ -12,7 +12,8 @@ from tunecompile.cli.compare.curves import compare_curves, judge_curves
 from tunecompile.cli.compare.judge import EAGER, Check, judge_speed, judge_work
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.seeds import merge_seeds
-from tunecompile.cli.compare.spec import System
+from tunecompile.cli.compare.spec import Job, System
+from tunecompile.estimate.known_shapes import is_mixture, shape_config
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
 
@@ -79,6 +80,7 @@ def runs_of(comparison: Comparison, system: System, result: dict | None, order: 
         "gpus": job.gpus * (job.device == "cuda"),
         "parallel": job.parallel if job.gpus > 1 else None,
         "optimizer": "adamw-fused",
+        **parts_of(job),
         "version": machine.version_of(system.distribution),
     }
     if result is None:
@@ -87,6 +89,15 @@ def runs_of(comparison: Comparison, system: System, result: dict | None, order: 
     about |= budget_of(system) | {"attention": result.get("attention"), "order": order}
     failed = [{"shape": shape, "status": result.get("status")} for shape in job.shapes or (job.shape,)]
     return [about | row for row in result.get("runs") or failed]
+
+
+def parts_of(job: Job) -> dict[str, Any]:
+    """How many of a shape model's layers were trained, where not all; and whether a mixture's experts were adapted."""
+    if not models.is_shape(job.model):
+        return {}
+    mixed = job.mode != "full" and is_mixture(shape_config(job.model))
+    layers = {} if job.layers is None else {"layers": job.layers}
+    return layers | ({"experts": job.experts} if mixed else {})
 
 
 def eager_beside(run: dict, runs: list[dict]) -> dict | None:

@@ -101,9 +101,9 @@ def add_adapter(model: nn.Module, job: Job) -> nn.Module:
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
 
+    targets = lora_targets(model, job.experts)
     return get_peft_model(
-        model,
-        LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, **lora_targets(model), task_type="CAUSAL_LM"),
+        model, LoraConfig(r=job.rank, lora_alpha=job.alpha, lora_dropout=0.0, **targets, task_type="CAUSAL_LM")
     )
 
 
@@ -127,9 +127,16 @@ def load_unsloth(job: Job) -> nn.Module:
         r=job.rank,
         lora_alpha=job.alpha,
         lora_dropout=0,
-        target_modules=[*TARGETS, *(["gate_up_proj"] if "target_parameters" in lora_targets(model) else [])],
+        target_modules=unsloth_targets(model, job),
         use_gradient_checkpointing=checkpointing,
     )
+
+
+def unsloth_targets(model: nn.Module, job: Job) -> list[str]:
+    """Unsloth names stacks of experts' weights as linears, each of an expert or all of a layer."""
+    if "target_parameters" not in lora_targets(model):
+        return list(TARGETS)
+    return [*TARGETS, "gate_up_proj"] if job.experts else [name for name in TARGETS if name[0] in "qkvo"]
 
 
 def load_model(job: Job) -> nn.Module:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tunecompile.estimate.known_shapes import TARGETS, empty_model, shape_config
+from tunecompile.integrations.packed_experts.quantize import is_stack, pack
 
 
 def random_weight(name: str, shape: torch.Size, seed: int, device: str) -> torch.Tensor:
@@ -75,7 +76,7 @@ def build_shape_model(
 
     Args:
         name: of the shape.
-        quantise: quantise the linears of decoder layers to NF4.
+        quantise: quantise the linears of decoder layers, and their stacks of experts, to NF4.
         dtype: of weights that are not quantised, and of computation.
         device: of the model.
         seed: of the weights.
@@ -100,6 +101,8 @@ def build_shape_model(
             if parameter.is_meta:
                 value = random_weight(f"{path}.{key}", parameter.shape, seed, device).to(dtype)
                 setattr(module, key, nn.Parameter(value))
+                if quantise and is_stack(module, key):
+                    pack(module, key, "nf4")
         for key, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[key] = buffer.to(device)
     model.tie_weights()

@@ -153,6 +153,7 @@ class Job:
     gpus: int = 1
     parallel: str = "ddp"  # one of PARALLEL
     layers: int | None = None  # number of layers of a shape model; None: all
+    experts: bool = True  # put adapters on stacks of experts' weights, too
     rank: int = 16
     alpha: int = 16
     held_out: int = 0  # number of rows for the held-out loss, which are not trained on
