@@ -9,8 +9,12 @@ from torch import nn
 from tunecompile.integrations.packed_experts.quantize import stacks
 from tunecompile.integrations.packed_experts.stacks import packed_stacks
 
-#: linears of a decoder layer that get adapters
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: linears of a decoder layer that get adapters: of attention and MLP, of latent attention, of delta rules
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+)
 #: stacks of experts' weights that get adapters, where a model has them
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 LLAMA3 = dict(
@@ -100,7 +104,7 @@ def is_mixture(config: Any) -> bool:
 def lora_targets(model: nn.Module, experts: bool = True) -> dict[str, Any]:
     """What adapters are put on, as arguments of PEFT's `LoraConfig`.
 
-    The seven linears of a decoder layer, or all linears if the model has other names; and stacks of experts' weights,
+    Those linears of `TARGETS` that it has, or all linears if it has other names; and stacks of experts' weights,
     unless `experts` is False.
     """
     present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
@@ -123,4 +127,4 @@ def empty_model(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config)

@@ -16,7 +16,7 @@ from tunecompile.cli.compare.data import prepare_tokenizer
 from tunecompile.cli.compare.shapes import build_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job
 from tunecompile.errors import ModelNotFound
-from tunecompile.estimate.known_shapes import SHAPES, TARGETS, lora_targets
+from tunecompile.estimate.known_shapes import SHAPES, lora_targets
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64
 
@@ -133,10 +133,10 @@ def load_unsloth(job: Job) -> nn.Module:
 
 
 def unsloth_targets(model: nn.Module, job: Job) -> list[str]:
-    """Unsloth names stacks of experts' weights as linears, each of an expert or all of a layer."""
-    if "target_parameters" not in lora_targets(model):
-        return list(TARGETS)
-    return [*TARGETS, "gate_up_proj"] if job.experts else [name for name in TARGETS if name[0] in "qkvo"]
+    """The names of `lora_targets` as Unsloth has them: stacks of experts' weights are linears there."""
+    targets = lora_targets(model, job.experts)
+    stacked = ["gate_proj", "up_proj", "down_proj", "gate_up_proj"] if "target_parameters" in targets else []
+    return list(dict.fromkeys([*targets["target_modules"], *stacked]))
 
 
 def load_model(job: Job) -> nn.Module:
