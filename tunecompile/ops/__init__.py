@@ -22,6 +22,7 @@ from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.ops.recurrent import gated_delta_rule, short_convolution
 from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import gated_activation
@@ -34,6 +35,7 @@ __all__ = [
     "dequantize_4bit",
     "document_mask",
     "gated_activation",
+    "gated_delta_rule",
     "gathered_lora_linear",
     "gathered_lora_linear_backward",
     "grouped_lora_linear",
@@ -46,6 +48,7 @@ __all__ = [
     "lora_mlp_tiled",
     "rms_norm",
     "rope",
+    "short_convolution",
     "spread_rows",
     "sum_rows",
     "varlen_attention",

@@ -1,0 +1,74 @@
+"""The gated delta rule in chunks is the rule a token at a time, with its gradients, whatever documents stand in a row."""
+
+import pytest
+import torch
+
+from tests.support.ops.checks import assert_fake_is_real, error
+from tests.support.ops.recurrent import gradients, operands, recurrence
+from tunecompile.ops import gated_delta_rule
+
+CASES = {  # rows, tokens, heads of q and k, heads, keys, values, an initial state, offsets, eps
+    "shared heads, a state to begin with": (2, 70, 2, 4, 8, 6, True, None, 1e-6),
+    "documents": (1, 150, 2, 2, 6, 8, False, [0, 3, 64, 100, 101, 128, 150], 1e-6),
+    "documents, blanks behind them": (1, 130, 1, 2, 4, 4, False, [0, 10, 129], 0.0),
+    "one token": (2, 1, 1, 1, 4, 4, False, None, 1e-6),
+    "whole chunks": (1, 128, 1, 1, 4, 4, True, None, 0.0),
+}
+
+
+def arguments(case, dtype=torch.float64):
+    *sizes, offsets, eps = CASES[case]
+    torch.manual_seed(0)
+    offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    return [*operands(*sizes, dtype=dtype), offsets, 0.3, eps]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradients(case):
+    args = arguments(case)
+    exact, made = recurrence(*args), gated_delta_rule(*args)
+    for got, by_definition in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, args))):
+        torch.testing.assert_close(got, by_definition, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_those_of_one_rounding(dtype):
+    args = arguments("shared heads, a state to begin with", dtype)
+    wide = [x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
+    exact, made = recurrence(*wide), gated_delta_rule(*args)
+    assert made[0].dtype == dtype and made[1].dtype == torch.float32
+    found = [error(x, y) for x, y in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, wide)))]
+    assert max(found) < 20 * torch.finfo(dtype).eps, found
+
+
+def test_a_document_knows_nothing_of_others():
+    args = arguments("documents")
+    changed = list(args)
+    for place in range(5):  # all of the third document
+        changed[place] = args[place].detach().clone()
+        changed[place][:, 64:100] = torch.randn_like(changed[place][:, 64:100]) if place < 3 else -0.5
+    before, after = gated_delta_rule(*args)[0], gated_delta_rule(*changed)[0]
+    same = torch.ones(150, dtype=torch.bool)
+    same[64:100] = False
+    torch.testing.assert_close(before[:, same], after[:, same], rtol=1e-13, atol=1e-13)  # decays' sums may round apart
+    assert (before - after)[:, ~same].norm() > 1
+
+
+def test_forgetting_everything_overflows_nowhere():
+    args = arguments("whole chunks", torch.float32)
+    with torch.no_grad():
+        args[3].mul_(1e4)
+    made = gated_delta_rule(*args)
+    assert all(x.isfinite().all() for x in (*made, *gradients(made, args)))
+
+
+@pytest.mark.parametrize("case", ["shared heads, a state to begin with", "documents"])
+def test_fakes(case):
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, torch.bfloat16)]
+    assert_fake_is_real(gated_delta_rule, *args)
+    grad, final = (torch.randn_like(x) for x in gated_delta_rule(*args))
+    assert_fake_is_real(gated_delta_rule.backward_op, grad, final, *args)
+
+
+def test_opcheck():
+    torch.library.opcheck(gated_delta_rule.overload, tuple(arguments("one token", torch.float32)))

@@ -1,0 +1,156 @@
+"""The gated delta rule in chunks of tokens: what a chunk is by itself, and the walk over states between chunks.
+
+Within a chunk (arXiv:2412.06464, 2406.06484), with G the running sum of log decays and S the state that enters it:
+
+    D_ij = e^(G_i - G_j) for j <= i        A = strict lower part of (beta_i k_i . k_j D_ij)       T = (I + A)^-1
+    r = beta (v - e^G k S)                 n = T r                                                what is written
+    o = e^G q S + ((q_i . k_j) D_ij) n     S' = e^(G_last) S + (e^(G_last - G) k)^T n
+
+A token that begins a document sees no state and no pair before it: D, and the three decays to and from the chunk's
+edges, are 0 across documents. So chunks stand where they stand, whatever the documents; no count depends on values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunecompile.ops.rms_norm import compute_dtype
+
+__all__ = ["CHUNK", "Chunks", "Unit", "in_chunks", "out_of_chunks", "unit"]
+
+CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rows of length 1, and what their gradient needs."""
+
+    value: Tensor
+    inverse: Tensor | None  #: 1 / length; None where rows are as they came
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Of the rows, from that of the rows of length 1."""
+        if self.inverse is None:
+            return grad
+        return self.inverse * (grad - self.value * (grad * self.value).sum(-1, keepdim=True))
+
+
+def unit(x: Tensor, eps: float) -> Unit:
+    """x / sqrt(sum(x^2) + eps) over the last dimension; x itself where eps is 0."""
+    if not eps:
+        return Unit(x, None)
+    inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return Unit(x * inverse, inverse)
+
+
+def in_chunks(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H', ...] -> [B, heads, M, CHUNK, ...] in the dtype of the arithmetic, 0 behind T; heads may be shared."""
+    x = x.to(compute_dtype(x.dtype)).transpose(1, 2)
+    if x.shape[1] != heads:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+    missing = -x.shape[2] % CHUNK
+    x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
+    return x.unflatten(2, (-1, CHUNK))
+
+
+def out_of_chunks(x: Tensor, tokens: int, heads: int) -> Tensor:
+    """[B, H, M, CHUNK, ...] -> [B, tokens, heads, ...]: gradients of a shared head are summed."""
+    x = x.flatten(2, 3)[:, :, :tokens]
+    if x.shape[1] != heads:
+        x = x.unflatten(1, (heads, -1)).sum(2)
+    return x.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """All chunks at once: [B, H, M, C, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor  #: [B, H, M, C, 1], as the decays below
+    pairs: Tensor  #: D, [B, H, M, C, C]
+    entering: Tensor  #: of the state that enters, at each token
+    leaving: Tensor  #: from each token to the end
+    through: Tensor  #: from the beginning to the end: [B, H, M, 1, 1]
+    system: Tensor  #: I + A
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None) -> Chunks:
+        """Of operands in chunks.
+
+        Args:
+            documents: the number of each token's document, [T]; None where a row is one.
+        """
+        total = g.cumsum(-1)
+        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+        enters = leaves = passes = torch.ones((), dtype=torch.bool, device=q.device)
+        if documents is not None:
+            behind = documents[-1:].repeat(-len(documents) % CHUNK)  # blank tokens leave the last state as it is
+            number = torch.cat([documents, behind]).unflatten(0, (-1, CHUNK))
+            lower = lower & (number[:, :, None] == number[:, None, :])
+            before = F.pad(number[:-1, -1], (1, 0), value=-1)
+            enters, leaves = number == before[:, None], number == number[:, -1:]
+            passes = enters[:, -1:]
+        pairs = torch.where(lower, total.unsqueeze(-1) - total.unsqueeze(-2), -torch.inf).exp()
+        last = total[..., -1:]
+        entering, leaving, through = (
+            torch.where(seen, decay.exp(), 0).unsqueeze(-1)
+            for seen, decay in ((enters, total), (leaves, last - total), (passes, last))
+        )
+        beta = beta.unsqueeze(-1)
+        system = (beta * (k @ k.mT) * pairs).tril(-1) + torch.eye(CHUNK, dtype=q.dtype, device=q.device)
+        return Chunks(q, k, v, beta, pairs, entering, leaving, through, system)
+
+    def solve(self, x: Tensor) -> Tensor:
+        """T x."""
+        return torch.linalg.solve_triangular(self.system, x, upper=False, unitriangular=True)
+
+    def solve_transposed(self, x: Tensor) -> Tensor:
+        """T^T x."""
+        return torch.linalg.solve_triangular(self.system.mT, x, upper=True, unitriangular=True)
+
+    def scores(self) -> Tensor:
+        """(q_i . k_j) D_ij."""
+        return (self.q @ self.k.mT) * self.pairs
+
+    def walk(self, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The states that enter chunks, [B, H, M, K, V]; what chunks write; and the state behind the last one.
+
+        Args:
+            initial: [B, H, K, V], or None for 0.
+        """
+        u, w = self.solve(self.beta * self.v), self.solve(self.beta * self.entering * self.k)
+        keys = (self.leaving * self.k).mT
+        state = u.new_zeros(*u.shape[:2], w.shape[-1], u.shape[-1]) if initial is None else initial.to(u.dtype)
+        states, written = [], []
+        for m in range(u.shape[2]):
+            states.append(state)
+            written.append(u[:, :, m] - w[:, :, m] @ state)
+            state = self.through[:, :, m] * state + keys[:, :, m] @ written[-1]
+        if not states:
+            return u.new_zeros(*u.shape[:3], w.shape[-1], u.shape[-1]), u, state
+        return torch.stack(states, 2), torch.stack(written, 2), state
+
+    def walk_back(self, grad: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of states that leave chunks, [B, H, M, K, V]; of what chunks write; and of the initial state.
+
+        Args:
+            grad: of the outputs, in chunks.
+            grad_final: of the state behind the last chunk.
+        """
+        inside = self.scores().mT @ grad
+        w, keys = self.solve(self.beta * self.entering * self.k).mT, self.leaving * self.k
+        queries, state = (self.entering * self.q).mT, grad_final
+        states, written = [], []
+        for m in reversed(range(grad.shape[2])):
+            states.append(state)
+            written.append(inside[:, :, m] + keys[:, :, m] @ state)
+            state = self.through[:, :, m] * state + queries[:, :, m] @ grad[:, :, m] - w[:, :, m] @ written[-1]
+        if not states:
+            return grad_final.new_zeros(*grad.shape[:3], *grad_final.shape[2:]), inside, state
+        return torch.stack(states[::-1], 2), torch.stack(written[::-1], 2), state

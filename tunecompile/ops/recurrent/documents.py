@@ -1,0 +1,17 @@
+"""Where documents of a row begin, as operations that reach back see it."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["document_of"]
+
+
+def document_of(offsets: Tensor, tokens: int) -> Tensor:
+    """Return the number of each token's document: int64 [tokens], never falling.
+
+    Args:
+        offsets: int [S + 1]: where documents begin, and where the last one ends; tokens behind it are one more.
+        tokens: how many there are.
+    """
+    places = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, places, right=True)

@@ -1,0 +1,197 @@
+"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464): a state that forgets, and corrects what a key gives."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.fake_tensors import is_fake
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunks, out_of_chunks, unit
+from tunecompile.ops.recurrent.documents import document_of
+from tunecompile.ops.rms_norm import compute_dtype
+
+__all__ = ["delta_chunks", "delta_chunks_backward", "gated_delta_rule", "gated_delta_rule_backward"]
+
+
+def forward_flops(q, k, v, *_: Any) -> int:
+    """Count the products of a chunk: three squares of it, and three with the state."""
+    keys, values = q.shape[-1], v.shape[-1]
+    return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
+
+
+def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
+    """Count the forward's once more, and two products for each of them."""
+    return 3 * forward_flops(q, k, v)
+
+
+def _chunks(q, k, v, g, beta, offsets, scale, eps) -> tuple[Chunks, Unit, Unit]:
+    """(All chunks, q and k of length 1)."""
+    heads = v.shape[2]
+    documents = None if offsets is None else document_of(offsets, q.shape[1])
+    unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
+    v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
+    return Chunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def delta_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return what `gated_delta_rule` does, all chunks at once and a loop over their states (arXiv:2406.06484).
+
+    Args:
+        q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule`.
+
+    Returns:
+        (o, final), as `gated_delta_rule`.
+    """
+    wide = compute_dtype(q.dtype)
+    if is_fake(q):
+        return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format), q.new_empty(
+            (q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=wide
+        )
+    chunks, _, _ = _chunks(q, k, v, g, beta, offsets, scale, eps)
+    states, written, final = chunks.walk(initial)
+    made = chunks.entering * (chunks.q @ states) + chunks.scores() @ written
+    return out_of_chunks(made, q.shape[1], v.shape[2]).to(q.dtype).contiguous(), final.clone()
+
+
+@op(cost=Cost.MATMUL, flops=backward_flops, opaque=True)
+def delta_chunks_backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> list[Tensor]:
+    """Return what `gated_delta_rule_backward` does, in chunks (arXiv:2406.06484); states are recomputed.
+
+    Args:
+        grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule_backward`.
+
+    Returns:
+        As `gated_delta_rule_backward`.
+    """
+    like = (q, k, v, g, beta)
+    if is_fake(q):
+        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*like, _initial(initial, q, v))]
+    heads = v.shape[2]
+    chunks, unit_q, unit_k = _chunks(q, k, v, g, beta, offsets, scale, eps)
+    grad = in_chunks(grad, heads)
+    states, written, _ = chunks.walk(initial)
+    grad_states, grad_written, d_initial = chunks.walk_back(grad, grad_final.to(grad.dtype))
+    dq, dk, dv, dg, dbeta = _inside(chunks, grad, states, written, grad_states, grad_written)
+    made = (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)
+    outputs = [out_of_chunks(x, q.shape[1], t.shape[2]).to(t.dtype).contiguous() for x, t in zip(made, like)]
+    return [*outputs, d_initial.to(_initial(initial, q, v).dtype).clone()]
+
+
+def _initial(initial: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """What the gradient of the initial state looks like."""
+    if initial is not None:
+        return initial
+    return q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
+
+
+def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) -> tuple[Tensor, ...]:
+    """Gradients of a chunk's operands, all that crosses its edges being known: (dq, dk, dv, dg, dbeta)."""
+    q, k, v, beta = chunks.q, chunks.k, chunks.v, chunks.beta
+    entering, leaving, through, pairs = chunks.entering, chunks.leaving, chunks.through, chunks.pairs
+    missing = chunks.solve_transposed(grad_written)  # of r, what beta weighs
+    seen = k @ states
+    d_scores = grad @ written.mT
+    d_system = (-missing @ written.mT).tril(-1)
+    to_q, to_k = grad @ states.mT, missing @ states.mT
+    to_end = written @ grad_states.mT
+    by_score, by_system = d_scores * pairs, d_system * beta * pairs
+    dq = entering * to_q + by_score @ k
+    dk = leaving * to_end - beta * entering * to_k + by_score.mT @ q + by_system @ k + by_system.mT @ k
+    products = k @ k.mT
+    dbeta = (missing * (v - entering * seen)).sum(-1) + (d_system * products * pairs).sum(-1)
+    # of running sums of log decays
+    d_pairs = by_score * (q @ k.mT) + by_system * products
+    d_end = leaving * (to_end * k).sum(-1, keepdim=True)
+    d_total = d_pairs.sum(-1) - d_pairs.sum(-2)
+    d_total = d_total + (entering * (to_q * q - beta * to_k * k).sum(-1, keepdim=True) - d_end).squeeze(-1)
+    d_last = d_end.sum((-1, -2)) + through.flatten(-3) * (states * grad_states).sum((-1, -2))
+    d_total = torch.cat([d_total[..., :-1], d_total[..., -1:] + d_last.unsqueeze(-1)], -1)
+    return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return o_t = scale q_t S_t of S_t = e^g_t S_{t-1} + k_t^T beta_t (v_t - e^g_t k_t S_{t-1}) (arXiv:2412.06464).
+
+    Args:
+        q: [B, T, Hk, K], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        k: as q in shape.
+        v: [B, T, H, V], H a multiple of Hk: head h reads q and k of head h // (H / Hk).
+        g: [B, T, H], not above 0: the logarithm of what is kept of the state.
+        beta: [B, T, H].
+        initial: the state in front of the first token, [B, H, K, V]; None for 0.
+        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
+            with a state of 0. None where each row is a document.
+        scale: multiplies q.
+        eps: where it is not 0, q and k are divided by sqrt(sum(q^2) + eps) first.
+
+    Returns:
+        (o, final): [B, T, H, V] in q's dtype, and the state behind the last token, [B, H, K, V] in that of the
+        arithmetic.
+    """
+    return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
+
+
+@gated_delta_rule.backward(
+    saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
+    gives=("q", "k", "v", "g", "beta", "initial"),
+    outputs=2,
+    flops=backward_flops,
+)
+def gated_delta_rule_backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> list[Tensor]:
+    """Return the gradients of `gated_delta_rule`. States are recomputed: they would be more to keep than all inputs.
+
+    Args:
+        grad: of o, in its shape and dtype.
+        grad_final: of the final state. The others are inputs of `gated_delta_rule`.
+
+    Returns:
+        [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
+    """
+    return delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)

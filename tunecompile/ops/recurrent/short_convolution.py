@@ -1,0 +1,104 @@
+"""Short depthwise causal convolutions over tokens, as in front of state spaces and delta rules (arXiv:2312.00752)."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.recurrent.documents import document_of
+from tunecompile.ops.rms_norm import compute_dtype
+
+__all__ = ["short_convolution", "short_convolution_backward"]
+
+
+def _back(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
+    """What stands `steps` tokens before each one: 0 where that is another document, or none."""
+    if not steps:
+        return x
+    moved = F.pad(x, (0, 0, steps, 0))[:, : x.shape[1]]
+    if documents is None:
+        return moved
+    alike = documents == F.pad(documents, (steps, 0), value=-1)[: x.shape[1]]
+    return torch.where(alike[:, None], moved, 0)
+
+
+def _ahead(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
+    """What stands `steps` tokens behind each one: 0 where that is another document, or none."""
+    if not steps:
+        return x
+    moved = F.pad(x, (0, 0, 0, steps))[:, steps:]
+    if documents is None:
+        return moved
+    alike = documents == F.pad(documents, (0, steps), value=-1)[steps:]
+    return torch.where(alike[:, None], moved, 0)
+
+
+def _sum(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
+    """The convolution itself, in the dtype of the arithmetic."""
+    width = weight.shape[1]
+    made = x * weight[:, width - 1]
+    for steps in range(1, width):
+        made = made + _back(x, steps, documents) * weight[:, width - 1 - steps]
+    return made if bias is None else made + bias
+
+
+@op(cost=Cost.POINTWISE)
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    offsets: Optional[Tensor],
+    silu: bool,
+) -> Tensor:
+    """Return sum_j weight_cj x_{t-W+1+j,c} + bias_c for each token t and channel c, or silu of it (arXiv:2312.00752).
+
+    Args:
+        x: [B, T, C], any floating dtype. Arithmetic is in fp32, in fp64 for fp64, and rounded once.
+        weight: [C, W], any floating dtype; W is a constant of the graph.
+        bias: [C], or None.
+        offsets: int [S + 1], where documents begin and the last one ends; a token sees none of another document. None
+            where each row is a document.
+        silu: whether silu is applied.
+
+    Returns:
+        [B, T, C] in x's dtype.
+    """
+    wide = compute_dtype(x.dtype)
+    documents = None if offsets is None else document_of(offsets, x.shape[1])
+    made = _sum(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide), documents)
+    return (F.silu(made) if silu else made).to(x.dtype).contiguous()
+
+
+@short_convolution.backward(saves=("x", "weight", "bias", "offsets", "silu"), gives=("x", "weight", "bias"))
+def short_convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    offsets: Optional[Tensor],
+    silu: bool,
+) -> list[Tensor]:
+    """Return the gradients of `short_convolution`; the sum in front of silu is recomputed.
+
+    Args:
+        grad: of the result, [B, T, C] in its dtype. The others are inputs of `short_convolution`.
+
+    Returns:
+        [dx, dweight, dbias], with shape and dtype of the inputs; without a bias the last one has shape [C].
+    """
+    wide = compute_dtype(x.dtype)
+    documents = None if offsets is None else document_of(offsets, x.shape[1])
+    inputs, matrix, given = x.to(wide), weight.to(wide), grad.to(wide)
+    if silu:
+        z = _sum(inputs, matrix, None if bias is None else bias.to(wide), documents)
+        gate = torch.sigmoid(z)
+        given = given * gate * (1 + z * (1 - gate))
+    width = weight.shape[1]
+    taps = [(given * _back(inputs, width - 1 - j, documents)).sum((0, 1)) for j in range(width)]
+    dx = given * matrix[:, width - 1]
+    for steps in range(1, width):
+        dx = dx + _ahead(given, steps, documents) * matrix[:, width - 1 - steps]
+    dbias = given.sum((0, 1)).to(weight.dtype if bias is None else bias.dtype)
+    return [dx.to(x.dtype).contiguous(), torch.stack(taps, 1).to(weight.dtype), dbias]
