@@ -76,6 +76,15 @@ NOTES = {
         "{subject} by {provider} failed, the reference is used: {detail}",
         "The numbers are right. Report it with the error.",
     ),
+    "kernel-function-replaced": NoteKind(
+        "{subject} is not transformers' own, and is traced as it is",
+        "Nothing, or leave transformers' function in its place: then an op is compiled for it.",
+    ),
+    "kernel-function-unknown": NoteKind(
+        "{subject} gives something else than the op for it, and is traced as it is",
+        "The numbers are right. This version of transformers has another such function; install the one that the "
+        "documentation names, or a newer tunecompile.",
+    ),
     "cache-read-only": NoteKind(
         "{subject} cannot be written: its content is linked into {folder}, where new code is kept",
         "Nothing: the code in the read-only folder is used.",

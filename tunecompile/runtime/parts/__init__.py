@@ -4,6 +4,7 @@ from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.dense_weights import DenseWeights
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.parts.host_embedding import HostEmbedding
+from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.parts.layers import Layers
 from tunecompile.runtime.parts.loss_head import LossHead
 from tunecompile.runtime.parts.memory import MemoryBudget, OomRecovery
@@ -24,6 +25,7 @@ PARTS = (
     FirstStepCheck,
     Replicas,
     PeftFunctions,
+    KernelFunctions,
     Checkpointing,
     LossHead,  # its module may have changed: before a budget counts it
     DenseWeights,
@@ -37,6 +39,7 @@ __all__ = [
     "DenseWeights",
     "FirstStepCheck",
     "HostEmbedding",
+    "KernelFunctions",
     "Layers",
     "LossHead",
     "MemoryBudget",

@@ -1,0 +1,121 @@
+"""Functions with kernels of other packages behind them: an op is traced in their place, where they are transformers' own."""
+
+import copy
+import functools
+import sys
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.compare import assert_close
+from tests.support.models import hybrids
+from tests.support.models.pairs import optimized
+from tests.support.notes import fell_back, find
+from tunecompile.integrations.kernel_functions import meanings
+from tunecompile.integrations.kernel_functions.substitute import substitute
+
+pytest.importorskip("transformers.models.qwen3_5")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_two_lengths_are_two_graphs_whatever_the_loop(family, monkeypatch):
+    reference = hybrids.make(family)
+    model = optimized(copy.deepcopy(reference))
+    for length in (70, 200, 129):
+        batch = zoo.batch(rows=2, length=length)
+        with hybrids.by_definition(reference, monkeypatch):
+            expected = zoo.step(reference, batch)
+        assert_close(zoo.step(model, batch), expected, loss=1e-7, limit=1e-5)  # its norms are in fp32
+    told = tunecompile.report(model)
+    assert not fell_back(told), told
+    found = {name: count for region in told.regions for name, count in region.providers.items()}
+    assert found["gated_delta_rule: reference"] == found["short_convolution: reference"] == 1, told
+    assert all(region.compiles <= 2 for region in told.regions), told
+
+
+def test_no_worse_than_transformers_own(monkeypatch):
+    exact = hybrids.make("qwen3_5")
+    eager = copy.deepcopy(exact).float()
+    model, batch = optimized(copy.deepcopy(eager)), zoo.batch(rows=1, length=90)
+    with hybrids.by_definition(exact, monkeypatch):
+        _, true = zoo.step(exact, batch)
+    ours, theirs = (zoo.errors(zoo.step(m, batch)[1], true, 1e-3) for m in (model, eager))
+    assert all(ours[name] <= 2 * max(theirs[name], 1e-6) for name in true), (ours, theirs)
+
+
+def test_another_function_in_the_file_is_called():
+    """Of the user's, around transformers' own."""
+    model = hybrids.make("qwen3_5", torch.float32)
+    home = hybrids.home_of(model)
+    stock = home.torch_chunk_gated_delta_rule
+
+    @functools.wraps(stock)
+    def mine(*args, **kwargs):
+        made, state = stock(*args, **kwargs)
+        return made * 0.5, state
+
+    before = zoo.step(optimized(copy.deepcopy(model)), zoo.batch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, "torch_chunk_gated_delta_rule", mine)
+        found = optimized(copy.deepcopy(model))
+        assert_close(zoo.step(found, zoo.batch()), zoo.step(model, zoo.batch()), limit=1e-3)
+        assert find(found, "kernel-function-replaced", subject="torch_chunk_gated_delta_rule")
+    assert zoo.step(found, zoo.batch())[0] == pytest.approx(before[0].item(), rel=1e-6)  # it is gone
+
+
+def test_what_gives_something_else_is_no_op():
+    import transformers.models.qwen3_5.modeling_qwen3_5 as home
+
+    written = home.torch_chunk_gated_delta_rule.__wrapped__
+    rule = meanings.MEANINGS["torch_chunk_gated_delta_rule"]
+    assert meanings.agrees(written, rule)
+    assert not meanings.agrees(lambda *args, **kwargs: (2 * written(*args, **kwargs)[0], None), rule)
+    assert not meanings.agrees(lambda query: query, rule)
+    convolution = meanings.MEANINGS["causal_conv1d_fn"]
+    assert meanings.agrees(home.causal_conv1d_fn.__wrapped__, convolution)
+    assert not meanings.agrees(lambda x, w, b, activation: home.causal_conv1d_fn.__wrapped__(x, w, b), convolution)
+
+
+def test_calls_that_no_op_has():
+    called = []
+
+    def itself(*args, **kwargs):
+        called.append(kwargs)
+        return args[0], None
+
+    rule, convolution = meanings.delta_rule(itself), meanings.convolution(itself)
+    q, g, offsets = torch.randn(2, 3, 1, 4), torch.zeros(2, 3, 1), torch.tensor([0, 2, 3])
+    rule(q, q, q, g=g, beta=g, cu_seqlens=offsets)  # of two rows
+    rule(q, q, q, g=g, beta=g, scale=0.5)
+    rule(q, q, q, g, g, 32)
+    x, weight = torch.randn(2, 4, 3), torch.randn(4, 4)
+    convolution(x, weight, None, "gelu")
+    convolution(x, weight, seq_idx=torch.zeros(2, 3))
+    convolution(x, weight, cu_seq_lens_q=offsets)
+    assert len(called) == 6
+    rule(q[:1], q[:1], q[:1], g=g[:1], beta=g[:1], cu_seqlens=offsets)
+    convolution(x[:1], weight, activation="silu", cu_seq_lens_q=offsets, seq_idx=torch.zeros(1, 3), use_cache=False)
+    assert len(called) == 6
+
+
+def test_functions_of_other_files_are_no_concern(monkeypatch):
+    class Layer(torch.nn.Module):
+        pass
+
+    monkeypatch.setattr(sys.modules[__name__], "causal_conv1d_fn", lambda *_, **__: None, raising=False)
+    assert substitute({Layer}) == []
+    Layer.__module__ = "transformers.models.absent.modeling_absent"
+    assert substitute({Layer}) == []
+
+
+@pytest.mark.slow
+def test_compiled_for_real():
+    model = hybrids.make("qwen3_5", torch.float32)
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model)
+    for length in (70, 200):
+        batch = zoo.batch(length=length)
+        assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
+    assert not fell_back(model)

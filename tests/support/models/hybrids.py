@@ -1,0 +1,65 @@
+"""Tiny models with delta rules between layers of attention, and the same with the rule by its definition."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import torch
+from torch import nn
+
+from tests.support import zoo
+from tests.support.ops.recurrent import recurrence
+
+LINEAR_ATTENTION = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "max_position_embeddings": 512,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+#: family -> how transformers calls it, and what its config needs
+HYBRIDS = {
+    "qwen3_5": ("Qwen3_5", LINEAR_ATTENTION),
+    "qwen3_next": ("Qwen3Next", {**LINEAR_ATTENTION, **EXPERTS}),
+}
+
+
+def make(family: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
+    import transformers as tf
+
+    name, settings = HYBRIDS[family]
+    config = getattr(tf, name + "TextConfig", None) or getattr(tf, name + "Config")
+    torch.manual_seed(0)
+    model = getattr(tf, name + "ForCausalLM")(config(**{**zoo.SMALL, **settings, **changes})).to(dtype)
+    with torch.no_grad():  # the model's own initial values leave little of a state
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.fill_(-2.0)
+    return model.train()
+
+
+def home_of(model: nn.Module):
+    """The file of its classes."""
+    return sys.modules[type(model).__module__]
+
+
+@contextlib.contextmanager
+def by_definition(model: nn.Module, monkeypatch):
+    """Inside, the model's rule runs token by token, in the dtype of its inputs."""
+
+    def rule(query, key, value, g, beta, **_):
+        return recurrence(query, key, value, g, beta, None, None, query.shape[-1] ** -0.5, 1e-6)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home_of(model), "torch_chunk_gated_delta_rule", rule)
+        yield

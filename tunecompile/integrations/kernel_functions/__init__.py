@@ -1,0 +1,10 @@
+"""transformers' functions with kernels of other packages behind them: ops stand in their place while Dynamo traces.
+
+transformers writes such functions in plain PyTorch, in each model's file, and calls a kernel of fla, causal_conv1d or
+its hub where one is installed. Neither can be compiled: the kernels break the graph, and the loop over chunks is
+unrolled, once for every length.
+"""
+
+from tunecompile.integrations.kernel_functions.substitute import Substitution, substitute
+
+__all__ = ["Substitution", "substitute"]

@@ -1,0 +1,82 @@
+"""Which functions ops are traced in place of: transformers' own, and those alone, where they give what ops give."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunecompile._torch.dynamo import is_compiling
+from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
+from tunecompile.notes import Note, note
+
+__all__ = ["Substitution", "substitute"]
+
+HOME = "transformers."  #: whose functions are known
+WRAPPER = "transformers.integrations.hub_kernels"  #: which calls a kernel that is installed
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """What became of one function of a model's file."""
+
+    name: str
+    refused: Note | None = None  #: why it is traced as it is
+
+
+def substitute(kinds: Iterable[type]) -> list[Substitution]:
+    """Have ops traced in the place of known functions of the files where these modules' classes are.
+
+    Functions that others have put there stay.
+    """
+    if is_compiling():  # by the user, around us
+        return []
+    files = {kind.__module__ for kind in kinds if kind.__module__.startswith(HOME)}
+    found = []
+    for file in sorted(files):
+        module = sys.modules.get(file)
+        for name in MEANINGS:
+            function = getattr(module, name, None)
+            if callable(function):
+                found.append(Substitution(f"{file}.{name}", _register(function, file, name)))
+    return found
+
+
+@functools.cache
+def _register(function: Any, file: str, name: str) -> Note | None:
+    """Once for a function of the process.
+
+    Returns:
+        Why it is traced as it is, or None.
+    """
+    if not _is_own(function, sys.modules[file]):
+        return note("kernel-function-replaced", f"{file}.{name}")
+    meaning = MEANINGS[name]
+    if not agrees(inspect.unwrap(function), meaning):
+        return note("kernel-function-unknown", f"{file}.{name}")
+    itself = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    try:
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(meaning.make(itself))
+    except (TypeError, ValueError):  # it has a substitute already, by another package
+        return note("kernel-function-replaced", f"{file}.{name}")
+    return None
+
+
+def _is_own(function: Any, module: types.ModuleType) -> bool:
+    """Whether a function is as transformers wrote it in this file, or with transformers' wrapper around it."""
+    written = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType) or getattr(written, "__globals__", None) is not vars(module):
+        return False
+    if written.__code__.co_filename != getattr(module, "__file__", None):
+        return False
+    return function is written or (
+        function.__globals__.get("__name__") == WRAPPER and getattr(function, "__wrapped__", None) is written
+    )

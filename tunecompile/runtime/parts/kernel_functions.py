@@ -1,0 +1,20 @@
+"""Functions of a model's file with kernels of other packages behind them: ops are traced in their place."""
+
+from __future__ import annotations
+
+from tunecompile.integrations.kernel_functions import Substitution, substitute
+from tunecompile.notes import Note
+from tunecompile.runtime.model_state import Part, State
+
+
+class KernelFunctions(Part):
+    """Looked for once: files of models do not change, and a function that is replaced is another one to Dynamo."""
+
+    def __init__(self) -> None:
+        self.found: list[Substitution] = []
+
+    def attach(self, state: State) -> None:
+        self.found = substitute({type(module) for module in state.model.modules()})
+
+    def notes(self, state: State) -> list[Note]:
+        return [each.refused for each in self.found if each.refused is not None]
