@@ -107,7 +107,7 @@ def lora_targets(model: nn.Module, experts: bool = True) -> dict[str, Any]:
     Those linears of `TARGETS` that it has, or all linears if it has other names; and stacks of experts' weights,
     unless `experts` is False.
     """
-    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    present = {path.rpartition(".")[2] for path, _ in model.named_modules() if ".parametrizations." not in path}
     chosen: dict[str, Any] = {"target_modules": [name for name in TARGETS if name in present] or "all-linear"}
     if not experts:
         return chosen
