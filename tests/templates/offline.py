@@ -11,7 +11,19 @@ import sys
 import torch
 
 
-def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts):
+def cases(
+    nf4,
+    cross_entropy,
+    rms_norm,
+    swiglu,
+    lora,
+    lora_mlp,
+    fp8,
+    experts,
+    delta_rule,
+    delta_rule_backward,
+    delta_rule_gradients,
+):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
     def e(*shape, dtype=torch.bfloat16):
@@ -68,6 +80,26 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts):
     def product(x, order, weight, inner, up, table, offsets):
         return experts.rows(x, weight, offsets, table, 512, turned=True, order=order, choices=8, inner=inner, up=up)
 
+    def forward():
+        total, square, state = e(1, 32, 256, dtype=torch.float32), e(1, 200, 32, 64), e(1, 4, 32, 128, 128)
+        final, values = e(1, 32, 128, 128, dtype=torch.float32), e(1, 200, 32, 128)
+        return delta_rule.Chunks(total, square, values, values), delta_rule.States(values, state, final)
+
+    def delta(function, *rest):
+        """A step of the rule's backward, under documents."""
+
+        def call(q, k, v, beta, ends, numbers, *given):
+            made = delta_rule_gradients.Operands(v, q, k, v, beta, ends, numbers, 0.1)
+            return function(made, *given)
+
+        return call, [*heads, rates, ends, numbers, *rest]
+
+    heads, values, rates = (
+        [e(1, 200, 16, 128), e(1, 200, 16, 128), e(1, 200, 32, 128)],
+        e(1, 200, 32, 128),
+        e(1, 200, 32),
+    )
+    ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
     order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
     tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
     labels = e(8, dtype=torch.int64)
@@ -152,6 +184,30 @@ def cases(nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts):
         "experts_collect": (
             lambda y, places: experts.collect(y, places, 8, torch.float32),
             [e(512, 2048), order],
+        ),
+        "delta_prepare": (
+            lambda k, v, g, beta, numbers: delta_rule.prepare(k, v, g, beta, numbers),
+            [*heads[1:], sums, rates, numbers],
+        ),
+        "delta_scan": (lambda k, v, ends: delta_rule.scan(forward()[0], k, v, ends), [*heads[1:], ends]),
+        "delta_outputs": (
+            lambda q, k, v, numbers: delta_rule.outputs(*forward(), q, k, v, numbers, 0.1),
+            [*heads, numbers],
+        ),
+        "delta_pending": delta(lambda call: delta_rule_backward.pending(call, forward()[0].total)),
+        "delta_scan_back": delta(
+            lambda call, waiting, final: delta_rule_backward.scan(call, forward()[0], waiting, final),
+            values,
+            e(1, 32, 128, 128, dtype=torch.float32),
+        ),
+        "delta_products": delta(
+            lambda call, given: delta_rule_gradients.products(call, forward()[0], given, given), values
+        ),
+        "delta_operands": delta(
+            lambda call, states, square, missing, one, other: delta_rule_gradients.operands(
+                call, *forward(), states, square, square, missing, one, other
+            ),
+            *(e(1, 4, 32, 128, 128), e(1, 200, 32, 64), values, sums, e(1, 200, 32, dtype=torch.float32)),
         ),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }
@@ -242,7 +298,31 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import cross_entropy, experts, fp8, lora, lora_mlp, nf4, rms_norm, swiglu
+    from tunecompile.templates import (
+        cross_entropy,
+        delta_rule,
+        delta_rule_backward,
+        delta_rule_gradients,
+        experts,
+        fp8,
+        lora,
+        lora_mlp,
+        nf4,
+        rms_norm,
+        swiglu,
+    )
 
-    everything = (nf4, cross_entropy, rms_norm, swiglu, lora, lora_mlp, fp8, experts)
+    everything = (
+        nf4,
+        cross_entropy,
+        rms_norm,
+        swiglu,
+        lora,
+        lora_mlp,
+        fp8,
+        experts,
+        delta_rule,
+        delta_rule_backward,
+        delta_rule_gradients,
+    )
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -67,7 +67,12 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_beside": ["out"],
         "lora_mlp_piece": ["both", "parts"],
         **dict.fromkeys(["experts_tiles", "experts_rows", "experts_input", "experts_narrow"], ["out"]),
-        **dict.fromkeys(["experts_outer", "experts_collect"], ["out"]),
+        **dict.fromkeys(["experts_outer", "experts_collect", "delta_outputs", "delta_pending"], ["out"]),
+        "delta_prepare": ["inverse", "total", "u", "w"],
+        "delta_scan": ["final", "states", "written"],
+        "delta_scan_back": ["states", "written"],
+        "delta_products": ["by_score", "by_system", "dbeta", "dtotal", "dv", "missing"],
+        "delta_operands": ["dbeta", "dg", "dk", "dq"],
     }
     lines = finish(start("trace"))
     assert len(lines) >= 12
@@ -77,6 +82,15 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
         overwrites = name.startswith(
-            ("cross_entropy", "lora_rows", "lora_columns", "lora_beside", "lora_mlp_piece", "fp8_dense", "fp8_nf4")
+            (
+                "cross_entropy",
+                "lora_rows",
+                "lora_columns",
+                "lora_beside",
+                "lora_mlp_piece",
+                "fp8_dense",
+                "fp8_nf4",
+                "delta_operands",
+            )
         )
         assert line["copies"] == (["aten.copy_.default"] if overwrites else []), line

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunks, out_of_chunks, unit
 from tunecompile.ops.recurrent.documents import document_of
 from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = ["delta_chunks", "delta_chunks_backward", "gated_delta_rule", "gated_delta_rule_backward"]
+
+LONGEST_KEY = 256  #: of the template, which has a state's columns in registers
 
 
 def forward_flops(q, k, v, *_: Any) -> int:
@@ -166,6 +169,35 @@ def gated_delta_rule(
     return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
 
 
+def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
+    if reason := refuse_gpu(q, k, v):
+        return reason
+    if any(x.dtype != torch.bfloat16 for x in (q, k, v)):  # states would overflow fp16
+        return note("not-bfloat16", detail=str(q.dtype).removeprefix("torch."))
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
+        return note("gpu-before-ampere")
+    if initial is not None:
+        return note("state-to-begin-with")
+    fits = q.shape[3] % 16 == v.shape[3] % 16 == 0 and q.shape[3] <= LONGEST_KEY
+    return None if fits else note("key-and-value-widths", keys=q.shape[3], values=v.shape[3], limit=LONGEST_KEY)
+
+
+def _documents(q: Tensor, offsets: Tensor | None) -> Tensor | None:
+    return None if offsets is None else document_of(offsets, q.shape[1]).to(torch.int32)
+
+
+@gated_delta_rule.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states in registers; no loop over chunks outside of a kernel",
+)
+def _(q, k, v, g, beta, initial, offsets, scale, eps):
+    from tunecompile.templates import delta_rule
+
+    q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
+    return delta_rule.forward(q, k, v, g.contiguous(), beta.contiguous(), offsets, _documents(q, offsets), scale=scale)
+
+
 @gated_delta_rule.backward(
     saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
     gives=("q", "k", "v", "g", "beta", "initial"),
@@ -195,3 +227,30 @@ def gated_delta_rule_backward(
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
     return delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
+
+
+@gated_delta_rule_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states' gradients in registers",
+)
+def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
+    from tunecompile.templates import delta_rule_backward
+
+    documents, units = _documents(q, offsets), [unit(x.float(), eps) for x in (q, k)]
+    queries, keys = (each.value.to(q.dtype) for each in units)
+    made = delta_rule_backward.backward(
+        grad,
+        grad_final.contiguous(),
+        queries,
+        keys,
+        v,
+        g.contiguous(),
+        beta.contiguous(),
+        offsets,
+        documents,
+        scale=scale,
+    )
+    for i, (x, each) in enumerate(zip((q, k), units)):
+        made[i] = each.gradient(made[i].unflatten(2, (x.shape[2], -1)).float().sum(3))
+    return [*(y.to(x.dtype) for x, y in zip((q, k, v, g, beta), made)), None]

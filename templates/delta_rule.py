@@ -1,0 +1,455 @@
+"""The gated delta rule (arXiv:2412.06464) in chunks of 64 tokens, forward; ``delta_rule_backward`` goes the other way.
+
+With the names of ``tunecompile.ops.recurrent.delta_chunks``: ``prepare`` computes what a chunk is by itself, all chunks
+at once; ``scan`` walks over chunks with a state in registers, a program for each document, head and block of columns;
+``outputs`` reads the states. Chunks stand at fixed places whatever documents there are, and the one that a document
+begins in keeps it apart by masks, so that the grid and all buffers depend on sizes alone.
+
+(I + A)^-1 is built block by block, 2, 4, ... 64 rows: T = T - T L T with L what lies between two blocks. Powers of A,
+as in ``prod (I + A^(2^k))``, would cancel: tokens that repeat give an A of ones, whose powers reach 10^17.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import launch, next_power_of_2
+
+__all__ = ["CHUNK", "Chunks", "States", "chunks_of", "forward", "outputs", "prepare", "rows", "scan"]
+
+CHUNK = 64
+
+
+@triton.jit
+def row_of(tensor, row, head, token, stride_row, stride_token, stride_head):
+    """Pointers to where tokens' values begin: of one head of [B, T, H, ...]."""
+    return tensor + row.to(tl.int64) * stride_row + token.to(tl.int64) * stride_token + head * stride_head
+
+
+@triton.jit
+def documents_at(documents, token, first, T, HAS_DOCUMENTS: tl.constexpr):
+    """(The document of each token of a chunk, that of the token in front of it)."""
+    mine = tl.zeros_like(token)
+    before = 0
+    if HAS_DOCUMENTS:
+        mine = tl.load(documents + tl.minimum(token, T - 1))
+        before = tl.load(documents + tl.maximum(first - 1, 0))
+        before = tl.where(first > 0, before, -1)
+    return mine, before
+
+
+@triton.jit
+def pairs_of(total, mine, i, STRICT: tl.constexpr):
+    """e^(G_i - G_j) where i sees j, else 0."""
+    sees = (mine[:, None] == mine[None, :]) & (i[:, None] >= i[None, :])
+    if STRICT:
+        sees = sees & (i[:, None] != i[None, :])
+    return tl.where(sees, tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def inverse_of(system, i):
+    """(I + A)^-1 of a strictly lower triangular A of 64 rows."""
+    a, b = i[:, None], i[None, :]
+    inverse = tl.where(a == b, 1.0, 0.0) - tl.where(a // 2 == b // 2, system, 0.0)
+    for level in tl.static_range(1, 6):  # blocks of 2, 4, ... 32 rows are joined by two
+        together = (a >> (level + 1)) == (b >> (level + 1))
+        between = tl.where(together & ((a >> level) != (b >> level)), system, 0.0)
+        step = tl.dot(inverse, between, input_precision="tf32x3")
+        inverse -= tl.dot(step, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit
+def prepare_kernel(
+    k,
+    v,
+    g,
+    beta,
+    documents,
+    total,
+    inverse,
+    w,
+    u,
+    T,
+    NT,
+    ks0,
+    ks1,
+    ks2,
+    vs0,
+    vs1,
+    vs2,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Program: a chunk of one head."""
+    row, head = tl.program_id(0) // NT, tl.program_id(1)
+    first = tl.program_id(0) % NT * C
+    i = tl.arange(0, C)
+    token = first + i
+    there = token < T
+    place = (row.to(tl.int64) * T + token) * H + head
+    decay = tl.cumsum(tl.load(g + place, mask=there, other=0.0).to(tl.float32), 0)
+    rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(total + ((row * H + head) * NT).to(tl.int64) * C + token, decay)
+    mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
+    column = tl.arange(0, BLOCK)
+    keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
+    products = tl.zeros((C, C), dtype=tl.float32)
+    for begin in tl.static_range(0, K, BLOCK):
+        inside = there[:, None] & (begin + column < K)[None, :]
+        block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
+        products += tl.dot(block, tl.trans(block))
+    solved = inverse_of(rate[:, None] * products * pairs_of(decay, mine, i, True), i).to(k.dtype.element_ty)
+    tl.store(inverse + place[:, None] * C + i[None, :], solved, mask=there[:, None])
+    entering = rate
+    if HAS_DOCUMENTS:
+        entering = tl.where(mine == before, rate, 0.0)
+    entering *= tl.exp(decay)
+    for begin in tl.static_range(0, K, BLOCK):
+        inside = there[:, None] & (begin + column < K)[None, :]
+        block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
+        block = tl.dot(solved, (entering[:, None] * block.to(tl.float32)).to(solved.dtype))
+        tl.store(w + place[:, None] * K + begin + column[None, :], block.to(w.dtype.element_ty), mask=inside)
+    values = row_of(v, row, head, token, vs0, vs1, vs2)
+    for begin in tl.static_range(0, V, BLOCK):
+        inside = there[:, None] & (begin + column < V)[None, :]
+        block = tl.load(values[:, None] + begin + column[None, :], mask=inside, other=0.0)
+        block = tl.dot(solved, (rate[:, None] * block.to(tl.float32)).to(solved.dtype))
+        tl.store(u + place[:, None] * V + begin + column[None, :], block.to(u.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scan_kernel(
+    k,
+    w,
+    u,
+    total,
+    offsets,
+    written,
+    states,
+    final,
+    T,
+    NT,
+    COUNT,
+    ks0,
+    ks1,
+    ks2,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Program: BLOCK columns of the states of one head, over one document."""
+    head, column = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    row, start, end = tl.program_id(0), 0, T
+    if HAS_DOCUMENTS:
+        row = 0
+        start = tl.load(offsets + tl.program_id(0)).to(tl.int32)
+        if tl.program_id(0) + 1 < COUNT:
+            end = tl.load(offsets + tl.program_id(0) + 1).to(tl.int32)
+    i, key = tl.arange(0, C), tl.arange(0, KEYS)
+    state = tl.zeros((KEYS, BLOCK), dtype=tl.float32)
+    wide = column < V
+    square = (key < K)[:, None] & wide[None, :]
+    for chunk in range(start // C, tl.cdiv(end, C)):
+        token = chunk * C + i
+        own = (token >= start) & (token < end)
+        place = (row.to(tl.int64) * T + token) * H + head
+        at = ((row * NT + chunk).to(tl.int64) * H + head) * K
+        kept = state.to(k.dtype.element_ty)
+        if start <= chunk * C:
+            tl.store(states + (at + key[:, None]) * V + column[None, :], kept, mask=square)
+        narrow = own[:, None] & (key < K)[None, :]
+        block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
+        value = tl.load(u + place[:, None] * V + column[None, :], mask=own[:, None] & wide[None, :], other=0.0)
+        value = value.to(tl.float32) - tl.dot(block, kept)
+        tl.store(
+            written + place[:, None] * V + column[None, :],
+            value.to(written.dtype.element_ty),
+            mask=own[:, None] & wide[None, :],
+        )
+        sums = total + ((row * H + head) * NT + chunk).to(tl.int64) * C
+        decay, last = tl.load(sums + i), tl.load(sums + C - 1)
+        block = tl.load(
+            row_of(k, row, head // GROUP, token, ks0, ks1, ks2)[:, None] + key[None, :], mask=narrow, other=0.0
+        )
+        value = tl.where(own, tl.exp(tl.where(own, last - decay, 0.0)), 0.0)[:, None] * value
+        state = state * tl.exp(last) + tl.dot(tl.trans(block), value.to(block.dtype))
+    if end == T and start < end:
+        at = (row.to(tl.int64) * H + head) * K
+        tl.store(final + (at + key[:, None]) * V + column[None, :], state, mask=square)
+
+
+@triton.jit
+def outputs_kernel(
+    q,
+    k,
+    written,
+    states,
+    total,
+    documents,
+    out,
+    T,
+    NT,
+    qs0,
+    qs1,
+    qs2,
+    ks0,
+    ks1,
+    ks2,
+    SCALE: tl.constexpr,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Program: BLOCK columns of what one head gives for a chunk."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    row = chunk // NT
+    first = chunk % NT * C
+    i, key = tl.arange(0, C), tl.arange(0, KEYS)
+    token = first + i
+    there, wide = token < T, column < V
+    mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
+    decay = tl.load(total + ((row * H + head) * NT).to(tl.int64) * C + token)
+    entering = tl.exp(decay)
+    if HAS_DOCUMENTS:
+        entering = tl.where(mine == before, entering, 0.0)
+    scores = tl.zeros((C, C), dtype=tl.float32)
+    made = tl.zeros((C, BLOCK), dtype=tl.float32)
+    queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
+    keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
+    at = (chunk.to(tl.int64) * H + head) * K
+    for begin in tl.static_range(0, K, KEYS):
+        inside = (begin + key < K)[None, :] & there[:, None]
+        a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
+        b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
+        state = tl.load(
+            states + (at + begin + key[:, None]) * V + column[None, :],
+            mask=(begin + key < K)[:, None] & wide[None, :],
+            other=0.0,
+        )
+        scores += tl.dot(a, tl.trans(b))
+        made += tl.dot(a, state)
+    place = (row.to(tl.int64) * T + token) * H + head
+    mask = there[:, None] & wide[None, :]
+    value = tl.load(written + place[:, None] * V + column[None, :], mask=mask, other=0.0)
+    scores = scores * pairs_of(decay, mine, i, False)
+    made = SCALE * (entering[:, None] * made + tl.dot(scores.to(value.dtype), value))
+    tl.store(out + place[:, None] * V + column[None, :], made.to(out.dtype.element_ty), mask=mask)
+
+
+class Chunks(NamedTuple):
+    """What chunks are by themselves. Tensors of [B, T, H, ...] are contiguous."""
+
+    total: torch.Tensor  #: [B, H, chunks * CHUNK], fp32: running sums of log decays
+    inverse: torch.Tensor  #: [B, T, H, CHUNK]: (I + A)^-1
+    w: torch.Tensor  #: [B, T, H, K]
+    u: torch.Tensor  #: [B, T, H, V]
+
+
+class States(NamedTuple):
+    """What goes from chunk to chunk."""
+
+    written: torch.Tensor  #: [B, T, H, V]: what chunks write
+    entering: torch.Tensor  #: [B, chunks, H, K, V]: the states that enter them
+    final: torch.Tensor  #: [B, H, K, V], fp32
+
+
+def chunks_of(tokens):
+    """How many chunks tokens are.
+
+    Args:
+        tokens: of a row; a symbol, too.
+
+    Returns:
+        Their number, the last one counted in full.
+    """
+    return (tokens + CHUNK - 1) // CHUNK
+
+
+def rows(x):
+    """A tensor whose last dimension is contiguous, and its strides.
+
+    Args:
+        x: [B, T, H, D].
+
+    Returns:
+        (x or a copy, strides of the first three dimensions).
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, x.stride()[:3]
+
+
+def _sizes(q, v):
+    """constexprs that all kernels share."""
+    heads = v.shape[2]
+    return dict(H=heads, GROUP=heads // q.shape[2], K=q.shape[3], V=v.shape[3], C=CHUNK)
+
+
+def prepare(k, v, g, beta, documents):
+    """What chunks are by themselves.
+
+    Args:
+        k, v, g, beta: of the rule, k of length 1 where the rule has it so; g and beta contiguous.
+        documents: the number of each token's document, int [T]; or None.
+
+    Returns:
+        `Chunks`.
+    """
+    (batch, tokens, heads, width), keys = v.shape, k.shape[3]
+    count = chunks_of(tokens)
+    total = torch.empty(batch, heads, count * CHUNK, dtype=torch.float32, device=v.device)
+    values = (torch.empty(batch, tokens, heads, n, dtype=v.dtype, device=v.device) for n in (CHUNK, keys, width))
+    made = Chunks(total, *values)
+    (k, k_strides), (v, v_strides) = rows(k), rows(v)
+    tile = _tiles.pick("delta_prepare", v, keys)
+    launch(
+        prepare_kernel,
+        (batch * count, heads),
+        k,
+        v,
+        g,
+        beta,
+        documents,
+        *made,
+        tokens,
+        count,
+        *k_strides,
+        *v_strides,
+        **_sizes(k, v),
+        BLOCK=tile.block,
+        HAS_DOCUMENTS=documents is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return made
+
+
+def scan(chunks, k, v, offsets):
+    """Walk over the chunks.
+
+    Args:
+        chunks: of `prepare`.
+        k, v: as given to it.
+        offsets: where documents begin, int [S + 1]; or None.
+
+    Returns:
+        `States`.
+    """
+    (batch, tokens, heads, width), keys = v.shape, k.shape[3]
+    count = chunks_of(tokens)
+    made = States(
+        torch.empty_like(chunks.u),
+        torch.empty(batch, count, heads, keys, width, dtype=v.dtype, device=v.device),
+        torch.empty(batch, heads, keys, width, dtype=torch.float32, device=v.device),
+    )
+    k, k_strides = rows(k)
+    tile = _tiles.pick("delta_scan", v, width)
+    documents = batch if offsets is None else offsets.shape[0]
+    launch(
+        scan_kernel,
+        (documents, heads, triton.cdiv(width, tile.block)),
+        k,
+        chunks.w,
+        chunks.u,
+        chunks.total,
+        offsets,
+        *made,
+        tokens,
+        count,
+        documents,
+        *k_strides,
+        **_sizes(k, v),
+        KEYS=next_power_of_2(keys),
+        BLOCK=tile.block,
+        HAS_DOCUMENTS=offsets is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return made
+
+
+def outputs(chunks, states, q, k, v, documents, scale):
+    """What each token reads of the states, and of its chunk.
+
+    Args:
+        chunks, states: of `prepare` and `scan`.
+        q, k, v, documents, scale: as given to `forward`.
+
+    Returns:
+        [B, T, H, V] in v's dtype.
+    """
+    (batch, tokens, heads, width), count = v.shape, chunks_of(v.shape[1])
+    out = torch.empty_like(chunks.u)
+    (q, q_strides), (k, k_strides) = rows(q), rows(k)
+    tile = _tiles.pick("delta_outputs", v, width)
+    launch(
+        outputs_kernel,
+        (batch * count, heads, triton.cdiv(width, tile.block)),
+        q,
+        k,
+        states.written,
+        states.entering,
+        chunks.total,
+        documents,
+        out,
+        tokens,
+        count,
+        *q_strides,
+        *k_strides,
+        SCALE=float(scale),
+        **_sizes(q, v),
+        KEYS=tile.step,
+        BLOCK=tile.block,
+        HAS_DOCUMENTS=documents is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale):
+    """The gated delta rule, from a state of 0.
+
+    Args:
+        q, k: [B, T, Hk, K], bf16 (fp16 and fp32 in tests), of length 1 where the rule has it so; K a multiple of 16, at
+            most 256.
+        v: [B, T, H, V], V a multiple of 16.
+        g, beta: [B, T, H], contiguous, any floating dtype.
+        offsets: where documents begin and the last one ends, int [S + 1], for B = 1; or None.
+        documents: with them the number of each token's document, int [T].
+        scale: multiplies q.
+
+    Returns:
+        (o [B, T, H, V] in v's dtype, the final state [B, H, K, V] in fp32).
+
+    Raises:
+        ValueError: of sizes that no kernel takes.
+    """
+    keys, width = q.shape[3], v.shape[3]
+    if keys % 16 or width % 16 or keys > 256 or (offsets is None) != (documents is None):
+        raise ValueError(f"keys of {keys} and values of {width}, with documents: {documents is not None}")
+    chunks = prepare(k, v, g, beta, documents)
+    states = scan(chunks, k, v, offsets)
+    return outputs(chunks, states, q, k, v, documents, scale), states.final
