@@ -1,13 +1,20 @@
 """How often layers are compiled, whatever batches come: as few graphs as there are kinds of calls, and a second for changing sizes."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch import nn
 
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair, small
+from tests.support.notes import find
+from tunecompile.compiler.backend import CompiledAs, WeakBackend
+from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.region import pieces_of
 
 tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,3 +126,93 @@ def test_an_argument_that_comes_later_follows_at_once():
         {0: (FLOAT, rows, length, 32), "states": (FLOAT, rows, n, 32)} for rows, length, n in ((4, 9, 8), (3, 7, 6))
     ]
     assert learnt(*plain, text(2, 20, 30))["mask"] == [0, 2, 3]
+
+
+class Broken(nn.Module):
+    """A layer that Dynamo cuts into pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, scale=None):
+        y = self.linear(x if scale is None else x * scale).softmax(-1)
+        torch._dynamo.graph_break()
+        return x + self.out(y).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Broken() for _ in range(3))
+
+    def forward(self, x, **given):
+        for layer in self.layers:
+            x = layer(x, **given) if given else layer(x, None)
+        return x
+
+
+def pieces_step(models, rows: int = 3, **given) -> list[int]:
+    """One step of both models, compared; how often pieces were compiled so far, the most frequent first."""
+    x, grads = torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(rows)), []
+    for model in models:
+        model.zero_grad()
+        model(x, **given).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    (region,) = models[0]._tunecompile.regions
+    frames = (c.frame for backend in region.backends.values() for c in backend.contexts)
+    return sorted(Counter(frames).values(), reverse=True)
+
+
+def test_pieces_of_a_layer_serve_all_kinds_of_its_calls():
+    """The piece behind the break is the same with a scale and without."""
+    models = pair(Stack)
+    scale = torch.full((8,), 0.5)
+    assert pieces_step(models) == [1, 1]
+    assert pieces_step(models, scale=scale) == [2, 1]
+    assert pieces_step(models, scale=scale, rows=4) == [3, 2]
+    assert pieces_step(models, rows=4) == [4, 2]
+    assert pieces_step(models, scale=None) == [4, 2]  # another kind of call, all of whose pieces are there
+    assert not find(models[0], "ran-eagerly"), tunecompile.report(models[0])
+
+
+def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks():
+    models = pair(Stack)
+    assert pieces_step(models) == [1, 1]
+    for model in models:  # inside the second piece, which another kind of calls shares so far
+        for layer in model.layers:
+            layer.out.register_forward_hook(lambda module, args, output: 2 * output)
+    assert pieces_step(models) == [2, 2]
+    for layer in models[0].layers:
+        layer.gradient_checkpointing = True
+    assert pieces_step(models) == [3, 3]
+    (region,) = models[0]._tunecompile.regions
+    assert [c.plan for backend in region.backends.values() for c in backend.contexts] == 4 * [KEEP] + 2 * [RECOMPUTE]
+    assert len(pieces_of(region)) == 2
+
+
+def test_backends_are_equal_where_they_compile_alike():
+    class Owner:
+        def compile(self):
+            raise NotImplementedError
+
+    owner, region, other = Owner(), object(), object()
+    made = [
+        WeakBackend(owner.compile, *alike)
+        for alike in (
+            (CompiledAs(region, 0, KEEP),),
+            (CompiledAs(region, 0, RECOMPUTE),),
+            (CompiledAs(region, 1, KEEP),),
+            (CompiledAs(other, 0, KEEP),),
+            (CompiledAs(region, 0),),  # whose plan is not made yet
+            (CompiledAs(region, 0),),
+            (),
+            (),
+        )
+    ]
+    assert all((a == b) == (a is b) for a in made for b in made)
+    made[4].compiled_as.plan = KEEP
+    assert made[4] == made[0] and hash(made[4]) == hash(made[0])

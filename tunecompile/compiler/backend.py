@@ -7,6 +7,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
@@ -279,11 +280,37 @@ def own_code(function: Callable, name: str) -> Callable:
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
-class WeakBackend:
-    """A backend without a strong reference to the model, since Dynamo holds every backend for ever."""
+@dataclass
+class CompiledAs:
+    """What code depends on beside the code that it is compiled of and what Dynamo guards.
 
-    def __init__(self, method: Callable):
-        self.method = weakref.WeakMethod(method)
+    It knows no model: Dynamo holds every backend for ever.
+    """
+
+    region: object  #: an object of its own
+    setting: object  #: an object for what a call's kind has that Dynamo has no guard for
+    plan: Plan | str | None = None  #: None until it is made
+
+
+class WeakBackend:
+    """A backend without a strong reference to the model, since Dynamo holds every backend for ever.
+
+    Where a layer breaks into pieces, these are functions that several variants of its region call. Dynamo runs a piece
+    as an equal backend compiled it, and so compiles it once for all variants that are compiled alike. (It compares
+    backends by `==`: `_TorchCompileWrapper` and torch/csrc/dynamo/extra_state.cpp.)
+    """
+
+    def __init__(self, method: Callable, compiled_as: CompiledAs | None = None):
+        self.method, self.compiled_as = weakref.WeakMethod(method), compiled_as
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, WeakBackend):
+            return self is other
+        mine, theirs = self.compiled_as, other.compiled_as
+        return mine is not None and mine.plan is not None and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash(WeakBackend if self.compiled_as is None else id(self.compiled_as.region))
 
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         method = self.method()

@@ -98,7 +98,9 @@ def region_notes(region: Region) -> list[Note]:
     told += [note("graph-break", region.name, reason) for variant in variants for reason in variant.breaks]
     told += region.effort.refused.values()
     for variant in variants:
-        if not variant.graphs and not variant.eager:  # its function ran under Dynamo, which could trace nothing
+        if not (
+            variant.graphs or variant.ran or variant.eager
+        ):  # its function ran under Dynamo, which could trace nothing
             told.append(_eager(region, _skipped(variant)))
         if variant.eager:
             told.append(_eager(region, _not_traced(variant), variant.eager))

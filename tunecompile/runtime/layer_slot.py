@@ -28,7 +28,7 @@ from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors
 from tunecompile.runtime.force_grad import drop_graph, require_grad
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
-from tunecompile.runtime.region import Region
+from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
@@ -235,7 +235,7 @@ class LayerSlot:
             budget.ran(self, output)
             return finish(output)
 
-    def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[tuple, tuple[int, ...]]:
+    def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
         tensors = list(tensors_in(args, kwargs))
         sizes = DynamicShapes.of(tensors)
@@ -243,15 +243,15 @@ class LayerSlot:
             mark_flat(tensors, sizes[1])
         else:
             (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes)
-        return (
+        setting = (
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
             kwargs.get(WINDOW),
             self._hooked(),
             hooks_were_seen(),  # graphs that were made before may have come from a cache
-            *(size == 1 for size in sizes),
-            *((where, t.dtype, t.requires_grad) for where, t in tensors),
-        ), sizes
+        )
+        ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""

@@ -71,6 +71,20 @@ def watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
         _watch.met = before
 
 
+@contextlib.contextmanager
+def also_watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
+    """As `watching`, beside who watches already."""
+    before = _watch.met
+
+    def both(graph: MetGraph | None) -> None:
+        met(graph)
+        if before is not None:
+            before(graph)
+
+    with watching(both):
+        yield
+
+
 def meet(graph: MetGraph | None) -> None:
     """Tell who watches that this graph runs next."""
     if _watch.met is not None:

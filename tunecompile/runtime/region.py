@@ -7,12 +7,12 @@ they know.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tunecompile.compiler.backend import Backend, Executor
+from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.integrations.packed_experts.stacks import guards_of_all
@@ -22,11 +22,19 @@ from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.unpad.flat_batch import OFFSETS
 from tunecompile.runtime.variant import Variant
 
 T = TypeVar("T")
 SCORING = "without_gradient"  #: in place of a plan
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What tells calls of a layer apart: there is a variant for each."""
+
+    setting: tuple  #: what Dynamo has no guard for: whether there are gradients, hooks that it traced, and the like
+    tensors: tuple  #: what it guards in each function: dtypes, say
+    flat: bool = False  #: whether it is a call on a row of documents
 
 
 @dataclass
@@ -40,34 +48,38 @@ class Region:
     precision: str | None = None
     kept: WeightCache | None = None
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
-    variants: dict[tuple, Variant] = field(default_factory=dict)
+    variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     bypassed: bool = False
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
     effort: CompileEffort = field(init=False)
+    #: objects in place of the region, and of settings of its calls, where Dynamo keeps them for good
+    itself: object = field(default_factory=object)
+    settings: defaultdict[tuple, object] = field(default_factory=lambda: defaultdict(object))
 
     def __post_init__(self) -> None:
         self.effort = CompileEffort(self.name)
 
-    def variant(self, plan: Plan, kind: tuple) -> Variant:
+    def variant(self, plan: Plan, kind: CallKind) -> Variant:
         """The variant for a plan and a kind of call."""
         return self._variant(plan, kind, self.name + _suffix(plan), lambda name: self._backend(name, plan))
 
     def surveyed(
-        self, unplanned: Plan, kind: tuple, look: Callable[[JointGraph], Plan], run: Callable[[Variant], T]
+        self, unplanned: Plan, kind: CallKind, look: Callable[[JointGraph], Plan], run: Callable[[Variant], T]
     ) -> T:
         """`run`, with a variant that is compiled anew, and follows the plan that `look` makes of its joint graph.
 
         unplanned: what it follows where `look` sees none.
         """
         backend = self._backend(self.name, unplanned)
-        found = self._made(self.name, backend, kind)
+        found = self._made(self.name, backend, kind, None)
 
         def plan(joint: JointGraph) -> Plan:
             backend.look = None  # it is surveyed once, however often it is compiled
             backend.plan = look(joint)
             backend.region = self.name + _suffix(backend.plan)
+            found.compiled_as.plan = backend.plan
             return backend.plan
 
         backend.look = plan
@@ -77,19 +89,20 @@ class Region:
             backend.look = None  # it knows the model, and Dynamo keeps backends for good
             self._take_in(found, backend, kind)
 
-    def _take_in(self, found: Variant, backend: Backend, kind: tuple) -> None:
+    def _take_in(self, found: Variant, backend: Backend, kind: CallKind) -> None:
         """Keep a variant that has its plan now."""
         known = self.backends.setdefault(backend.plan, backend)
         if known is not backend:
             known.contexts += backend.contexts
             known.failures += backend.failures
             found.backend = known
-        self.variants[(backend.plan, *kind)] = found
+        found.compiled_as.plan = backend.plan
+        self.variants[(backend.plan, kind)] = found
 
     def _backend(self, name: str, plan: Plan) -> Backend:
         return Backend(name, self.passes, self.executor, plan, self.replays, self.precision, self.kept)
 
-    def scoring(self, kind: tuple) -> Variant:
+    def scoring(self, kind: CallKind) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded."""
         return self._variant(
             SCORING,
@@ -98,22 +111,19 @@ class Region:
             lambda name: Backend(name, self.passes, self.executor, precision=self.precision),
         )
 
-    def _variant(self, way: Plan | str, kind: tuple, name: str, make: Callable[[str], Backend]) -> Variant:
-        key = (way, *kind)
+    def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
+        key = (way, kind)
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            self.variants[key] = self._made(name, self.backends[way], kind)
+            self.variants[key] = self._made(name, self.backends[way], kind, way)
         return self.variants[key]
 
-    def _made(self, name: str, backend: Backend, kind: tuple) -> Variant:
+    def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
+        """way: None where the plan is made later."""
         guards = guards_of_all if self.packed else None
-        return Variant(name, backend, self.effort, flat=_is_flat(kind), guards=guards)
-
-
-def _is_flat(kind: tuple) -> bool:
-    """Whether a kind of call is one of rows of documents."""
-    return any(isinstance(each, tuple) and each and each[0] == OFFSETS for each in kind)
+        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, *kind.setting)], way)
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, guards)
 
 
 def _suffix(plan: Plan) -> str:
@@ -141,11 +151,14 @@ def contexts_of(region: Region) -> list[Context]:
 
 def pieces_of(region: Region) -> list[Context]:
     """Contexts of the layer compiled last, under one plan and for one kind of call: one for each piece."""
-    variants = [variant.contexts for variant in region.variants.values() if variant.contexts]
-    last = next((made for made in reversed(variants) if any(c.saved for c in made)), variants[-1] if variants else [])
-    if len({c.frame for c in last}) < 2:
-        return ([c for c in last if c.saved] or last)[-1:]
-    return list({c.frame: c for c in last}.values())
+    made = [variant for variant in region.variants.values() if variant.contexts]
+    last = next((each for each in reversed(made) if any(c.saved for c in each.contexts)), made[-1] if made else None)
+    if last is None:
+        return []
+    alike = [*(each for each in made if each.compiled_as == last.compiled_as and each is not last), last]
+    if not any(each.breaks or len({c.frame for c in each.contexts}) > 1 for each in alike):
+        return ([c for c in last.contexts if c.saved] or last.contexts)[-1:]
+    return list({c.frame: c for each in alike for c in each.contexts}.values())
 
 
 def merge_tallies(regions: Sequence[MatchCount], heads: Sequence[MatchCount]) -> list[MatchCount]:

@@ -22,13 +22,13 @@ from tunecompile._torch.dynamo import (
     specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.backend import Backend, WeakBackend, own_code
+from tunecompile.compiler.backend import Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
-from tunecompile.runtime.met_graph import MetGraph, meet
+from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
 
 
@@ -56,11 +56,17 @@ class Variant:
         name: str,
         backend: Backend,
         effort: CompileEffort,
+        compiled_as: CompiledAs,
         flat: bool = False,
         guards: Callable[[Sequence[Any]], list[bool]] | None = None,
     ):
-        """guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all."""
+        """
+        compiled_as: pieces that a variant with an equal one has compiled serve this one, too.
+        guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all.
+        """
         self.flat = flat  #: whether it runs on rows of documents
+        self.compiled_as = compiled_as
+        self.ran = False  #: whether any compiled graph ran in it, which may be another variant's
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
         self.batch = 0  #: the number of the batch that runs
@@ -71,7 +77,7 @@ class Variant:
         function = own_code(_region, name)
         self._traced = forget_with(self, function.__code__)
         options = None if guards is None else {"guard_filter_fn": guards}
-        self._compiled = torch.compile(function, backend=WeakBackend(self.compile), options=options)
+        self._compiled = torch.compile(function, backend=WeakBackend(self.compile, compiled_as), options=options)
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's output. By the layer's own code, where an op refuses fake tensors that it would take real
@@ -79,9 +85,10 @@ class Variant:
         refused = self.refused
         if not refused:
             try:
-                output = call_whole(self._compiled, layer, *args, **kwargs)
+                with contextlib.nullcontext() if self.ran else also_watching(self._met):
+                    output = call_whole(self._compiled, layer, *args, **kwargs)
                 if (
-                    not self.graphs
+                    not (self.graphs or self.ran)
                     and (code := getattr(type(layer).forward, "__code__", None)) is not None
                     and is_full(code)
                 ):
@@ -98,6 +105,9 @@ class Variant:
         slot_of(layer).note_eager()
         self.refused = refused
         return output
+
+    def _met(self, graph: MetGraph | None) -> None:
+        self.ran |= graph is not None
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self.graphs += 1
