@@ -18,7 +18,10 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
-__all__ = ["loss_and_grad_"]
+__all__ = ["STATISTICS", "loss_and_grad_", "statistics_and_grad_"]
+
+#: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
+STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -43,6 +46,11 @@ def loss_and_grad_kernel(
     losses,
     lses,
     factors,
+    entropies,
+    squares,
+    means,
+    tops,
+    entropy_factors,
     stride_row,
     ignore_index,
     V: tl.constexpr,
@@ -52,12 +60,18 @@ def loss_and_grad_kernel(
     Z_LOSS: tl.constexpr,
     GRAD: tl.constexpr,
     FACTORS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr,
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2.
 
-    The logits are overwritten by d loss / d logits, times the row's factor.
+    The logits are overwritten by d loss / d logits, times the row's factor; with ENTROPY_GRAD, plus d entropy / d
+    logits times its own factor. Statistics are of labelled rows.
     """
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * stride_row
@@ -75,23 +89,36 @@ def loss_and_grad_kernel(
         top = tl.full([GROUPS], -1.0e38, tl.float32)  # finite, also times LOG2E: -inf minus -inf would be NaN
         total = tl.zeros([GROUPS], tl.float32)
         plain = tl.zeros([GROUPS], tl.float32)
+        weighted = tl.zeros([GROUPS], tl.float32)
+        squared = tl.zeros([GROUPS], tl.float32)
+        before = tl.full([GROUPS], -1.0e38, tl.float32)
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             inside = start + lane < V
             x = tl.load(row + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
             z, _ = _scaled(x, SCALE, SOFTCAP)
             if SOFTCAP > 0:
                 z = tl.where(inside, z, float("-inf"))
-            if SMOOTHING > 0:
+            if SMOOTHING > 0 or MEAN:
                 plain += tl.sum(tl.where(inside, z, 0.0), 1)
+            if TOP:
+                before = tl.maximum(before, tl.max(tl.where(start + lane < label, z, -1.0e38), 1))
             new = tl.maximum(top, tl.max(z, 1))
-            total = total * tl.exp2((top - new) * LOG2E) + tl.sum(tl.exp2(z * LOG2E - (new * LOG2E)[:, None]), 1)
+            shrink = tl.exp2((top - new) * LOG2E)
+            e = tl.exp2(z * LOG2E - (new * LOG2E)[:, None])
+            total = total * shrink + tl.sum(e, 1)
+            if ENTROPY:
+                weighted = weighted * shrink + tl.sum(e * tl.where(inside, z, 0.0), 1)
+            if SQUARES:
+                squared = squared * (shrink * shrink) + tl.sum(e * e, 1)
             top = new
         # A label out of range gives a NaN loss, not an access out of bounds. Read before the row is overwritten.
         in_range = (label >= 0) & (label < V)
         target = tl.load(row + label, mask=in_range, other=float("nan")).to(tl.float32)
         target, target_slope = _scaled(target, SCALE, SOFTCAP)
         maximum = tl.max(top, 0)
-        lse = maximum + tl.log(tl.sum(total * tl.exp2((top - maximum) * LOG2E), 0))
+        shares = tl.exp2((top - maximum) * LOG2E)
+        whole = tl.sum(total * shares, 0)
+        lse = maximum + tl.log(whole)
         loss = lse - target
         if SMOOTHING > 0:
             loss = lse - (1.0 - SMOOTHING) * target - (SMOOTHING / V) * tl.sum(plain, 0)
@@ -99,6 +126,14 @@ def loss_and_grad_kernel(
             loss += Z_LOSS * lse * lse
         tl.store(losses + pid, loss)
         tl.store(lses + pid, lse)
+        if ENTROPY:
+            tl.store(entropies + pid, lse - tl.sum(weighted * shares, 0) / whole)
+        if SQUARES:
+            tl.store(squares + pid, tl.log(tl.sum(squared * shares * shares, 0)) - 2.0 * tl.log(whole))
+        if MEAN:
+            tl.store(means + pid, tl.sum(plain, 0) / V)
+        if TOP:
+            tl.store(tops + pid, ((target >= maximum) & (tl.max(before, 0) < target)).to(tl.uint8))
         if GRAD:
             tl.debug_barrier()  # every thread has read the label's logit
             weight = 1.0
@@ -107,6 +142,9 @@ def loss_and_grad_kernel(
             factor = 1.0
             if FACTORS:
                 factor = tl.load(factors + pid).to(tl.float32)
+            if ENTROPY_GRAD:
+                entropy = lse - tl.sum(weighted * shares, 0) / whole
+                rise = tl.load(entropy_factors + pid).to(tl.float32)
             for back in tl.range(0, V, BLOCK, num_stages=STAGES):
                 column = LAST - back + lane
                 inside = column < V
@@ -115,10 +153,16 @@ def loss_and_grad_kernel(
                 g = tl.exp2(z * LOG2E - lse * LOG2E) * weight
                 if SMOOTHING > 0:
                     g -= SMOOTHING / V
-                tl.store(row + column, (g * slope * factor).to(logits.dtype.element_ty), mask=inside)
+                g = g * factor
+                if ENTROPY_GRAD:  # d entropy / dz = -p (log p + entropy)
+                    logp = tl.where(inside, z - lse, 0.0)
+                    g -= rise * tl.exp2(z * LOG2E - lse * LOG2E) * (logp + entropy)
+                tl.store(row + column, (g * slope).to(logits.dtype.element_ty), mask=inside)
             tl.debug_barrier()  # every thread has written its part: now the label's element
-            g = tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V
-            tl.store(row + label, (g * target_slope * factor).to(logits.dtype.element_ty), mask=in_range)
+            g = (tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V) * factor
+            if ENTROPY_GRAD:
+                g -= rise * tl.exp2(target * LOG2E - lse * LOG2E) * (target - lse + entropy)
+            tl.store(row + label, (g * target_slope).to(logits.dtype.element_ty), mask=in_range)
 
 
 def loss_and_grad_(
@@ -159,13 +203,72 @@ def loss_and_grad_(
     Raises:
         ValueError: shapes or strides do not fit, or the scale is not positive.
     """
+    loss, lse, _ = _launch(
+        logits,
+        labels,
+        ignore_index,
+        softcap,
+        scale,
+        factors,
+        tile,
+        SMOOTHING=float(label_smoothing),
+        Z_LOSS=float(z_loss),
+        GRAD=bool(grad),
+    )
+    return loss, lse
+
+
+def statistics_and_grad_(
+    logits, labels, wanted, *, softcap=None, scale=1.0, grad=True, factors=None, entropy_factors=None, tile=None
+):
+    """Return loss and statistics of each row; with ``grad``, overwrite ``logits`` by a gradient.
+
+    That of the sum of factors times losses and of entropy_factors times entropies. Loss and logits are those of
+    ``loss_and_grad_``, to the bit.
+
+    Args:
+        logits: [rows, V], bf16, fp16 or fp32, unit column stride.
+        labels: [rows], int64 or int32, contiguous; each row has one.
+        wanted: names from ``STATISTICS``.
+        softcap: c of c * tanh(z / c), in the units of the logits; None for none.
+        scale: a positive factor of the logits.
+        grad: whether ``logits`` become the gradient.
+        factors: [rows], fp32, contiguous: of each row's loss in the gradient; None for ones.
+        entropy_factors: the same of its entropy; None for zeros.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        (loss, values): fp32 [rows], and a dict of fp32 [rows] by name; bool for "is_top1".
+
+    Raises:
+        ValueError: shapes or strides do not fit, or the scale is not positive.
+    """
+    loss, _, values = _launch(
+        logits,
+        labels,
+        torch.iinfo(torch.int64).min,
+        softcap,
+        scale,
+        factors,
+        tile,
+        tuple(wanted),
+        entropy_factors,
+        SMOOTHING=0.0,
+        Z_LOSS=0.0,
+        GRAD=bool(grad),
+    )
+    return loss, values
+
+
+def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=(), entropy_factors=None, **constants):
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or labels.shape != (rows,) or not labels.is_contiguous():
         raise ValueError(
             f"logits {tuple(logits.shape)} with strides {logits.stride()} and labels {tuple(labels.shape)}"
         )
-    if factors is not None and (factors.shape != (rows,) or not factors.is_contiguous()):
-        raise ValueError(f"{tuple(factors.shape)} factors for {rows} rows")
+    for given in (factors, entropy_factors):
+        if given is not None and (given.shape != (rows,) or not given.is_contiguous()):
+            raise ValueError(f"{tuple(given.shape)} factors for {rows} rows")
     tile = tile or _tiles.pick("cross_entropy", logits, vocabulary)
     if scale <= 0:
         raise ValueError(f"the scale of logits must be positive, not {scale}")
@@ -173,6 +276,13 @@ def loss_and_grad_(
     groups = max(min(tile.block, next_power_of_2(vocabulary)) // 8, 32 * tile.num_warps)
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
+    values = {
+        name: torch.empty(rows, dtype=torch.uint8, device=logits.device)
+        if name == "is_top1"
+        else torch.empty_like(loss)
+        for name in STATISTICS
+        if name in wanted or (name == "entropy" and entropy_factors is not None)
+    }
     launch(
         loss_and_grad_kernel,
         (rows,),
@@ -181,17 +291,24 @@ def loss_and_grad_(
         loss,
         lse,
         labels if factors is None else factors,
+        *(values.get(name, loss) for name in STATISTICS),
+        labels if entropy_factors is None else entropy_factors,
         logits.stride(0),
         ignore_index,
         V=vocabulary,
         SCALE=float(scale),
         SOFTCAP=float(softcap or 0.0),
-        SMOOTHING=float(label_smoothing),
-        Z_LOSS=float(z_loss),
-        GRAD=bool(grad),
         FACTORS=factors is not None,
+        ENTROPY="entropy" in values,
+        SQUARES="log_sum_sq_probs" in wanted,
+        MEAN="mean_logits" in wanted,
+        TOP="is_top1" in wanted,
+        ENTROPY_GRAD=entropy_factors is not None,
         GROUPS=groups,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        **constants,
     )
-    return loss, lse
+    if "is_top1" in values:
+        values["is_top1"] = values["is_top1"] == 1
+    return loss, lse, values

@@ -141,3 +141,42 @@ def test_real_size(gpu_only, device, error, bound, dtype, vocabulary):
     logits, labels = inputs(64, vocabulary, device, dtype)
     labels[::7] = -100
     check(logits, labels, error, bound, tile=None, softcap=30.0 if vocabulary == 262144 else None)
+
+
+def statistics(logits, labels, factors, rises, *, softcap=None, scale=1.0):
+    x = logits.double().requires_grad_()
+    z = x * scale
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    logp = z.log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    loss = -logp.gather(1, labels[:, None])[:, 0]
+    (grad,) = torch.autograd.grad((loss * factors).sum() + (entropy * rises).sum(), x)
+    found = {
+        "entropy": entropy,
+        "log_sum_sq_probs": (2 * logp).logsumexp(1),
+        "mean_logits": z.mean(1),
+        "is_top1": z.argmax(1) == labels,
+    }
+    return loss.detach(), {name: value.detach() for name, value in found.items()}, grad
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)), ids=("fp32", "bf16")
+)
+def test_statistics(device, error, bound, dtype, options):
+    logits, labels = inputs(6, 700, device, dtype)
+    labels[0] = logits[0].argmax()
+    logits[4, [5, 100]] = logits[5, [5, 100]] = 12.0
+    labels[4:] = torch.tensor([100, 5])  # the second of two equals, and the first
+    factors, rises = torch.tensor([[1.0, -2, 0, 3, 0.5, 1], [0.0, 1, 2, -1, 1, 0.5]], device=device)
+    loss, values, grad = statistics(logits, labels, factors, rises, **options)
+    plain = cross_entropy.loss_and_grad_(logits.clone(), labels, tile=SMALL, **options)[0]
+    got, found = cross_entropy.statistics_and_grad_(
+        logits, labels, cross_entropy.STATISTICS, factors=factors, entropy_factors=rises, tile=SMALL, **options
+    )
+    assert torch.equal(got, plain) and error(got, loss) < 5e-6
+    assert torch.equal(found.pop("is_top1"), values["is_top1"])
+    assert all(error(value, values[name]) < 5e-6 for name, value in found.items())
+    assert error(logits, grad) < max(bound(dtype), 1e-5)

@@ -139,4 +139,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group("linears under ZeRO-3 have a graph break", "deepspeed.runtime.zero.linear.zero3_linear_wrap", **_DEEPSPEED),
     *group("batches that TRL's losses see keep their padding", "trl.trainer.utils", **_TRL),
+    *group(
+        "scores under TRL's fused head are TRL's own",
+        "trl.trainer.utils._ChunkedLogProbFunction",
+        since="1.15",
+        last_checked=("1.15", "1.16"),
+    ),
+    *group(
+        "scores under TRL's fused head are computed of rows without a label, too, off GPUs",
+        "trl.trainer.utils._use_triton",
+        since="1.16",
+        last_checked=("1.16",),
+    ),
+    *group(
+        "scores under TRL's fused head are TRL's own in mixed precision without adapters",
+        "accelerate.utils.operations.ConvertOutputsToFp32.model_forward",
+        **_ACCELERATE,
+    ),
 )

@@ -76,6 +76,7 @@ NOTES = {
     # head and loss
     "no-output-embedding": NoteKind("no output embedding was found: head and loss run eagerly"),
     "head-replaced": NoteKind("the head became a {subject} after `optimize`"),
+    "fused-head-left": NoteKind("TRL's fused head computes scores by its own function: {detail}"),
     "head-not-called": NoteKind("the head is never called: {detail} from its weight"),
     # CUDA graphs
     "cuda-graphs": NoteKind("launch-bound layers are replayed as CUDA graphs ({count} recordings, {detail})"),
@@ -102,6 +103,11 @@ REASONS = {
         "several processes share the layers' weights, which are elsewhere at every call"
     ),
     "budgets-of-several-devices": NoteKind("layers are on several devices, each with a budget of its own"),
+    # why TRL's function computes scores
+    "fused-head-parameters": NoteKind("its parameters are not known in this version of TRL ({subject})"),
+    "fused-head-without-function": NoteKind("its forward calls no function that is known"),
+    "fused-head-computes-else": NoteKind("it computes something else than log-probabilities of a linear head"),
+    "fused-head-weight": NoteKind("the head's weight is a {subject}"),
     # why logits are computed
     "logits-computed": NoteKind(
         "logits are computed: {subject} uses them before the cross-entropy",

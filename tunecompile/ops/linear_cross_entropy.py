@@ -15,6 +15,7 @@ from tunecompile.ir.op import Cost, has_triton, op
 
 __all__ = [
     "CHUNK_BYTES",
+    "add_product",
     "chunk_rows",
     "linear_cross_entropy",
     "linear_cross_entropy_backward",
@@ -168,16 +169,16 @@ def _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner
     if dhidden.numel():
         dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
     if dweight.numel():
-        _add_product(dweight, dlogits.t(), x)
+        add_product(dweight, dlogits.t(), x)
     if dbias.numel():
         dbias.add_(dlogits.sum(0))
     if inner is not None:
         narrow = dlogits.to(outer.dtype)
         dinner[part] = (narrow @ outer).to(dinner.dtype)
-        _add_product(douter, narrow.t(), inner[part])
+        add_product(douter, narrow.t(), inner[part])
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a b, in total's precision.
 
     A GPU's product adds to fp32 by itself: one pass over a gradient of 2 GB instead of three, and no temporary product.

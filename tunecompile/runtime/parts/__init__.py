@@ -3,6 +3,7 @@
 from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.dense_weights import DenseWeights
 from tunecompile.runtime.parts.first_step import FirstStepCheck
+from tunecompile.runtime.parts.fused_head import FusedHead
 from tunecompile.runtime.parts.host_embedding import HostEmbedding
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.parts.layers import Layers
@@ -28,6 +29,7 @@ PARTS = (
     KernelFunctions,
     Checkpointing,
     LossHead,  # its module may have changed: before a budget counts it
+    FusedHead,
     DenseWeights,
     MemoryBudget,
     StepTelemetry,
@@ -38,6 +40,7 @@ __all__ = [
     "Checkpointing",
     "DenseWeights",
     "FirstStepCheck",
+    "FusedHead",
     "HostEmbedding",
     "KernelFunctions",
     "Layers",

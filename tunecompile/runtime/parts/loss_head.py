@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.pass_manager import MatchCount
 from tunecompile.integrations.loss_caller import causal_labels
+from tunecompile.integrations.trl import home_of_forward
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head import Head, HeadSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
@@ -58,10 +59,7 @@ class LossHead(Part):
         if not any(region.variants for region in state.regions):
             return []
         forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
-        where = getattr(forward, "__globals__", {}).get(
-            "__name__", "another package"
-        )  # `__module__` is the wrapped function's
-        who = note("package-computes-loss", where) if forward else note("loop-computes-loss")
+        who = note("package-computes-loss", home_of_forward(forward)) if forward else note("loop-computes-loss")
         return [note("head-not-called", detail=who)] * len(unused_heads(state))
 
     def detach(self, state: State) -> None:

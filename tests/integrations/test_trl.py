@@ -1,0 +1,196 @@
+"""TRL's fused head: our scores stand in its forward where they are the same, and nothing else changes."""
+
+import copy
+import dataclasses
+import inspect
+import types
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.models.pairs import pair, small
+from tests.support.notes import find, has
+from tests.support.reports import head_tally
+from tunecompile.integrations import trl
+from tunecompile.integrations.trl import OUTPUTS, ScoreCall
+from tunecompile.runtime.loss_head.fused_forward import _scores
+
+utils = pytest.importorskip("trl.trainer.utils")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not hasattr(utils, "add_fused_lm_head"), reason="this TRL has no fused head"),
+]
+
+
+def with_head(model: torch.nn.Module, **options) -> torch.nn.Module:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    utils.add_fused_lm_head(base, **{"outputs": OUTPUTS, **options})
+    return model
+
+
+def padded_left() -> dict:
+    inputs = zoo.batch(rows=3, length=12)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, :4], mask[2, :7] = 0, 0
+    return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+
+
+def scored(model: torch.nn.Module, **inputs) -> tuple:
+    """(outputs, gradients of weighed log-probabilities and entropies) of one step."""
+    model.zero_grad()
+    found = model(**(inputs or padded_left()), fused_lm_head=True)
+    factors = torch.linspace(-1, 2, found.log_probs.numel()).view_as(found.log_probs)
+    (found.loss + (found.log_probs * factors).sum() + 0.1 * (found.entropy * factors).sum()).backward()
+    return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def is_ours(model: torch.nn.Module) -> bool:
+    return head_tally(model).rewritten == 1 and not find(tunecompile.report(model), "fused-head-left")
+
+
+FAMILIES = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "granite", "cohere", "qwen3", "llama full")),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_gradients(family):
+    name, _, full = family.partition(" ")
+    models = pair(lambda: small(name) if full else zoo.adapt(small(name)))
+    for model in models:
+        with_head(model, temperature=0.7)
+        model.train()
+    for _ in range(2):
+        (ours, gradients), (theirs, reference) = map(scored, models)
+        for key in ("loss", *OUTPUTS, "label_mask"):
+            a, b = getattr(ours, key), getattr(theirs, key)
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")
+        assert max(zoo.errors(gradients, reference, 1e-6).values()) < 1e-4
+    assert is_ours(models[0])
+
+
+@pytest.mark.slow
+def test_in_half_precision_as_near_to_fp32_as_theirs():
+    model, plain = pair(lambda: zoo.adapt(small()).to(torch.bfloat16))
+    exact = zoo.in_fp32(plain).float()
+    (ours, near), (theirs, own), (truth, reference) = (scored(with_head(m).train()) for m in (model, plain, exact))
+    assert is_ours(model)
+    for key in ("log_probs", "entropy"):
+        off, yardstick = ((getattr(each, key) - getattr(truth, key)).norm() for each in (ours, theirs))
+        assert off < 1.2 * yardstick
+    off, yardstick = (zoo.errors(each, reference, 1e-3) for each in (near, own))
+    assert sum(off.values()) < 1.2 * sum(yardstick.values())
+
+
+def test_without_gradients_the_same_bits():
+    """The old policy and the new one: their ratio is 1."""
+    model, reference = pair(lambda: zoo.adapt(small()))
+    with_head(model), with_head(reference)
+    with torch.no_grad():
+        old = model(**padded_left(), fused_lm_head=True)
+    new, _ = scored(model)
+    with torch.no_grad():
+        again = model(**padded_left(), fused_lm_head=True)
+    for key in OUTPUTS:
+        assert torch.equal(getattr(old, key), getattr(new, key)) and torch.equal(getattr(again, key), getattr(new, key))
+    assert is_ours(model)
+    model.eval(), reference.eval()
+    with torch.no_grad():  # an evaluation stays as it was
+        pairs = [m(**padded_left(), fused_lm_head=True).log_probs for m in (model, reference)]
+    assert torch.equal(*pairs) and is_ours(model)
+    tunecompile.restore(model)
+    assert model.get_base_model().forward.__func__.__globals__["__name__"] == "trl.trainer.utils"
+
+
+# -- the forward alone ---------------------------------------------------------------------------------------------------
+
+
+def headed() -> torch.nn.Module:
+    return with_head(small())
+
+
+def run(model: torch.nn.Module, score=lambda call, theirs: _scores(call)) -> tuple[list, torch.Tensor, torch.Tensor]:
+    """(reasons, log-probabilities with our scores, log-probabilities as they are)."""
+    told: list = []
+    ours = trl.with_scores(model.forward, score, told.append)
+    inputs = {**padded_left(), "fused_lm_head": True}
+    with torch.no_grad():
+        return told, ours(**inputs).log_probs, model(**inputs).log_probs
+
+
+def test_below_wrappers():
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model = headed()
+    wrapped = operations.convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__))
+    model.forward = types.MethodType(wrapped, model)
+    before = wrapped.__closure__[0].cell_contents.model_forward
+    told, ours, theirs = run(model)
+    assert not told and ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+    assert trl.home_of_forward(model.forward) == "trl.trainer.utils"
+    assert wrapped.__closure__[0].cell_contents.model_forward is before
+    assert utils._ChunkedLogProbFunction.__module__.startswith("trl.")
+
+
+def test_a_function_of_other_parameters_is_left_alone(monkeypatch):
+    class Later(utils._ChunkedLogProbFunction):
+        @staticmethod
+        def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=()):
+            raise AssertionError
+
+        @classmethod
+        def apply(cls, *args):
+            return theirs.apply(*args)
+
+    theirs = utils._ChunkedLogProbFunction
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Later)
+    told, ours, plain = run(headed())
+    assert has(told, "fused-head-parameters", subject="softcap, scale") and torch.equal(ours, plain)
+
+
+def like(**changes) -> ScoreCall:
+    x = torch.zeros(1, 4)
+    return ScoreCall(x, x, None, torch.zeros(1, dtype=torch.long), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.5, "softcap": 3.0, "logit_scale": 2.0}, {"outputs": ("log_probs", "is_top1")}]
+)
+def test_what_a_function_computes_decides(changes):
+    call = like(**changes)
+
+    def theirs(call: ScoreCall) -> tuple:
+        names = ("hidden", "weight", "bias", "labels", "temperature", None, "softcap", "logit_scale", "outputs")
+        return utils._ChunkedLogProbFunction.apply(*(16 if name is None else getattr(call, name) for name in names))
+
+    def doubled(call: ScoreCall) -> tuple:
+        log_probs, *rest = _scores(call)
+        return 1.1 * log_probs, *rest
+
+    def without_gradient(call: ScoreCall) -> tuple:
+        log_probs, *rest = _scores(call)
+        return 0.5 * log_probs + 0.5 * log_probs.detach(), *rest
+
+    state = torch.get_rng_state()
+    assert trl.same_scores(_scores, theirs, call)
+    for wrong in (doubled, without_gradient):
+        assert not trl.same_scores(_scores, wrong, call)
+    if "softcap" in changes:
+        assert not trl.same_scores(_scores, lambda call: theirs(dataclasses.replace(call, softcap=None)), call)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_copies_score_with_their_own_weights():
+    model = tunecompile.optimize(headed().train(), executor="eager")
+    assert "tunecompile" in trl.home_of_forward(model.forward)
+    assert "input_ids" in inspect.signature(model.forward).parameters
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        found, own = (m(**padded_left(), fused_lm_head=True).log_probs for m in (other, model))
+    assert not torch.allclose(found, own)

@@ -1,0 +1,81 @@
+"""Scores of tokens without logits: values and gradients of torch's own, and no tensor of all logits."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.ops.cross_entropy import Largest, problem
+from tunecompile.runtime.loss_head.token_scores import STATISTICS, token_scores
+
+module = importlib.import_module("tunecompile.runtime.loss_head.token_scores")
+
+
+@pytest.fixture(autouse=True)
+def chunked(monkeypatch):
+    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: 4)
+
+
+def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0):
+    logits = F.linear(hidden, weight, bias) * scale
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logp = logits.log_softmax(-1)
+    p = logp.exp()
+    return logp.gather(1, labels[:, None])[:, 0], {
+        "entropy": -(p * logp).sum(-1),
+        "log_sum_sq_probs": p.square().sum(-1).log(),
+        "mean_logits": logits.mean(-1),
+        "is_top1": logits.argmax(-1) == labels,
+    }
+
+
+def differentiated(function, tensors, labels, uses, **options):
+    """(scores, gradients of log-probabilities, entropies or both, weighed by row)."""
+    log_probs, values = function(*tensors, labels, **options)
+    weights = torch.randn(2, len(labels), dtype=log_probs.dtype, generator=torch.Generator().manual_seed(0))
+    terms = {"log_probs": (log_probs * weights[0]).sum(), "entropy": (values["entropy"] * weights[1]).sum()}
+    trained = [t for t in tensors if t is not None and t.requires_grad]
+    made = torch.autograd.grad(sum(terms[use] for use in uses), trained)
+    return log_probs.detach(), {name: value.detach() for name, value in values.items()}, made
+
+
+@pytest.mark.parametrize("uses", [("log_probs",), ("entropy",), ("log_probs", "entropy")], ids="+".join)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.5}, {"scale": 2.0, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("trained", [(1, 0, 0), (1, 1, 0), (0, 1, 1), (0, 0, 1)], ids=str)
+def test_is_torchs_in_fp64(trained, options, uses):
+    *tensors, labels = problem(masked="none")
+    tensors = [t.requires_grad_(bool(flag)) for t, flag in zip(tensors, trained)]
+    ours = differentiated(
+        lambda *given, scale=1.0, softcap=0.0: token_scores(*given, scale, softcap, STATISTICS),
+        tensors,
+        labels,
+        uses,
+        **options,
+    )
+    torch.testing.assert_close(ours, differentiated(plain, tensors, labels, uses, **options), rtol=1e-11, atol=1e-12)
+
+
+def test_the_first_of_equal_logits_is_the_top():
+    hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [2.0], [2.0], [1.0]])
+    _, values = token_scores(hidden, weight, None, torch.tensor([1, 2, 3]), 1.0, 0.0, ["is_top1"])
+    assert values["is_top1"].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_rows_have_gradients_that_are_zero(trained):
+    """A batch without labels."""
+    hidden, weight = torch.randn(0, 6, requires_grad=True), torch.randn(9, 6, requires_grad=trained)
+    log_probs, values = token_scores(hidden, weight, None, torch.zeros(0, dtype=torch.long), 1.0, 0.0, ["entropy"])
+    (log_probs.sum() + values["entropy"].sum()).backward()
+    assert hidden.grad.shape == (0, 6) and (not trained or not weight.grad.any())
+
+
+def test_no_tensor_holds_all_logits_and_gradients_change_no_bit():
+    hidden, weight, _, labels = problem(torch.bfloat16, masked="none", rows=64)
+    with Largest() as largest:
+        first, _ = token_scores(hidden.requires_grad_(), weight, None, labels, 1.0, 0.0, STATISTICS)
+        first.sum().backward()
+    assert largest.numel < 64 * 9
+    with torch.no_grad():
+        assert torch.equal(token_scores(hidden, weight, None, labels, 1.0, 0.0, ())[0], first)

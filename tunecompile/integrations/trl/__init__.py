@@ -1,0 +1,23 @@
+"""TRL's trainers."""
+
+from tunecompile.integrations.trl.fused_head import (
+    OUTPUTS,
+    ScoreCall,
+    Scores,
+    fused_head,
+    home_of_forward,
+    requests_scores,
+    with_scores,
+)
+from tunecompile.integrations.trl.same_scores import same_scores
+
+__all__ = [
+    "OUTPUTS",
+    "ScoreCall",
+    "Scores",
+    "fused_head",
+    "home_of_forward",
+    "requests_scores",
+    "same_scores",
+    "with_scores",
+]

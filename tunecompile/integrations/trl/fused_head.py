@@ -1,0 +1,174 @@
+"""TRL's fused head: the forward that `add_fused_lm_head` gives a model, run with another function for its scores.
+
+That forward calls the backbone, drops rows without a label, and hands hidden states and the head's weight to one
+function, `_ChunkedLogProbFunction`, whose results it puts together. Everything of it is kept but that function: the
+code runs over a copy of its module's names, in which ours stands. TRL's module and function stay as they are.
+
+What the function computes is not believed from its name: ours has to give the same values and gradients for a small
+problem, under the options of the call (`same_scores.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tunecompile.notes import Note, note
+
+_HOME, _SCORES = "trl.trainer.utils", "_ChunkedLogProbFunction"
+_COMPACT = "_use_triton"  #: whether rows without a label are dropped before the function, or after it
+_REQUEST = "fused_lm_head"  #: the argument that requests scores
+_WRAPPERS = ("accelerate", "torch")  #: packages that wrap a model's forward, and call it unchanged inside
+#: the function's parameters, by those of `ScoreCall`
+_NAMES = {
+    "hidden": "hidden",
+    "weight": "weight",
+    "bias": "bias",
+    "targets": "labels",
+    "temperature": "temperature",
+    "final_logit_softcapping": "softcap",
+    "logit_scale": "logit_scale",
+    "outputs": "outputs",
+}
+_ANY_VALUE = {"chunk_size"}  #: of no matter to the result
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  #: in the function's order
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """What the function is called with: logits = softcap(logit_scale * (hidden weight^T + bias)) / temperature."""
+
+    hidden: Tensor  #: [T, H]
+    weight: Tensor  #: [V, H]
+    bias: Tensor | None  #: [V]
+    labels: Tensor  #: int64 [T]
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    outputs: tuple[str, ...] = OUTPUTS
+
+    @property
+    def options(self) -> tuple:
+        """All but the tensors."""
+        return self.temperature, self.softcap, self.logit_scale, tuple(self.outputs)
+
+
+Scores = tuple[Tensor | None, ...]  #: one for each of `OUTPUTS`
+Score = Callable[[ScoreCall, Callable[[ScoreCall], Scores]], "Scores | Note | None"]
+
+
+def fused_head(forward: Any) -> types.FunctionType | None:
+    """The function of TRL's fused head in a model's forward, below what wraps it; None where there is none."""
+    found = _innermost(forward)
+    is_its_own = isinstance(found, types.FunctionType) and found.__globals__.get("__name__") == _HOME
+    return found if is_its_own and _REQUEST in inspect.signature(found, follow_wrapped=False).parameters else None
+
+
+def home_of_forward(forward: Any) -> str:
+    """The module that a model's forward was written in, not that of what wraps it."""
+    found = _innermost(forward)
+    return str(getattr(found, "__globals__", {}).get("__name__") or type(found).__module__)
+
+
+def requests_scores(kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the fused forward is one for scores; others it hands on."""
+    return bool(kwargs.get(_REQUEST))
+
+
+def with_scores(forward: Any, score: Score, told: Callable[[Note], None]) -> Callable | None:
+    """A model's forward with `score` in place of TRL's function, and all else as it is; None where its code calls no
+    such function.
+
+    Args:
+        forward: of which `fused_head` is true.
+        score: is given the call and TRL's own function. Where it returns a note or None, TRL's own result is taken.
+        told: is given these notes.
+    """
+    fused = fused_head(forward)
+    theirs = fused.__globals__.get(_SCORES) if fused is not None else None
+    if theirs is None or not hasattr(theirs, "apply") or _SCORES not in fused.__code__.co_names:
+        return None
+    names = {**fused.__globals__, _SCORES: _StandIn(theirs, score, told)}
+    if _COMPACT in fused.__code__.co_names:
+        names[_COMPACT] = lambda device: True
+    made = types.FunctionType(fused.__code__, names, fused.__name__, fused.__defaults__, fused.__closure__)
+    made.__kwdefaults__ = fused.__kwdefaults__
+    return _put(forward, fused, made)
+
+
+class _StandIn:
+    """Has the `apply` of TRL's function."""
+
+    def __init__(self, theirs: Any, score: Score, told: Callable[[Note], None]):
+        self.theirs, self.score, self.told = theirs, score, told
+
+    def apply(self, *args: Any) -> Any:
+        call = self._read(args)
+        made = call if isinstance(call, Note) else self.score(call, functools.partial(self._as_theirs, args))
+        if isinstance(made, Note):
+            self.told(made)
+        return self.theirs.apply(*args) if made is None or isinstance(made, Note) else made
+
+    def _read(self, args: tuple) -> ScoreCall | Note:
+        parameters = list(inspect.signature(self.theirs.forward).parameters)[1:]
+        given = dict(zip(parameters, args))
+        unknown = [name for name in given if name not in _NAMES and name not in _ANY_VALUE]
+        if unknown or not {"hidden", "weight", "targets"} <= given.keys():
+            return note("fused-head-parameters", ", ".join(unknown) or ", ".join(parameters))
+        if not set(given.get("outputs", ())) <= set(OUTPUTS):
+            return note("fused-head-parameters", ", ".join(given["outputs"]))
+        return ScoreCall(**{_NAMES[name]: value for name, value in given.items() if name in _NAMES})
+
+    def _as_theirs(self, args: tuple, call: ScoreCall) -> Scores:
+        """TRL's function for another call, with those of its arguments that a call does not name."""
+        parameters = list(inspect.signature(self.theirs.forward).parameters)[1:]
+        given = [getattr(call, _NAMES[name]) if name in _NAMES else value for name, value in zip(parameters, args)]
+        return self.theirs.apply(*given)
+
+
+def _innermost(forward: Any) -> Any:
+    """What accelerate and torch wrap, function by function."""
+    while True:
+        forward = getattr(forward, "__func__", forward)
+        home = str(getattr(forward, "__globals__", {}).get("__name__") or type(forward).__module__)
+        inside = getattr(forward, "__wrapped__", None)
+        if inside is None or home.partition(".")[0] not in _WRAPPERS:
+            return forward
+        forward = inside
+
+
+def _put(call: Any, old: types.FunctionType, new: types.FunctionType) -> Any:
+    """A copy of a call with `new` where `old` is, also inside closures of what wraps it; None where it is nowhere."""
+    if call is old:
+        return new
+    if isinstance(call, types.MethodType):
+        inside = _put(call.__func__, old, new)
+        return None if inside is None else types.MethodType(inside, call.__self__)
+    if isinstance(call, types.FunctionType):
+        cells = [_put_in_cell(cell, old, new) for cell in call.__closure__ or ()]
+        if all(cell is None for cell in cells):
+            return None
+        closure = tuple(cell or before for cell, before in zip(cells, call.__closure__ or ()))
+        made = types.FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, closure)
+        made.__kwdefaults__ = call.__kwdefaults__
+        return made
+    inside = _put(getattr(call, "model_forward", None), old, new) if hasattr(call, "model_forward") else None
+    if inside is None:
+        return None
+    made = object.__new__(type(call))  # accelerate's object refuses to be copied
+    vars(made).update(vars(call), model_forward=inside)
+    return made
+
+
+def _put_in_cell(cell: types.CellType, old: types.FunctionType, new: types.FunctionType) -> types.CellType | None:
+    try:
+        inside = _put(cell.cell_contents, old, new) if callable(cell.cell_contents) else None
+    except ValueError:  # an empty cell
+        return None
+    return None if inside is None else types.CellType(inside)

@@ -1,0 +1,98 @@
+"""A model's forward that scores tokens by itself (TRL's), with our scores in it."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile.integrations import trl
+from tunecompile.integrations.trl import OUTPUTS, ScoreCall, Scores
+from tunecompile.notes import Note, note
+from tunecompile.runtime.loss_head.slot import Head, HeadSlot
+from tunecompile.runtime.loss_head.token_scores import STATISTICS, token_scores
+from tunecompile.runtime.step import Step
+
+
+class FusedForward:
+    """Stands in the model's `forward`, over another one, which it calls. It never takes part in copies of the model,
+    whose forward it calls unchanged."""
+
+    def __init__(self, model: nn.Module, step: Step, head: Head, slot: HeadSlot):
+        self.model, self.step, self.head, self.slot = weakref.ref(model), step, head, slot
+        self.before = model.__dict__["forward"]  #: what stood there
+        self.active = True
+        self.scored = False  #: whether a call of it ever was ours
+        self.refused: list[Note] = []
+        self.known: dict[tuple, bool] = {}  #: whether ours are the same scores, by the options of the call
+        self.ours = trl.with_scores(self.before, self.score, self.refuse)
+        if self.ours is None:
+            self.refuse(note("fused-head-without-function"))
+        self.method = types.MethodType(_standing(self), model)
+
+    def refuse(self, reason: Note) -> None:
+        """TRL's own function is called, for this reason."""
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def score(self, call: ScoreCall, theirs: Callable[[ScoreCall], Scores]) -> Scores | Note | None:
+        """The scores; or why they are to be TRL's own, or None in an evaluation, which stays as it was."""
+        if not self.step.active and not self.step.scoring:
+            return None
+        if reason := _unfit(call):
+            return reason
+        key = (call.hidden.device.type, call.bias is None, *call.options)
+        if key not in self.known:
+            self.known[key] = trl.same_scores(_scores, theirs, call)
+        if not self.known[key]:
+            return note("fused-head-computes-else")
+        for budget in self.step.budgets:
+            budget.settle()
+        self.scored = self.slot.called = True
+        self.head.tally.rewritten = self.head.tally.found
+        return self.head.attempt(lambda: _scores(call))
+
+
+def _standing(fused: FusedForward) -> Callable:
+    """The function that stands in the model's forward."""
+    before = fused.before
+    inside = getattr(before, "__func__", None)
+
+    @functools.wraps(inside or before)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not fused.model():  # a copy
+            return before(*args, **kwargs) if inside is None else inside(self, *args, **kwargs)
+        if not fused.active or fused.ours is None or not trl.requests_scores(kwargs):
+            return before(*args, **kwargs)
+        return fused.ours(*args, **kwargs)
+
+    return forward
+
+
+def _unfit(call: ScoreCall) -> Note | None:
+    """Why a head cannot be ours."""
+    weight = call.weight
+    if type(weight) not in (Tensor, nn.Parameter) or weight.dim() != 2 or hasattr(weight, "ds_id"):
+        return note("fused-head-weight", type(weight).__name__)
+    if not weight.is_floating_point() or weight.is_meta or not call.temperature:
+        return note("fused-head-weight", str(weight.dtype).removeprefix("torch."))
+    return None
+
+
+def _scores(call: ScoreCall) -> Scores:
+    """In the dtype of autocast, or of the hidden states, as TRL computes them."""
+    device = call.hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else call.hidden.dtype
+    scale = call.logit_scale / call.temperature
+    softcap = (call.softcap or 0.0) / call.temperature
+    bias = None if call.bias is None else call.bias.to(dtype)
+    wanted = [name for name in STATISTICS if name in call.outputs]
+    log_probs, values = token_scores(
+        call.hidden.to(dtype), call.weight.to(dtype), bias, call.labels, scale, softcap, wanted
+    )
+    return log_probs, *(values.get(name) for name in OUTPUTS[1:])

@@ -1,0 +1,192 @@
+"""Log-probabilities of labels, and statistics of the distributions that they are of, without logits.
+
+One code scores a policy, its former self and a reference: with equal weights and hidden states the log-probabilities
+are the same to the bit, whether gradients are on or off, so that their ratio is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tunecompile._torch.autograd import no_autocast
+from tunecompile._torch.modules import linear
+from tunecompile.ir.op import has_triton
+from tunecompile.ops.linear_cross_entropy import add_product, chunk_rows
+
+#: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
+STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    wanted: Sequence[str],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return each label's log-probability under softmax(softcap(scale * logits)), and statistics of the same rows.
+
+    The log-probabilities and the entropy are differentiable.
+
+    Args:
+        hidden: [T, H], any floating dtype.
+        weight: [V, H], in hidden's dtype; bias: [V], the same, or None.
+        labels: int64 [T]; every row has one.
+        scale: a factor of the logits.
+        softcap: c of c * tanh(scale * logits / c); 0 for none.
+        wanted: names from `STATISTICS`.
+
+    Returns:
+        (log-probabilities, statistics by name): [T] each, in fp32, or fp64 for fp64; "is_top1" is of bools.
+    """
+    names = tuple(name for name in STATISTICS if name in wanted)
+    log_probs, *values = _TokenScores.apply(hidden, weight, bias, labels, scale, softcap, names)
+    return log_probs, dict(zip(names, values))
+
+
+class _TokenScores(torch.autograd.Function):
+    """Under a frozen head the gradient of a row's hidden state is that of its log-probability times one number, so it
+    is computed in the forward pass, where the logits are at hand. Else, and for a gradient of the entropy, which loops
+    seldom use, each chunk of logits is made once more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, labels, scale, softcap, names):
+        ctx.set_materialize_grads(False)
+        trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
+        ahead = hidden.requires_grad and not trains_head and torch.is_grad_enabled()
+        with no_autocast(), torch.no_grad():
+            log_probs, values, dhidden = _score(hidden, weight, bias, labels, scale, softcap, names, ahead)
+        ctx.save_for_backward(hidden, weight, bias, labels, dhidden)
+        ctx.scale, ctx.softcap = scale, softcap
+        ctx.mark_non_differentiable(*(values[name] for name in names if name != "entropy"))
+        return log_probs, *(values[name] for name in names)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad, *rest):
+        hidden, weight, bias, labels, dhidden = ctx.saved_tensors
+        # of the statistics only the first, the entropy, has a gradient
+        entropy = next((each for each in rest if each is not None), None)
+        if grad is None and entropy is None:
+            return (None,) * 7
+        if dhidden is not None and entropy is None:
+            return (dhidden * grad[:, None]).to(hidden.dtype), *(None,) * 6
+        with no_autocast():
+            made = _gradients(ctx, hidden, weight, bias, labels, grad, entropy)
+        return *made, *(None,) * 4
+
+
+def _parts(rows: int, vocabulary: int) -> list[slice]:
+    step = chunk_rows(vocabulary)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _score(hidden, weight, bias, labels, scale, softcap, names, ahead) -> tuple[Tensor, dict, Tensor | None]:
+    """(log-probabilities, statistics, the gradient of their sum at the hidden states if `ahead`)."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    log_probs = torch.empty(hidden.shape[:1], dtype=wide, device=hidden.device)
+    values = {name: torch.empty_like(log_probs, dtype=torch.bool if name == "is_top1" else wide) for name in names}
+    # no loss scaler has scaled what fp16 would have to hold
+    dtype = wide if hidden.dtype == torch.float16 else hidden.dtype
+    dhidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if ahead else None
+    for part in _parts(len(labels), weight.shape[0]):
+        logits = linear(hidden[part], weight, bias)
+        log_probs[part], found, dlogits = _statistics(logits, labels[part], scale, softcap, names, ahead)
+        for name in names:
+            values[name][part] = found[name]
+        if dhidden is not None:
+            dhidden[part] = (dlogits @ weight).to(dtype)
+    return log_probs, values, dhidden
+
+
+def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden states, weight and bias, where they are needed."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    needed = ctx.needs_input_grad
+    dhidden = torch.empty_like(hidden) if needed[0] else None
+    dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needed[1] else None
+    dbias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if needed[2] else None
+    factors = torch.zeros_like(entropy) if grad is None else grad
+    for part in _parts(len(labels), weight.shape[0]):
+        logits = linear(hidden[part], weight, bias)
+        rises = None if entropy is None else entropy[part].contiguous()
+        *_, dlogits = _statistics(
+            logits, labels[part], ctx.scale, ctx.softcap, (), True, factors[part].contiguous(), rises
+        )
+        if dhidden is not None:
+            dhidden[part] = dlogits @ weight
+        if dweight is not None:
+            add_product(dweight, dlogits.t(), hidden[part])
+        if dbias is not None:
+            dbias += dlogits.sum(0, dtype=wide)
+    return dhidden, *(None if made is None else made.to(weight.dtype) for made in (dweight, dbias))
+
+
+def _statistics(
+    logits: Tensor,
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    names: Sequence[str],
+    gradient: bool,
+    factors: Tensor | None = None,
+    rises: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """(log-probabilities, statistics, gradient of the sum of factors times log-probabilities and rises times entropies,
+    if `gradient`). The logits may be overwritten."""
+    if logits.is_cuda and scale > 0 and has_triton():
+        from tunecompile.templates import cross_entropy
+
+        losses, values = cross_entropy.statistics_and_grad_(
+            logits,
+            labels,
+            names,
+            softcap=softcap or None,
+            scale=scale,
+            grad=gradient,
+            factors=_less(factors, logits, gradient),
+            entropy_factors=rises,
+        )
+        return -losses, values, logits
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    capped = torch.tanh(z / softcap) if softcap else None
+    z = z if capped is None else capped * softcap
+    logp, at = torch.log_softmax(z, -1), labels[:, None]
+    p, found = logp.exp(), {}
+    entropy = -(p * logp).sum(-1)
+    picked = z.gather(1, at)
+    if "entropy" in names:
+        found["entropy"] = entropy
+    if "log_sum_sq_probs" in names:
+        found["log_sum_sq_probs"] = (2 * logp).logsumexp(-1)
+    if "mean_logits" in names:
+        found["mean_logits"] = z.mean(-1)
+    if "is_top1" in names:
+        columns = torch.arange(z.shape[1], device=z.device)
+        found["is_top1"] = ((z < picked) | ((z == picked) & (columns >= at))).all(-1)
+    if not gradient:
+        return logp.gather(1, at)[:, 0], found, logits
+    scores = logp.gather(1, at)[:, 0]
+    d = -p if factors is None else -p * factors[:, None]
+    d.scatter_add_(1, at, torch.ones_like(picked) if factors is None else factors[:, None].to(d.dtype))
+    if rises is not None:
+        d -= rises[:, None] * p * (logp + entropy[:, None])
+    d *= scale
+    if capped is not None:
+        d *= 1 - capped * capped
+    return scores, found, d.to(logits.dtype)
+
+
+def _less(factors: Tensor | None, logits: Tensor, gradient: bool) -> Tensor | None:
+    """Of losses, which are log-probabilities with the other sign."""
+    if not gradient:
+        return None
+    return (
+        torch.full(logits.shape[:1], -1.0, dtype=torch.float32, device=logits.device) if factors is None else -factors
+    )
