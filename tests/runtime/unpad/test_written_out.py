@@ -10,6 +10,8 @@ from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
+from tunecompile.runtime.unpad import decision
+from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,3 +52,19 @@ def test_a_bias_is_no_mask():
     bias = torch.where(distance <= 0, 0.1 * distance, torch.finfo(torch.float32).min).expand(2, 1, 12, 12)
     assert_same_flattened(model, reference, {**inputs, "attention_mask": bias.contiguous()})
     assert has(model, "padding-kept", reason="masks-not-understood"), tunecompile.report(model)
+
+
+def test_whole_rows_are_presumed_and_others_are_run_again(monkeypatch):
+    """No wait for the device after some batches of whole rows; a batch with padding has its own numbers all the same."""
+    waits, read = [], decision.read_mask
+    monkeypatch.setattr(decision, "read_mask", lambda *given: waits.append(1) or read(*given))
+    model, reference = pair(lambda: zoo.make("gpt_oss", num_hidden_layers=2, use_cache=False, **WINDOWS))
+    for seed in range(AFTER + 2):
+        assert_same_flattened(model, reference, zoo.batch(256, 2, 16, seed=seed))
+        assert len(waits) == 2 * min(seed + 1, AFTER)  # one for full attention, one for windows
+    for turn in range(SURPRISES + 1):
+        assert_same_flattened(model, reference, padded(seed=turn))
+        for seed in range(AFTER + 1):
+            assert_same_flattened(model, reference, zoo.batch(256, 3, 10, seed=seed))
+    assert len(waits) == 2 * (AFTER + (SURPRISES - 1) * (AFTER + 1) + 2 * (AFTER + 2))
+    assert flattened(model) == SURPRISES + 1 and not find(model, "padding-kept"), tunecompile.report(model)

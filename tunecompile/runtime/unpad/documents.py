@@ -48,8 +48,35 @@ class MaskReading:
         return self.documents is not None and self.documents.full
 
 
+@dataclass(frozen=True)
+class PendingReading:
+    """What the device finds in a mask, on its way to the host."""
+
+    real: Tensor
+    starts: Tensor
+    windows: tuple[int, ...]
+    found: Tensor  #: numbers
+    arrived: torch.cuda.Event | None  #: None where they are on the host
+
+    def wait(self) -> MaskReading:
+        """The reading. A wait for the device, if the numbers are not there yet."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        count, documents, longest, runs, labelled, weighs, *wrong = self.found.tolist()
+        fits = next((window for window, differs in zip(self.windows, wrong) if not differs and not weighs), None)
+        if fits is None or not count:
+            return MaskReading(None, interrupted=runs > 1)
+        found = Documents(self.real, self.starts, count, documents, longest, fits)
+        return MaskReading(found, labelled=bool(labelled))
+
+
 def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:
-    """Read a mask. The one wait for the device of a step.
+    """Read a mask: `begin_reading`, and a wait for the device."""
+    return begin_reading(mask, windows, labels).wait()
+
+
+def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> PendingReading:
+    """Let the device read a mask.
 
     Args:
         mask: [B, 1, T, T]: True, or 0, where a query (third dimension) sees a key; False, or the least number of its
@@ -77,11 +104,12 @@ def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> Ma
             *(each.long() for each in wrong),
         ]
     )
-    count, documents, longest, runs, labelled, weighs, *wrong = found.tolist()
-    fits = next((window for window, differs in zip(windows, wrong) if not differs and not weighs), None)
-    if fits is None or not count:
-        return MaskReading(None, interrupted=runs > 1)
-    return MaskReading(Documents(real, starts, count, documents, longest, fits), labelled=bool(labelled))
+    arrived = None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return PendingReading(real, starts, tuple(windows), found, arrived)
 
 
 def _differs(seen: Tensor, real: Tensor, begin: Tensor, place: Tensor, window: int) -> Tensor:

@@ -43,6 +43,8 @@ class FlatBatch:
     @staticmethod
     def of(found: Documents) -> FlatBatch:
         """From what a mask says."""
+        if found.full:
+            return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
         device, (rows, length), multiple = found.real.device, found.real.shape, _multiple(found.real.device)
         total = _rounded(found.count, multiple)
         order = _where(found.real.flatten(), found.count)
@@ -56,8 +58,18 @@ class FlatBatch:
             found.window,
             found.count,
             (rows, length),
-            found.full,
         )
+
+    @staticmethod
+    def of_whole_rows(rows: int, length: int, window: int, device: torch.device) -> FlatBatch:
+        """Where each row is a document, so that nothing has to be known but the shape."""
+        count, multiple = rows * length, _multiple(device)
+        total = _rounded(count, multiple)
+        offsets = torch.arange(rows + 2, device=device, dtype=torch.int32) * length
+        offsets[-1:].fill_(total)
+        longest = torch.empty(_rounded(max(length, total - count, 2), multiple), 0, device=device)
+        index = F.pad(torch.arange(count, device=device), (0, total - count))
+        return FlatBatch(index, offsets, longest, window, count, (rows, length), whole=True)
 
     @property
     def drops(self) -> bool:
@@ -110,6 +122,8 @@ class FlatBatch:
     def unflatten(self, values: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         rows, length = self.shape
+        if self.whole:
+            return values[0, : self.real].unflatten(0, (rows, length))
         blank = values.new_zeros(rows * length, *values.shape[2:])
         return blank.index_copy_(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
@@ -131,6 +145,7 @@ class FlatBatch:
         rows, length = self.shape
         for dim in range(value.dim() - 1):  # rotary tables of images' positions are [3, B, T, D]
             if value.shape[dim : dim + 2] == (rows, length):
+                # A copy of whole rows, too: of a view, Dynamo guards on strides of what it is a view of.
                 return value.flatten(dim, dim + 1).index_select(dim, self.index).unsqueeze(dim)
         column = self.index % length
         if value.dim() > 1 and value.shape[:2] == (1, length):

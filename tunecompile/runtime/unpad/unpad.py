@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.presume import Presumed, Presumptions
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class OwnerCall:
     packs: bool = False  #: whether documents were told apart without a mask
     whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
     decided: bool = False  #: whether a layer was given a mask that could be read
+    presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Unpadding:
     ):
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
         self.watch = refusals.OwnerWatch(owner)
+        self.presumptions = Presumptions()
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
         self.flattened = self.packed = self.whole = 0
@@ -143,6 +146,8 @@ class Unpadding:
             for known in self.masks.values():
                 if known.decision.flat is not None:
                     known.decision.flat.forget()
+        if not self.presumptions.hold(call.presumed):
+            return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
         if call.drops:
             self.last = LastCall.of(args, kwargs, output)
         if torch.is_grad_enabled():
@@ -184,8 +189,14 @@ class Unpadding:
         if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
-        refused = call.keeps_padding or self._why_others_read_padding()
-        decision = decide(mask, _windows(layer), self.watch, refused)
+        presumed = self.presumptions.presume(layer, mask) if self.watch.reason() is None else None
+        if presumed is not None:
+            decision = presumed[0]
+            call.presumed.append(presumed[1])
+        else:
+            refused = call.keeps_padding or self._why_others_read_padding()
+            decision = decide(mask, _windows(layer), self.watch, refused)
+            self.presumptions.learn(layer, decision)
         self.masks[place] = MaskDecision(call, mask._version, decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops

@@ -1,0 +1,68 @@
+"""Batches whose rows are whole come one after another, so that the next one is presumed to be one.
+
+A decision needs numbers that the device has, and the wait for them leaves it idle until the host has launched the next
+layer. Of whole rows all that is needed is their shape. So where the last batches had whole rows, the layers are run as
+if this one had, while the device reads the mask; what it found is there when the call of the model ends, and a batch
+that is another one is run again, with a wait.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from tunecompile.runtime.unpad.decision import UnpadDecision
+from tunecompile.runtime.unpad.documents import PendingReading, begin_reading
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+
+AFTER = 3  #: batches of whole rows, one after another
+SURPRISES = 2  #: batches that were run again, after which nothing is presumed any more
+
+
+@dataclass
+class Presumed:
+    """One mask that was not waited for."""
+
+    pending: PendingReading
+    window: int
+
+    def holds(self) -> bool:
+        """Whether the mask is what it was taken for."""
+        found = self.pending.wait().documents
+        return found is not None and found.full and found.window == self.window
+
+
+@dataclass
+class Presumptions:
+    """What the layers that decide for a mask were given last."""
+
+    seen: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = field(default_factory=weakref.WeakKeyDictionary)
+    surprises: int = 0
+
+    def learn(self, layer: nn.Module, decision: UnpadDecision) -> None:
+        """A mask was read."""
+        flat = decision.flat
+        if flat is None or not flat.whole:
+            self.seen.pop(layer, None)
+            return
+        window, times = self.seen.get(layer, (flat.window, 0))
+        self.seen[layer] = flat.window, times + 1 if window == flat.window else 1
+
+    def presume(self, layer: nn.Module, mask: Tensor) -> tuple[UnpadDecision, Presumed] | None:
+        """The decision for a mask that nobody has read, and what has to be found in it; None where one has to wait."""
+        window, times = self.seen.get(layer, (0, 0))
+        if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point():
+            return None
+        flat = FlatBatch.of_whole_rows(len(mask), mask.shape[-1], window, mask.device)
+        return UnpadDecision(flat), Presumed(begin_reading(mask, (window,), None), window)
+
+    def hold(self, presumed: Sequence[Presumed]) -> bool:
+        """Whether all masks of a call are what they were taken for."""
+        if all([each.holds() for each in presumed]):
+            return True
+        self.surprises += 1
+        self.seen.clear()
+        return False
