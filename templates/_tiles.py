@@ -70,6 +70,8 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(1024, num_warps=4), upto=2048),
         TileRow(Tile(2048, num_warps=8)),
     ),
+    # size: columns of the result. `block` elements of it a program, whatever their rows.
+    "clamped_gate": (TileRow(Tile(1024, num_warps=4)),),
     # size: the padded rank. `block` columns of gate, `rows` rows a program, `step` of them at a time.
     "lora_mlp": (
         TileRow(Tile(64, rows=512, num_warps=4, step=32), upto=32),

@@ -4,7 +4,9 @@ gate and up may be the two column halves of one projection's output, and the bac
 one buffer, the gradient of that output, so no concatenation is needed. It can also give the product again, which the
 down projection's weight gradient needs, for one write and no read more.
 
-Both activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
+Both of these activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
+The clamped gate, ``g sigmoid(alpha g) (u + 1)`` (https://arxiv.org/abs/2508.10925), has its gate and up in turns,
+column by column: pairs are read and written together.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
-__all__ = ["ACTIVATIONS", "backward", "forward"]
+__all__ = ["ACTIVATIONS", "backward", "clamped", "clamped_backward", "forward"]
 
 ACTIVATIONS = ("silu", "gelu_tanh")  #: by the names of `tunecompile.ops.swiglu.gated_activation`
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -171,3 +173,83 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     if recompute:
         result = (*result, out)
     return result[0] if len(result) == 1 else result
+
+
+@triton.jit
+def _clamped_pairs(both, first, elements, limit, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK results, clamped; and whether each was within."""
+    place = first * 2 + tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(both + place, mask=place < 2 * elements, other=0.0).to(tl.float32)
+    g, u = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+    g_inside, u_inside = g <= limit, tl.abs(u) <= limit
+    # not tl.minimum, which drops NaN
+    g = tl.where(g > limit, limit, g)
+    u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    return g, u, g_inside, u_inside
+
+
+@triton.jit
+def clamped_kernel(both, out, elements, alpha, limit, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    g, u, _, _ = _clamped_pairs(both, first, elements, limit, BLOCK)
+    place = first + tl.arange(0, BLOCK)
+    value = g * tl.sigmoid(alpha * g) * (u + 1.0)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < elements)
+
+
+@triton.jit
+def clamped_backward_kernel(grad, both, d_both, elements, alpha, limit, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    g, u, g_inside, u_inside = _clamped_pairs(both, first, elements, limit, BLOCK)
+    place = first + tl.arange(0, BLOCK)
+    d = tl.load(grad + place, mask=place < elements, other=0.0).to(tl.float32)
+    s = tl.sigmoid(alpha * g)
+    d_g = tl.where(g_inside, d * (u + 1.0) * s * (1.0 + alpha * g * (1.0 - s)), 0.0)
+    d_u = tl.where(u_inside, d * g * s, 0.0)
+    pairs = tl.reshape(tl.join(d_g, d_u), (2 * BLOCK,))
+    place = first * 2 + tl.arange(0, 2 * BLOCK)
+    tl.store(d_both + place, pairs.to(d_both.dtype.element_ty), mask=place < 2 * elements)
+
+
+def clamped(both, alpha, limit):
+    """g sigmoid(alpha g) (u + 1), g and u clamped; fp32 inside.
+
+    Args:
+        both: [..., 2F], contiguous, bf16, fp16 or fp32: g at even columns, u at odd ones.
+        alpha: factor inside the sigmoid.
+        limit: g is at most this, u lies between -limit and limit.
+
+    Returns:
+        [..., F] in both's dtype, contiguous.
+    """
+    out = torch.empty((*both.shape[:-1], both.shape[-1] // 2), dtype=both.dtype, device=both.device)
+    tile = _tiles.pick("clamped_gate", both, out.shape[-1])
+    grid = (triton.cdiv(out.numel(), tile.block),)
+    launch(clamped_kernel, grid, both, out, out.numel(), alpha, limit, BLOCK=tile.block, num_warps=tile.num_warps)
+    return out
+
+
+def clamped_backward(grad, both, alpha, limit):
+    """The gradient of ``clamped``, in pairs as ``both`` has them.
+
+    Args:
+        grad: of the result, [..., F], any strides. The others are those of ``clamped``.
+
+    Returns:
+        [..., 2F] in both's dtype, contiguous.
+    """
+    grad, d_both = grad.contiguous(), torch.empty_like(both)
+    tile = _tiles.pick("clamped_gate", both, grad.shape[-1])
+    launch(
+        clamped_backward_kernel,
+        (triton.cdiv(grad.numel(), tile.block),),
+        grad,
+        both,
+        d_both,
+        grad.numel(),
+        alpha,
+        limit,
+        BLOCK=tile.block,
+        num_warps=tile.num_warps,
+    )
+    return d_both

@@ -1,14 +1,16 @@
-"""Gated activations: SwiGLU and GeGLU, whatever projections feed them."""
+"""Gated activations: SwiGLU, GeGLU and a clamped one, whatever projections feed them."""
 
 import operator
 
 import torch
 import torch.nn.functional as F
+from torch.fx import Node
 
 from tunecompile.compiler.pass_manager import recognize
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match
 from tunecompile.ir.rewrite import rewrite
+from tunecompile.ops import clamped_gate
 from tunecompile.ops import gated_activation as op
 
 __all__ = ["PASS"]
@@ -41,6 +43,24 @@ def gelu(gate, up):
     return F.gelu(gate) * up
 
 
+def _constants(match: Match) -> str | None:
+    """Clamped between limit and -limit, by numbers, in one dtype."""
+    numbers = [match.bound[name] for name in ("alpha", "limit", "least")]
+    if not all(type(number) in (int, float) for number in numbers):
+        return "alpha or the limit is not a constant"
+    both = value(match.bound["both"])
+    if numbers[2] != -numbers[1] or numbers[1] <= 0 or both.shape[-1] % 2:
+        return "up is not clamped as gate is"
+    return None if value(match.outputs[0]).dtype == both.dtype else "the result has another dtype"
+
+
+@rewrite("clamped", to=lambda both, alpha, limit: clamped_gate(both, float(alpha), float(limit)), where=_constants)
+def clamped(both, alpha, limit, least):
+    gate = both[..., ::2].clamp(min=None, max=limit)
+    up = both[..., 1::2].clamp(min=least, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 #: that no rewrite knows; where one is a gate, the report says so
 _OTHERS = (F.relu, torch.relu, F.leaky_relu, F.elu, F.mish, F.hardswish)
 
@@ -51,9 +71,22 @@ def _is_gate(node):
     return any(getattr(value(side), "shape", None) == value(node).shape for side in sides)
 
 
+def _is_clamped(node):
+    """Whether it is the sigmoid of a multiple of what was clamped."""
+    (scaled,) = node.args
+    sides = scaled.args if isinstance(scaled, Node) and scaled.target is operator.mul else ()
+    return any(isinstance(side, Node) and side.target in (torch.clamp, "clamp") for side in sides)
+
+
 def anchors(graph):
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    return [node for node in calls if node.target in (F.silu, F.gelu) or (node.target in _OTHERS and _is_gate(node))]
+    return [
+        node
+        for node in calls
+        if node.target in (F.silu, F.gelu)
+        or (node.target in _OTHERS and _is_gate(node))
+        or (node.target is torch.sigmoid and _is_clamped(node))
+    ]
 
 
-PASS = recognize("swiglu", [silu, sigmoid, gelu_tanh, gelu], anchors)
+PASS = recognize("swiglu", [silu, sigmoid, gelu_tanh, gelu, clamped], anchors)

@@ -57,8 +57,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "opt": NARROW,
         **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
         "mixtral": MOE,
-        # its activation is clamped and has another slope; its attention is written out
-        "gpt_oss": {name: count for name, count in MOE.items() if name != "swiglu"} | {"document_attention": (1, 1)},
+        "gpt_oss": MOE | {"document_attention": (1, 1)},  # its attention is written out
         "qwen2_moe": LLAMA
         | EXPERTS
         | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's

@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU: value, slope, extremes."""
+"""SwiGLU, GeGLU and the clamped gate: value, slope, extremes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.ops.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
-from tunecompile.ops import gated_activation
+from tunecompile.ops import clamped_gate, gated_activation
 
 FORMULAS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 EACH = pytest.mark.parametrize("activation", FORMULAS)
@@ -88,3 +88,38 @@ def test_opcheck():
         gated_activation.overload,
         (torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True), "gelu_tanh"),
     )
+
+
+def written_out(both, alpha, limit):
+    """As transformers has it for gpt-oss."""
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+@given(rows=st.integers(0, 4), columns=st.sampled_from([1, 5, 32]), dtype=DTYPES, layout=LAYOUTS)
+@QUICK
+def test_a_clamped_gate_is_the_written_one(rows, columns, dtype, layout):
+    torch.manual_seed(0)
+    both = tensor((rows, 2 * columns), layout, dtype)
+    assert_fake_is_real(clamped_gate, both, 1.7, 1.0)
+    exact = both.detach().double().requires_grad_()
+    expected = written_out(exact, 1.7, 1.0)
+    grad = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
+    (d_exact,) = torch.autograd.grad(expected, exact, grad.double())
+    (d_both,) = clamped_gate.backward_op(grad, both, 1.7, 1.0)
+    assert error(clamped_gate(both, 1.7, 1.0), expected) < 2 * torch.finfo(dtype).eps
+    assert error(d_both, d_exact) < 2 * torch.finfo(dtype).eps and d_both.dtype == dtype
+
+
+def test_a_clamped_gate_beyond_its_limit():
+    """At the limit a gradient passes, as in torch's clamp; beyond it, and of what is no number, none does."""
+    values = torch.tensor([-8.0, -7.0, -1.0, 0.0, 7.0, 8.0, 6e4, float("nan")], dtype=torch.float64)
+    both = torch.stack([values.repeat(8), values.repeat_interleave(8)], -1).flatten().requires_grad_()
+    expected = written_out(both, 1.702, 7.0)
+    torch.testing.assert_close(clamped_gate(both, 1.702, 7.0), expected, rtol=1e-14, atol=0, equal_nan=True)
+    ones = torch.ones_like(expected)
+    found = torch.autograd.grad(clamped_gate(both, 1.702, 7.0), both, ones)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, both, ones), rtol=1e-13, atol=1e-13, equal_nan=True)
+    inside = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda both: clamped_gate(both, 1.702, 7.0), (inside,))
+    torch.library.opcheck(clamped_gate.overload, (torch.randn(3, 8, requires_grad=True), 1.702, 7.0))

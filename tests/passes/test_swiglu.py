@@ -172,3 +172,31 @@ def test_result_is_mutated_afterwards():
         passes=PASSES,
         expect={"gated_activation": 1},
     )
+
+
+def clamped(both, alpha=1.702, limit=7.0, least=-7.0):
+    gate, up = both[..., ::2].clamp(min=None, max=limit), both[..., 1::2].clamp(min=least, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_clamped_gate(dtype):
+    both = random(2, 3, 12, dtype=dtype, scale=6.0)
+    tol = 1e-5 if dtype == torch.float32 else 2e-2
+    check(clamped, both, passes=PASSES, expect={"clamped_gate": 1}, tol=tol)
+    check(lambda x: clamped(x, alpha=1.0, limit=2, least=-2), both, passes=PASSES, expect={"clamped_gate": 1}, tol=tol)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: clamped(x, least=-6.0),
+        lambda x: clamped(x, limit=-1.0, least=1.0),
+        lambda x: clamped(x, alpha=x[:, :, :1]),
+        lambda x: (x[..., 1::2].clamp(-7.0, 7.0) + 1) * x[..., ::2] * torch.sigmoid(x[..., ::2].clamp(max=7.0) * 1.7),
+    ],
+)
+def test_another_clamped_gate(other):
+    """Another least value, an alpha that is a tensor, a gate that is not clamped itself."""
+    x = random(2, 3, 12, scale=6.0)
+    check(other, x, passes=PASSES, expect={})

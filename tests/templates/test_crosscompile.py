@@ -61,6 +61,8 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "fp8_nf4_transposed": ["out"],
         "swiglu": ["out"],
         "swiglu_backward": ["both", "out"],
+        "clamped_gate": ["out"],
+        "clamped_gate_backward": ["d_both"],
         "lora_rows": ["out"],
         "lora_columns": ["out"],
         "lora_mlp": ["both", "parts"],

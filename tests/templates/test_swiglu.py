@@ -51,6 +51,29 @@ def test_unknown_activation(device):
         swiglu.forward(torch.ones(1, 2, device=device), torch.ones(1, 2, device=device), "relu")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (2, 3, 7), (3, 1536), pytest.param((16384, 2880), marks=pytest.mark.gpu)], ids=str
+)
+def test_a_clamped_gate_against_fp64(device, error, bound, dtype, shape):
+    both, grad = 4 * make((*shape[:-1], 2 * shape[-1]), device, dtype, 0), make(shape, device, dtype, 1)
+    exact = both.double().requires_grad_()
+    gate, up = exact[..., ::2].clamp(max=7.0), exact[..., 1::2].clamp(-7.0, 7.0)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    expected.backward(grad.double())
+    assert error(swiglu.clamped(both, 1.702, 7.0), expected.detach()) < bound(dtype)
+    found = swiglu.clamped_backward(grad, both, 1.702, 7.0)
+    assert error(found, exact.grad) < bound(dtype) and found.dtype == dtype
+    assert torch.equal(found == 0, exact.grad == 0) or dtype != torch.float32
+
+
+def test_a_clamped_gate_keeps_what_is_no_number(device):
+    both = torch.tensor([[float("nan"), 1.0, 1.0, float("nan"), float("inf"), 1.0]], device=device)
+    assert swiglu.clamped(both, 1.702, 7.0).isnan().tolist() == [[True, True, False]]
+    found = swiglu.clamped_backward(torch.ones(1, 3, device=device), both, 1.702, 7.0)
+    assert found[0, 0] == 0 and found[0, 3] == 0 and found[0, 4] == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", REFERENCE)
 @pytest.mark.parametrize("rows,columns", [(8192, 14336), (8192, 8192), (1000, 1536)])

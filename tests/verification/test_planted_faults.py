@@ -76,6 +76,11 @@ FAULTS = [
         "gate, up = up, gate\n    wide = gate.to(compute_dtype(gate.dtype))",
     ),
     Fault("SwiGLU", "another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
+    Fault("clamped gate", "gradient beyond the limit", "torch.where(gate_inside, d_gate, 0)", "d_gate"),
+    Fault(
+        "clamped gate", "no offset of up", "torch.sigmoid(alpha * gate) * (up + 1)", "torch.sigmoid(alpha * gate) * up"
+    ),
+    Fault("clamped gate", "slope without alpha", "(1 + alpha * gate * (1 - sigmoid))", "(1 + gate * (1 - sigmoid))"),
     Fault("GeGLU", "wrong factor in the slope", "(1 + 3 * cubic * x * x)", "(1 + 2 * cubic * x * x)"),
     Fault("GeGLU", "exact in place of the approximation", 'approximate="tanh" if', 'approximate="none" if'),
     Fault(

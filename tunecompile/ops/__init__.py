@@ -25,12 +25,13 @@ from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.recurrent import gated_delta_rule, short_convolution
 from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
-from tunecompile.ops.swiglu import gated_activation
+from tunecompile.ops.swiglu import clamped_gate, gated_activation
 
 __all__ = [
     "adapted_norm",
     "adapted_stack",
     "add_rms_norm",
+    "clamped_gate",
     "collect_rows",
     "dequantize_4bit",
     "document_mask",

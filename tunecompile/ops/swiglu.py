@@ -1,4 +1,4 @@
-"""Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU and GeGLU."""
+"""Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU, GeGLU, and the clamped one of gpt-oss."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.rms_norm import compute_dtype
 
-__all__ = ["gated_activation", "gated_activation_backward"]
+__all__ = ["clamped_gate", "clamped_gate_backward", "gated_activation", "gated_activation_backward"]
 
 GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
 
@@ -81,3 +81,64 @@ def _(grad, gate, up, activation):
     from tunecompile.templates import swiglu
 
     return list(swiglu.backward(grad, gate, up, activation))
+
+
+@op(cost=Cost.POINTWISE)
+def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return g sigmoid(alpha g) (u + 1) with g and u clamped, gate and up in turns (arXiv:2508.10925).
+
+    Args:
+        both: [..., 2F], any floating dtype: g at even columns, u at odd ones. Arithmetic is in fp32, in fp64 for fp64.
+        alpha: factor inside the sigmoid.
+        limit: g is at most this, u lies between -limit and limit.
+
+    Returns:
+        [..., F] in both's dtype, rounded once.
+    """
+    gate, up = both.to(compute_dtype(both.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)
+
+
+@clamped_gate.backward(saves=("both", "alpha", "limit"), gives=("both",))
+def clamped_gate_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> list[Tensor]:
+    """The gradient of `clamped_gate`; values beyond the limit get none, as torch's `clamp` has it.
+
+    Args:
+        grad: of the result, [..., F] in its dtype. The others are those of `clamped_gate`.
+
+    Returns:
+        [dboth], in shape and dtype of both.
+    """
+    gate, up = both.to(compute_dtype(both.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    gate_inside, up_inside = gate <= limit, up.abs() <= limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    sigmoid, wide = torch.sigmoid(alpha * gate), grad.to(gate.dtype)
+    d_gate = wide * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    d_up = wide * gate * sigmoid
+    pairs = torch.stack([torch.where(gate_inside, d_gate, 0), torch.where(up_inside, d_up, 0)], -1)
+    return [pairs.flatten(-2).to(both.dtype)]
+
+
+def _refuse_clamped(both: Tensor) -> Note | None:
+    if reason := refuse_gpu(both):
+        return reason
+    return None if both.is_contiguous() else note("row-not-contiguous")
+
+
+@clamped_gate.provider(
+    "triton", refuses=_refuse_clamped, because="pairs of columns are read as they stand, and apart in registers"
+)
+def _(both, alpha, limit):
+    from tunecompile.templates import swiglu
+
+    return swiglu.clamped(both, alpha, limit)
+
+
+@clamped_gate_backward.provider(
+    "triton", refuses=_refuse_clamped, because="pairs of gradients are written as the projection's gradient stands"
+)
+def _(grad, both, alpha, limit):
+    from tunecompile.templates import swiglu
+
+    return [swiglu.clamped_backward(grad, both, alpha, limit)]

@@ -1,0 +1,105 @@
+"""What ops stand for, in plain torch, as `tests.support.planted` compares them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def norm(x, weight):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1))
+
+
+def gemma_norm(x, weight):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 0.1) * (1.0 + weight.to(wide))).to(x.dtype)
+
+
+def residual_norm(x, residual, weight):
+    total = x + residual
+    return norm(total, weight), total
+
+
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def rotated_in_pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def adapted(x, weight, a, b, bias=None):
+    return F.linear(x, weight, bias) + F.linear(F.linear(x, a), b) * 0.5
+
+
+def by_lora(op, x, weight, a, b, bias=None):
+    return op(x, [], [weight], [] if bias is None else [bias], [a], [b], [0.5], x.dtype)[0]
+
+
+def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):
+    logits = F.linear(x, weight) * scale if scale != 1.0 else F.linear(x, weight)
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * 0.37
+
+
+def attention(q, k, v, window, sinks=None):
+    parts = []
+    for rows in (slice(0, 3), slice(3, 8)):
+        places = torch.arange(rows.stop - rows.start)
+        distance = places[:, None] - places
+        mask = (distance >= 0) & (distance < (window or 99))
+        if sinks is not None:  # one key more, of which the score is the sink, and the value nothing
+            parts.append(_beside_sinks(q[rows], k[rows], v[rows], mask, sinks))
+            continue
+        shared = (x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        parts.append(
+            F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1)
+        )
+    return torch.cat(parts)
+
+
+def _beside_sinks(q, k, v, mask, sinks):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.7).masked_fill(~mask, float("-inf"))
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def quantised(rows: int = 6, columns: int = 128) -> torch.nn.Module:
+    """A layer of bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(5)
+    made = bnb.nn.Linear4bit(
+        columns, rows, bias=False, compute_dtype=torch.float32, compress_statistics=True, quant_type="nf4"
+    )
+    made.weight = bnb.nn.Params4bit(
+        torch.randn(rows, columns), requires_grad=False, compress_statistics=True, quant_type="nf4"
+    )
+    return made.to("cpu").train()
+
+
+def by_bitsandbytes(x, layer):
+    from bitsandbytes.functional import dequantize_4bit
+
+    return F.linear(x, dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(x.dtype))
+
+
+def dequantised(op, x, layer):
+    weight, state = layer.weight.data, layer.weight.quant_state
+    return F.linear(
+        x,
+        op(
+            weight,
+            state.absmax,
+            state.state2.code,
+            state.state2.absmax,
+            state.offset,
+            *state.shape,
+            64,
+            "nf4",
+            torch.float32,
+        ).to(x.dtype),
+    )
