@@ -123,9 +123,10 @@ def test_a_collator_of_transformers():
     rows = [{"input_ids": zoo.batch(256, 1, length, seed=length)["input_ids"][0].tolist()} for length in (4, 9, 6)]
     assert_same_flattened(model, reference, dict(DataCollatorWithFlattening()(rows)))
     both = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)  # as TRL's does by default
-    for count in (3, 2):
+    for count in (3, 2, 3):
         assert_same_flattened(model, reference, dict(both(rows[:count])))
-    assert told_apart(model) == 3 and tunecompile.report(model).compiles == 1
+    report = tunecompile.report(model)  # what it says beside the mask is another kind of call, whatever it says
+    assert told_apart(model) == 4 and report.compiles == 2 and not report.regions[0].recompiles, report
 
 
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -187,7 +187,7 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
     if OFFSETS not in kwargs:
         return args, kwargs
-    hidden = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)][0]  # noqa: RUF015 (traced)
+    hidden = _first_tensor(*args, *kwargs.values())
     longest = kwargs[LONGEST].shape[0]
     mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], int(kwargs[WINDOW]))
     if kwargs[ADDED]:
@@ -196,6 +196,14 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     places = kwargs[MASKS]
     named = {name: mask if name in places else value for name, value in kwargs.items() if name not in _OURS}
     return tuple(mask if place in places else value for place, value in enumerate(args)), named
+
+
+def _first_tensor(*values: Any) -> Tensor:
+    """The hidden states. Dynamo guards each value that is looked at: none behind them, such as a collator's numbers."""
+    at = 0
+    while not isinstance(values[at], Tensor):
+        at += 1
+    return values[at]
 
 
 def _where(flags: Tensor, count: int) -> Tensor:
