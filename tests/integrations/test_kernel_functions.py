@@ -21,13 +21,13 @@ pytest.importorskip("transformers.models.qwen3_5")
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_two_lengths_are_two_graphs_whatever_the_loop(family, monkeypatch):
-    reference = hybrids.make(family)
+    reference = hybrids.make(family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     model = optimized(copy.deepcopy(reference))
-    for length in (70, 200, 129):
+    for length in (70, 130, 129):
         batch = zoo.batch(rows=2, length=length)
         with hybrids.by_definition(reference, monkeypatch):
             expected = zoo.step(reference, batch)
-        assert_close(zoo.step(model, batch), expected, loss=1e-7, limit=1e-5)  # its norms are in fp32
+        assert_close(zoo.step(model, batch), expected, loss=1e-6, limit=1e-5)  # its norms are in fp32
     told = tunecompile.report(model)
     assert not fell_back(told), told
     found = {name: count for region in told.regions for name, count in region.providers.items()}

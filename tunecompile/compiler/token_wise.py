@@ -25,6 +25,7 @@ from tunecompile.ir.op import HALF
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
+from tunecompile.ops import gated_delta_rule, short_convolution
 
 ALL = 1 << 60  #: an end of a slice that leaves nothing out
 TOKENS = 10007  #: a prime that divides no width, number of heads or size of a vocabulary
@@ -124,6 +125,8 @@ class _Reader(Interpreter):
             raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{where_from(n)}"))
         if n in self.attention:
             return self._attention(n)
+        if n.target in _BY_DOCUMENTS and not _has_offsets(n):
+            raise NotTokenWise(note("mixes-tokens", detail=f"{name_of(n.target)}{where_from(n)}"))
         if any(document_mask_of(each) is not None for each in n.all_input_nodes):
             detail = f"{name_of(n.target)}, which reads the mask{where_from(n)}"
             raise NotTokenWise(note("mixes-tokens", detail=detail))
@@ -146,6 +149,20 @@ class _Reader(Interpreter):
                 raise NotTokenWise(note("output-holds-more"))
 
 
+#: ops that keep documents apart, where they are told of them -> the place of that argument
+_BY_DOCUMENTS: dict[Any, int] = {
+    op.overload: op.parameters.index("offsets") for op in (gated_delta_rule, short_convolution)
+}
+OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
+
+
+def _has_offsets(node: Node) -> bool:
+    """Whether an op's documents are those of the row. (Those that a collator gives count padding.)"""
+    place = _BY_DOCUMENTS[node.target]
+    offsets = node.args[place] if len(node.args) > place else node.kwargs.get("offsets")
+    return isinstance(offsets, Node) and offsets.op == "placeholder" and OFFSETS in offsets.name
+
+
 class _LeavesTokensApart(TorchDispatchMode):
     """Raises `NotTokenWise` at the first operation that is not known to leave tokens apart."""
 
@@ -157,7 +174,13 @@ class _LeavesTokensApart(TorchDispatchMode):
             return made
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        if any(map(tokens_of, (*given, *outputs))) and not leaves_apart(func, args, kwargs or {}, given, outputs):
+        if func in _BY_DOCUMENTS:  # `_Reader` has looked at its documents
+            apart = all(tokens_of(x) in ([], [1]) for x in (*given, *outputs))
+        else:
+            apart = not any(map(tokens_of, (*given, *outputs))) or leaves_apart(
+                func, args, kwargs or {}, given, outputs
+            )
+        if not apart:
             raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{where_from(self.node)}"))
         return made
 

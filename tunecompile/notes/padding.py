@@ -13,6 +13,11 @@ NOTES = {
         "packed batches keep their mask: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right.",
     ),
+    "states-cross-documents": NoteKind(
+        "states of {subject} cross from one packed sequence to the next, as the model's own code has it",
+        "Give the model cu_seq_lens_q with each packed batch, which has one row (DataCollatorWithFlattening of "
+        "transformers does, with return_flash_attn_kwargs=True): states and convolutions begin anew there.",
+    ),
     "attention-outside": NoteKind(
         "attention runs outside of the compiled graphs: context_parallel sends keys and values around"
     ),

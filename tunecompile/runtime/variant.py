@@ -26,6 +26,7 @@ from tunecompile.compiler.backend import Backend, CompiledAs, WeakBackend, own_c
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
+from tunecompile.integrations.kernel_functions import DOCUMENTS
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
@@ -40,8 +41,15 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise NotTokenWise(note("runs-eagerly"))
         meet(None)
         slot_of(layer).note_eager()
+    offsets = kwargs.get(OFFSETS)
     args, kwargs = with_document_mask(args, kwargs)
-    return call_original(layer, *args, **kwargs)
+    if offsets is None:
+        return call_original(layer, *args, **kwargs)
+    DOCUMENTS.offsets = offsets
+    try:
+        return call_original(layer, *args, **kwargs)
+    finally:
+        DOCUMENTS.offsets = None
 
 
 class Variant:

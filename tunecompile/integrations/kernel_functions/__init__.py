@@ -5,6 +5,7 @@ its hub where one is installed. Neither can be compiled: the kernels break the g
 unrolled, once for every length.
 """
 
-from tunecompile.integrations.kernel_functions.substitute import Substitution, substitute
+from tunecompile.integrations.kernel_functions.meanings import DOCUMENTS
+from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
 
-__all__ = ["Substitution", "substitute"]
+__all__ = ["DOCUMENTS", "Substitution", "knows_documents", "substitute"]

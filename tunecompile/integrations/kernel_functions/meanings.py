@@ -15,8 +15,20 @@ from torch import Tensor
 
 from tunecompile.ops import gated_delta_rule, short_convolution
 
-__all__ = ["MEANINGS", "Meaning", "agrees"]
+__all__ = ["DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
+
+class Documents:
+    """Where documents of the row begin that a layer is traced with.
+
+    An attribute and no argument, since a model's code hands on what it knows. It is set while Dynamo traces, and never
+    when compiled code runs.
+    """
+
+    offsets: Tensor | None = None  #: int [S + 1]
+
+
+DOCUMENTS = Documents()
 EPS = 1e-6  #: of queries and keys of length 1, as fla has it, and transformers after it
 BOUNDARIES = "cu_seq_lens_q"  #: what collators call the offsets of documents
 
@@ -33,7 +45,8 @@ def delta_rule(itself: Callable) -> Callable:
     """The gated delta rule, by chunks or by tokens."""
 
     def traced(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> Any:
-        initial, offsets = kwargs.get("initial_state"), kwargs.get("cu_seqlens")
+        initial, offsets = kwargs.get("initial_state"), DOCUMENTS.offsets
+        offsets = kwargs.get("cu_seqlens") if offsets is None else offsets
         if args or kwargs.get("scale") is not None or (offsets is not None and (initial is not None or len(query) > 1)):
             return itself(query, key, value, g, beta, *args, **kwargs)
         eps = EPS if kwargs.get("use_qk_l2norm_in_kernel", False) else 0.0
@@ -53,11 +66,11 @@ def convolution(itself: Callable) -> Callable:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        offsets, told = kwargs.get(BOUNDARIES), kwargs.get("seq_idx") is not None
-        alone = offsets is None and not told
-        if activation not in (None, "silu", "swish") or not (
-            alone or (offsets is not None and len(hidden_states) == 1)
-        ):
+        offsets, alone = DOCUMENTS.offsets, True
+        if offsets is None:  # what collators say is not looked at otherwise: Dynamo guards what it sees
+            offsets = kwargs.get(BOUNDARIES)
+            alone = kwargs.get("seq_idx") is None if offsets is None else len(hidden_states) == 1
+        if activation not in (None, "silu", "swish") or not alone:
             return itself(hidden_states, weight, bias, activation=activation, **kwargs)
         made = short_convolution(hidden_states.transpose(1, 2), weight, bias, offsets, activation is not None)
         return made.transpose(1, 2)

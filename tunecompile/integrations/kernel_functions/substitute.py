@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
 from tunecompile.notes import Note, note
 
-__all__ = ["Substitution", "substitute"]
+__all__ = ["Substitution", "knows_documents", "substitute"]
 
 HOME = "transformers."  #: whose functions are known
 WRAPPER = "transformers.integrations.hub_kernels"  #: which calls a kernel that is installed
@@ -48,6 +49,14 @@ def substitute(kinds: Iterable[type]) -> list[Substitution]:
     return found
 
 
+def knows_documents(module: nn.Module) -> bool:
+    """Whether something inside is written in a file of whose functions one is an op here: it keeps documents apart."""
+    return any(type(inner).__module__ in _files for inner in module.modules())
+
+
+_files: set[str] = set()  #: with a function that an op is traced in place of
+
+
 @functools.cache
 def _register(function: Any, file: str, name: str) -> Note | None:
     """Once for a function of the process.
@@ -67,6 +76,7 @@ def _register(function: Any, file: str, name: str) -> Note | None:
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(meaning.make(itself))
     except (TypeError, ValueError):  # it has a substitute already, by another package
         return note("kernel-function-replaced", f"{file}.{name}")
+    _files.add(file)
     return None
 
 

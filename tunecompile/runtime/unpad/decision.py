@@ -17,7 +17,7 @@ from tunecompile._torch.autograd import in_checkpoint
 from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.documents import read_mask
+from tunecompile.runtime.unpad.documents import read_mask, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
@@ -40,7 +40,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     """For the mask of a batch.
 
     Args:
-        mask: [B, 1, T, T], of bools or to be added to scores.
+        mask: [B, 1, T, T], of bools or to be added to scores; or [B, T], 0 at padding.
         windows: of attention, as the layers' code has them.
         watch: whether anybody else looks at hidden states.
         refused: why no padding may be left out in this call; None where nothing is known.
@@ -48,7 +48,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     labels, unknown, model = loss_caller.causal_labels()
     if labels is not None and labels.shape != (len(mask), mask.shape[-1]):
         labels, unknown = None, note("labels-shape")
-    reading = read_mask(mask, windows, labels)
+    reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))

@@ -112,6 +112,22 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
     return PendingReading(real, starts, tuple(windows), found, arrived)
 
 
+def read_padding(mask: Tensor, labels: Tensor | None) -> MaskReading:
+    """Read a mask that says which tokens are real: each row is one document. It waits for the device.
+
+    Args:
+        mask: [B, T], bool or int: 0 at padding.
+        labels: int [B, T] of a loss that may shift them by one, or None.
+    """
+    real = mask != 0
+    starts = real & ~F.pad(real[:, :-1], (1, 0))
+    found = torch.stack([real.sum(), starts.sum(), real.sum(1).amax(), _runs(real), _read_at_padding(real, labels)])
+    count, documents, longest, runs, labelled = found.tolist()
+    if not count or runs > 1:
+        return MaskReading(None, interrupted=runs > 1)
+    return MaskReading(Documents(real, starts, count, documents, longest, 0), labelled=bool(labelled))
+
+
 def _differs(seen: Tensor, real: Tensor, begin: Tensor, place: Tensor, window: int) -> Tensor:
     """Whether a real token sees anything but the tokens from `begin` to itself, as far back as the window reaches."""
     first = torch.maximum(begin, place - window + 1) if window else begin

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.compiler.token_wise import OFFSETS
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import Documents
 
-OFFSETS = "document_offsets"  #: int32 [S + 2]: where documents begin; the last one is the rounding up of N
+#: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 WINDOW = "document_window"  #: how many tokens a token sees, 0 for all; as a text, since an int may become a symbol
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
@@ -76,15 +77,27 @@ class FlatBatch:
         """Whether hidden states at padding are not computed."""
         return self.real < self.shape[0] * self.shape[1]
 
-    def enter(self, args: tuple, kwargs: dict, mask: Tensor, keep: bool) -> tuple[tuple, dict] | None:
+    def same_as(self, other: FlatBatch | None) -> bool:
+        """Whether another has the same documents, seen as far back. It waits for the device."""
+        return (
+            other is not None
+            and (self.window, self.real, self.shape) == (other.window, other.real, other.shape)
+            and self.offsets.shape == other.offsets.shape
+            and self.index.shape == other.index.shape
+            and torch.equal(self.offsets, other.offsets)
+            and torch.equal(self.index, other.index)
+        )
+
+    def enter(self, args: tuple, kwargs: dict, mask: Tensor | None, keep: bool) -> tuple[tuple, dict] | None:
         """A layer's arguments for the row; None where one of them has neither a row nor a column for each token.
 
         Args:
             args, kwargs: for the batch.
-            mask: the one among them that was read.
+            mask: the one among them that was read and is of all pairs of tokens; None where a layer is given none.
             keep: whether the result that this batch's last layer returned may be read as it was before it was padded.
         """
-        places = [where for where, value in (*enumerate(args), *kwargs.items()) if value is mask]
+        pairs = mask is not None
+        places = [where for where, value in (*enumerate(args), *kwargs.items()) if pairs and value is mask]
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         try:
             flat = [None if v is mask else self._entered(v, keep and v is hidden) for v in args]
@@ -95,7 +108,7 @@ class FlatBatch:
         except _HasNoTokens:
             return None
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
-        added = str(mask.dtype).removeprefix("torch.") if mask.is_floating_point() else ""
+        added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
         return tuple(flat), {**named, **ours, ADDED: added}
 
     def leave(self, output: Any, keep: bool) -> Any:
@@ -187,14 +200,16 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
     if OFFSETS not in kwargs:
         return args, kwargs
+    places, named = kwargs[MASKS], {name: value for name, value in kwargs.items() if name not in _OURS}
+    if not places:
+        return args, named
     hidden = _first_tensor(*args, *kwargs.values())
     longest = kwargs[LONGEST].shape[0]
     mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], int(kwargs[WINDOW]))
     if kwargs[ADDED]:
         dtype = getattr(torch, kwargs[ADDED])
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
-    places = kwargs[MASKS]
-    named = {name: mask if name in places else value for name, value in kwargs.items() if name not in _OURS}
+    named = {name: mask if name in places else value for name, value in named.items()}
     return tuple(mask if place in places else value for place, value in enumerate(args)), named
 
 

@@ -23,6 +23,7 @@ from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
 from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.integrations.kernel_functions import knows_documents
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
@@ -46,6 +47,7 @@ class OwnerCall:
     whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
+    by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
 
 
 @dataclass(frozen=True)
@@ -159,18 +161,25 @@ class Unpadding:
         call.given = {}  # what was decided of its masks lives on
         return output
 
-    def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor] | None:
-        """The batch of a layer's call without its padding, and the mask that says so; None where it stays as it is.
+    def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:
+        """The batch of a layer's call without its padding, and the mask that says so, if it is of all pairs of tokens.
+
+        None where the batch stays as it is.
 
         Raises:
             NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
         """
         mask = _mask_in(args, kwargs)
+        if mask is None and (rows := _padding_in(args, kwargs)) is not None and knows_documents(layer):
+            decision = self._known(rows) if in_backward() else self._decided(layer, rows)
+            return None if decision.flat is None else (decision.flat, None)
         if mask is None:
             if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
                 raise NotTokenWise(note("no-mask-in-layers"))
             return None
         decision = self._known(mask) if in_backward() else self._decided(layer, mask)
+        if decision.flat is None and not in_backward() and self.running is not None and self.running.by_rows:
+            raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
 
     def _known(self, mask: Tensor) -> UnpadDecision:
@@ -189,7 +198,7 @@ class Unpadding:
         if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
-        presumed = self.presumptions.presume(layer, mask) if self.watch.reason() is None else None
+        presumed = self.presumptions.presume(layer, mask) if mask.dim() > 2 and self.watch.reason() is None else None
         if presumed is not None:
             decision = presumed[0]
             call.presumed.append(presumed[1])
@@ -197,15 +206,26 @@ class Unpadding:
             refused = call.keeps_padding or self._why_others_read_padding()
             decision = decide(mask, _windows(layer), self.watch, refused)
             self.presumptions.learn(layer, decision)
+        if decision.flat is not None and decision.flat.same_as(call.by_rows):  # layers may read each other's results
+            decision = UnpadDecision(call.by_rows)
+        if mask.dim() == 2:
+            call.by_rows = decision.flat
         self.masks[place] = MaskDecision(call, mask._version, decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops
             call.packs |= not decision.flat.drops and not decision.flat.whole
             call.whole |= decision.flat.whole
+            if not (decision.flat.whole or decision.flat.drops or call.given.get("cu_seq_lens_q") is not None):
+                self._tell_of_states()
             self.flat |= decision.flat.drops
         elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
         return decision
+
+    def _tell_of_states(self) -> None:
+        """Note that states cross from document to document in layers that are given no mask."""
+        if kind := next((type(layer).__name__ for layer in self.members() if knows_documents(layer)), None):
+            self.notes[note("states-cross-documents", kind)] = None
 
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""
@@ -290,6 +310,15 @@ def _mask_in(args: tuple, kwargs: dict) -> Tensor | None:
     rows, length = tensors[0].shape[:2]
     masks = [x for x in tensors if _may_mask(x) and tuple(x.shape) == (rows, 1, length, length)]
     return masks[0] if len(masks) == 1 else None
+
+
+def _padding_in(args: tuple, kwargs: dict) -> Tensor | None:
+    """The argument that says which tokens are real, where transformers hands on the caller's mask."""
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    mask = kwargs.get("attention_mask")
+    if hidden is None or hidden.dim() != 3 or not isinstance(mask, Tensor) or mask.is_floating_point():
+        return None
+    return mask if mask.shape == hidden.shape[:2] else None
 
 
 def _may_mask(x: Tensor) -> bool:

@@ -1,0 +1,104 @@
+"""Layers with delta rules and convolutions run without padding, and nothing goes from one document to another."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.compare import assert_close
+from tests.support.models import hybrids
+from tests.support.models.pairs import optimized
+from tests.support.notes import fell_back, find, has
+from tests.support.reports import flattened, told_apart
+from tunecompile.integrations.kernel_functions import meanings
+from tunecompile.runtime import variant
+
+pytest.importorskip("transformers.models.qwen3_5")
+LIMITS = {"loss": 1e-6, "limit": 1e-4, "floor": 1e-4}  #: transformers' rule is in fp32
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(As it was, optimized.)"""
+    reference = hybrids.make("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    return reference, optimized(copy.deepcopy(reference))
+
+
+def test_padding_is_removed(pair):
+    reference, model = pair
+    before, batch = flattened(model), padded(4, 90)
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
+    assert flattened(model) == before + 1 and not fell_back(model)
+
+
+@pytest.mark.slow
+def test_padding_on_the_left_and_none(pair):
+    reference, model = pair
+    before = flattened(model)
+    for batch in (padded(4, 70, "left"), zoo.batch(rows=4, length=70)):
+        assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
+    assert flattened(model) == before + 1 and not fell_back(model)
+
+
+@pytest.mark.slow
+def test_a_row_of_documents_is_each_by_itself(pair):
+    """transformers refuses such a row where fla is not installed."""
+    reference, model = pair
+    lengths = (5, 67, 1, 30)
+    batch = packed(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 67, "max_length_k": 67, "use_cache": False}
+    rows = torch.nn.utils.rnn.pad_sequence(batch["input_ids"][0].split(lengths), batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(batch["labels"][0].split(lengths), batch_first=True, padding_value=-100)
+    mask = (torch.arange(67) < torch.tensor(lengths)[:, None]).long()
+    alone = zoo.step(reference, {"input_ids": rows, "labels": labels, "attention_mask": mask})
+    assert_close(zoo.step(model, {**batch, **bounds}), alone, **LIMITS)
+    assert told_apart(model) and not has(model, "states-cross-documents")
+
+
+@pytest.mark.slow
+def test_documents_that_only_positions_tell_of(pair):
+    """As the model's own code has it, and the report says so."""
+    reference, model = pair
+    model = optimized(copy.deepcopy(reference))
+    batch = {**packed((5, 67, 30)), "use_cache": False}
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
+    assert has(model, "states-cross-documents", subject="Qwen3_5DecoderLayer")
+
+
+def test_a_planted_leak_keeps_the_padding(pair, monkeypatch):
+    """Ops that are not told of documents would hand on states: graphs with them mix tokens."""
+    reference, _ = pair
+    monkeypatch.setattr(variant, "DOCUMENTS", meanings.Documents())
+    model, batch = optimized(copy.deepcopy(reference)), padded(4, 40)
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
+    assert not flattened(model)
+    assert find(model, "padding-kept", reason="mixes-tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_adapters_under_checkpointing(family):
+    reference = zoo.adapt(hybrids.make(family, torch.float32))
+    model = copy.deepcopy(reference)
+    for each in (model, reference):
+        each.gradient_checkpointing_enable()
+        each.enable_input_require_grads()
+    tunecompile.optimize(model, executor="eager")
+    for side in ("right", "left"):
+        batch = padded(4, 90, side)
+        assert_close(zoo.step(model, batch), zoo.step(reference, batch), loss=1e-4, limit=1e-2, floor=1e-2)
+    assert flattened(model)
+
+
+@pytest.mark.slow
+def test_padding_between_tokens_stays(pair):
+    reference, _ = pair
+    model, batch = optimized(copy.deepcopy(reference)), padded(2, 40)
+    batch["attention_mask"][0, 3] = 0
+    batch["labels"][0, 3:5] = -100
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
+    assert find(model, "padding-kept", reason="row-interrupted")
