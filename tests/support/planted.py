@@ -34,6 +34,7 @@ from tests.support.planted_functions import (
     rotated,
     rotated_in_pairs,
 )
+from tests.support.planted_recurrent import RECURRENT_CASES
 from tunecompile.ir.op import OPS, Op
 
 op_module = importlib.import_module("tunecompile.ir.op")  # the package shows the function of that name
@@ -325,6 +326,7 @@ SUBJECTS = {
     "scaled loss": Subject(**a_head(scale=3.0)),
     "smoothed loss": Subject(**a_head(smoothing=0.2)),
     **{name: Subject(f"experts/{file}", *case, ()) for name, (file, *case) in EXPERT_CASES.items()},
+    **{name: Subject(f"recurrent/{file}", *case, ()) for name, (file, *case) in RECURRENT_CASES.items()},
     "attention": an_attention(0, lambda: (model()[0], padded())),
     "attention with sinks": Subject(
         "attention",

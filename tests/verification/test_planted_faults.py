@@ -186,6 +186,25 @@ FAULTS = [
     Fault(
         "rows of experts", "gradient of another row", "spread(grad, order, choices)", "spread(grad, places, choices)"
     ),
+    Fault("delta rule", "lost decay of what enters", "made = chunks.entering * (chunks.q", "made = (chunks.q"),
+    Fault(
+        "delta rule",
+        "gradient without the final state's",
+        "chunks.walk_back(grad, grad_final.to(grad.dtype))",
+        "chunks.walk_back(grad, 0 * grad_final.to(grad.dtype))",
+    ),
+    Fault("delta rule", "one of the pairs' gradients", "+ by_system @ k + by_system.mT @ k", "+ by_system @ k"),
+    Fault("delta rule", "lost share of the end's decay", "d_last = d_end.sum((-1, -2)) + ", "d_last = "),
+    Fault("delta rule", "lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
+    Fault("short convolution", "lost bias", "return made if bias is None else made + bias", "return made"),
+    Fault("short convolution", "gradient of another token", "_ahead(given, steps, documents)", "given"),
+    Fault("short convolution", "lost slope", "given * gate * (1 + z * (1 - gate))", "given * gate"),
+    Fault(
+        "convolution of documents",
+        "a leak in the gradient",
+        "torch.where(alike[:, None], moved, 0)\n\n\ndef _sum",
+        "moved\n\n\ndef _sum",
+    ),
     Fault("attention", "dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
     Fault(
         "attention",
