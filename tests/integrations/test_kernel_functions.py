@@ -14,7 +14,7 @@ from tests.support.models import hybrids
 from tests.support.models.pairs import optimized
 from tests.support.notes import fell_back, find
 from tunecompile.integrations.kernel_functions import meanings
-from tunecompile.integrations.kernel_functions.substitute import substitute
+from tunecompile.integrations.kernel_functions.substitute import knows_documents, substitute
 
 pytest.importorskip("transformers.models.qwen3_5")
 
@@ -108,6 +108,19 @@ def test_functions_of_other_files_are_no_concern(monkeypatch):
     assert substitute({Layer}) == []
     Layer.__module__ = "transformers.models.absent.modeling_absent"
     assert substitute({Layer}) == []
+
+
+@pytest.mark.parametrize(("family", "apart"), [("Lfm2", True), ("Qwen3_5", True), ("Mamba2", False), ("Bamba", False)])
+def test_which_files_keep_documents_apart(family, apart):
+    """Where a scan is no op, states would cross."""
+    import transformers as tf
+
+    home = sys.modules[getattr(tf, f"{family}Model").__module__]
+    layer = next(kind for name, kind in vars(home).items() if name.endswith(("DecoderLayer", "Mamba2Block")))
+    substitute({layer})
+    made = layer.__new__(layer)
+    torch.nn.Module.__init__(made)
+    assert knows_documents(made) == apart
 
 
 @pytest.mark.slow

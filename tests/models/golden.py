@@ -36,7 +36,14 @@ GOLDEN: dict[int, dict[str, Row]] = {
         **dict.fromkeys(
             ("olmo2", "olmo3", "exaone4"), ADAPTED | {"rms_norm": (4, 4), "rope": (2, 2), "swiglu": (1, 1)}
         ),
-        **dict.fromkeys(("qwen3", "lfm2"), LLAMA | {"rms_norm": (4, 4)}),
+        "qwen3": LLAMA | {"rms_norm": (4, 4)},
+        # two kinds of layers: with attention, and with a convolution or a delta rule in its place
+        "lfm2": LLAMA
+        | {"lora": (12, 12), "grouped_linear": (7, 7), "swiglu": (2, 2), "rms_norm": (6, 6)}
+        | {"add_rms_norm": (2, 2)},
+        "qwen3_5": LLAMA
+        | {"lora": (15, 15), "grouped_linear": (10, 10), "swiglu": (3, 3), "rms_norm": (7, 7)}
+        | {"add_rms_norm": (2, 2)},
         **dict.fromkeys(
             ("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1)}
         ),  # a mean is taken off

@@ -51,7 +51,18 @@ NAMES: dict[str, tuple[str, dict]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
-    "lfm2": ("Lfm2", {}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"]}),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "opt": ("OPT", {"dropout": 0.0, "ffn_dim": 128, "word_embed_proj_dim": 64}),
     "qwen3_moe": (
@@ -133,7 +144,7 @@ def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 
     name, settings = NAMES[family]
-    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4") else "Config"))(
+    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4", "qwen3_5") else "Config"))(
         **{**SMALL, **settings, **changes}
     )
     torch.manual_seed(0)
