@@ -26,6 +26,15 @@ class Layer(nn.Module):
         return x + self.linear(x).tanh() * self.scale
 
 
+class Repeated(Layer):
+    """An integer that no symbol takes the place of."""
+
+    def forward(self, x):
+        for _ in range(self.scale):
+            x = x + self.linear(x).tanh() / 8
+        return x
+
+
 class Chunked(nn.Module):
     """Cuts a batch in chunks, as many as its data says."""
 
@@ -88,8 +97,8 @@ def data(length: int = 12, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_number_of_the_host_that_changes_with_each_batch():
-    models = pair(lambda: Stack(Layer))
-    for batch in range(7):
+    models = pair(lambda: Stack(Repeated))
+    for batch in range(5):
         for model in models:
             for layer in model.layers:
                 layer.scale = 2 + batch
@@ -100,12 +109,13 @@ def test_a_number_of_the_host_that_changes_with_each_batch():
 
 
 @pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_float_that_changes_becomes_a_symbol(executor):
+@pytest.mark.parametrize("step", [0.1, 1])
+def test_a_number_that_changes_becomes_a_symbol(executor, step):
     models = pair(lambda: Stack(Layer), executor=executor)
-    for batch in range(7):
+    for batch in range(5):
         for model in models:
             for layer in model.layers:
-                layer.scale = 0.5 + 0.1 * batch
+                layer.scale = (batch + 2) * step
         assert_same(models, data(seed=batch))
     report = tunecompile.report(models[0])
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
@@ -122,15 +132,26 @@ def test_the_scaling_of_adapters_is_annealed():
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
 
 
-def test_each_layer_may_have_a_number_of_its_own():
-    models = pair(lambda: Stack(Layer))
+@pytest.mark.parametrize(
+    "kind, numbers, compiles",
+    [
+        (Layer, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]),
+        (Layer, [1 + n / 16 for n in range(11)], [6, 7]),  # constants as long as there is room: patterns bind them
+        (Repeated, [1, 2, 3, 4, 5], [5]),
+    ],
+)
+def test_each_layer_may_have_a_number_of_its_own(kind, numbers, compiles):
+    """More of them than Dynamo makes graphs, where they become symbols."""
+    models = [Stack(kind).double() for _ in range(2)]
     for model in models:
-        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(3))
-        for index, layer in enumerate(model.layers):
-            layer.scale = index + 1
-    model = tunecompile.optimize(tunecompile.restore(models[0]), executor="eager")
-    assert_same((model, models[1]), data())
-    assert tunecompile.report(model).compiles == 5 and not find(model, "given-up", "ran-eagerly")
+        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(len(numbers) - 2))
+        for layer, number in zip(model.layers, numbers):
+            layer.scale = number
+    tunecompile.optimize(models[0], executor="eager")
+    for length, expected in zip((12, 15), compiles):
+        assert_same(models, data(length).double())
+        report = tunecompile.report(models[0])
+        assert report.compiles == expected and not find(report, "given-up", "ran-eagerly"), report
 
 
 def test_a_loop_over_chunks_is_no_graph_for_each_of_their_numbers():

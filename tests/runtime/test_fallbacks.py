@@ -17,14 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Scaled(nn.Module):
-    """Each layer has a constant of its own, so that Dynamo compiles each anew."""
+    """Each layer has a loop of its own length, so that Dynamo compiles each anew."""
 
     def __init__(self, index: int):
         super().__init__()
         self.index, self.linear = index, nn.Linear(8, 8)
 
     def forward(self, x):
-        return x + self.linear(x) / (self.index + 1)
+        for _ in range(self.index + 1):
+            x = x + self.linear(x) / (4 * self.index + 4)
+        return x
 
 
 class Deep(nn.Module):

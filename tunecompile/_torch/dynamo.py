@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "forget_specialized",
     "forget_with",
     "graph_limit",
+    "integers_may_change",
     "is_compiling",
     "is_full",
     "mark_dynamic",
@@ -59,6 +60,7 @@ _compile_lock = lookup("torch._dynamo.convert_frame.compile_lock")
 _FLAG_IS_SHARED = exists("torch.fx._symbolic_trace._is_fx_tracing_flag")
 _closure_patcher = lookup("torch._dynamo.config._make_closure_patcher")
 _CUTS_FOR_DDP = exists("torch._dynamo.config.optimize_ddp")
+_TAKES_INTEGERS = exists("torch._dynamo.config.allow_unspec_int_on_nn_module")
 _maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, dims: None)
 
 
@@ -166,12 +168,24 @@ def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     """
     if around_now() is None or not _CUTS_FOR_DDP:
         return call_compiled(compiled, *args, **kwargs)
-    if _closure_patcher is None:
-        with patched(torch._dynamo.config, optimize_ddp=False):
-            return call_compiled(compiled, *args, **kwargs)
-    as_it_was = _closure_patcher(optimize_ddp=False)()
-    try:
+    with _configured(optimize_ddp=False):
         return call_compiled(compiled, *args, **kwargs)
+
+
+def integers_may_change() -> contextlib.AbstractContextManager:
+    """Inside, integers of modules that differ from those of an earlier graph become symbols, and are no constants."""
+    return _configured(allow_unspec_int_on_nn_module=True) if _TAKES_INTEGERS else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _configured(**settings: bool) -> Iterator[None]:
+    if _closure_patcher is None:
+        with patched(torch._dynamo.config, **settings):
+            yield
+        return
+    as_it_was = _closure_patcher(**settings)()
+    try:
+        yield
     finally:
         as_it_was()
 

@@ -217,6 +217,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._dynamo.config._make_closure_patcher",
     ),
     *group(
+        "layers with an integer of their own each are compiled one by one, up to Dynamo's limit",
+        "torch._dynamo.config.allow_unspec_int_on_nn_module",
+    ),
+    *group(
         "estimates are traced with symbols, which takes longer",
         "torch._dynamo.config.automatic_dynamic_shapes",
         "torch._dynamo.config.assume_static_by_default",

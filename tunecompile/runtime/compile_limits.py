@@ -17,6 +17,7 @@ from tunecompile.notes import Note, note
 log = logging.getLogger("tunecompile")
 
 BATCHES = 3  #: at which one function is compiled: at the first, for changing sizes, and once more
+NUMBERS = 4  #: compilations for numbers that differ from layer to layer, behind which floats are symbols
 NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
 SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
 SLOW = 60.0  #: seconds from which on a compilation is worth a warning
@@ -27,6 +28,12 @@ _LIST = re.compile(r"len\((?!kwargs|args)[^().]*\) == \d+")
 #: a guard on a number of the host's, for which there is no symbol. (Others part calls in few kinds, with a graph for
 #: each: ranges of sizes, adapters that are switched, flags.)
 _NUMBER = re.compile(r"^(?!len\().* == -?[\d.]+(e[+-]?\d+)?$")
+_INTEGER = re.compile(r"^(?!len\().* == -?\d+$")
+
+
+def _expression(guard: str) -> str:
+    """A guard without the line that it is of."""
+    return guard.partition("  ")[0].strip()
 
 
 def _setting(name: str, default: float) -> float:
@@ -87,11 +94,17 @@ class History:
     """At which batches one function was compiled."""
 
     batches: set[int] = field(default_factory=set)
+    numbers: int = 0  #: compilations for numbers of the host's that earlier graphs have as constants
+    integers: int = 0  #: those among them for integers
 
     @property
     def goes_on(self) -> bool:
-        """Whether changing sizes are not the reason why it is compiled: these are symbols from the second batch on."""
-        return len(self.batches) >= BATCHES
+        """Whether floats of the host's are symbols from now on.
+
+        Changing sizes are not the reason why it is compiled, which are symbols from the second batch on; or more layers
+        have a number of their own than Dynamo makes graphs.
+        """
+        return len(self.batches) >= BATCHES or self.numbers >= NUMBERS
 
     def too_often(self, batch: int, guard: str) -> Note | None:
         """Why it is not compiled at this batch.
@@ -100,10 +113,15 @@ class History:
         become symbols. What goes on compiling for numbers of the host's would do so for ever. (Of other kinds there may
         be more, up to Dynamo's limit.)
         """
-        known, guard = batch in self.batches or not self.batches, guard.partition("  ")[0]
+        known, guard = batch in self.batches or not self.batches, _expression(guard)
         if not known and _LIST.match(guard):
             return note("loop-over-list", detail=guard)
-        if not known and len(self.batches) >= BATCHES and _NUMBER.match(guard.strip()):
+        if not known and len(self.batches) >= BATCHES and _NUMBER.match(guard):
             return note("compiled-too-often", detail=guard, limit=BATCHES)
         self.batches.add(batch)
         return None
+
+    def add(self, guard: str) -> None:
+        """It was compiled, since this guard failed."""
+        self.numbers += _NUMBER.match(_expression(guard)) is not None
+        self.integers += _INTEGER.match(_expression(guard)) is not None

@@ -17,6 +17,7 @@ from tunecompile._torch.dynamo import (
     current_frame,
     forget_specialized,
     forget_with,
+    integers_may_change,
     is_full,
     recompile_reason,
     specialize_floats,
@@ -74,6 +75,9 @@ class Variant:
         """
         self.flat = flat  #: whether it runs on rows of documents
         self.compiled_as = compiled_as
+        self.integers_change = (
+            False  #: whether a module's integer made a second graph: from the third on it is a symbol
+        )
         self.ran = False  #: whether any compiled graph ran in it, which may be another variant's
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
@@ -93,7 +97,10 @@ class Variant:
         refused = self.refused
         if not refused:
             try:
-                with contextlib.nullcontext() if self.ran else also_watching(self._met):
+                with (
+                    contextlib.nullcontext() if self.ran else also_watching(self._met),
+                    integers_may_change() if self.integers_change else contextlib.nullcontext(),
+                ):
                     output = call_whole(self._compiled, layer, *args, **kwargs)
                 if (
                     not (self.graphs or self.ran)
@@ -127,21 +134,23 @@ class Variant:
             if self.flat:
                 raise NotTokenWise(note("runs-eagerly"))
             return _told(gm, gm.forward)
-        if why is not None:
-            self.recompiles.append(guard)  # without the number of the graph
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
-            if (why := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
-                raise NotTokenWise(why)
+            if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
+                raise NotTokenWise(mixes)
         with _saving_here():
             before = len(self.backend.contexts)
             with self.effort.timed():
                 compiled = self.backend(gm, inputs, history.goes_on)
             forget_specialized()
-            self.contexts += self.backend.contexts[before:]
+        if why is not None:
+            self.recompiles.append(guard)  # without the number of the graph
+            history.add(guard)
+            self.integers_change |= history.integers > 0
+        self.contexts += self.backend.contexts[before:]
         return _told(gm, compiled)
 
 
