@@ -54,14 +54,14 @@ def pairs_of(total, mine, i, STRICT: tl.constexpr):
 
 @triton.jit
 def inverse_of(system, i):
-    """(I + A)^-1 of a strictly lower triangular A of 64 rows."""
+    """(I + A)^-1 of a strictly lower triangular A of 64 rows; it is rounded to half precision behind."""
     a, b = i[:, None], i[None, :]
     inverse = tl.where(a == b, 1.0, 0.0) - tl.where(a // 2 == b // 2, system, 0.0)
     for level in tl.static_range(1, 6):  # blocks of 2, 4, ... 32 rows are joined by two
         together = (a >> (level + 1)) == (b >> (level + 1))
         between = tl.where(together & ((a >> level) != (b >> level)), system, 0.0)
-        step = tl.dot(inverse, between, input_precision="tf32x3")
-        inverse -= tl.dot(step, inverse, input_precision="tf32x3")
+        step = tl.dot(inverse, between, input_precision="tf32")
+        inverse -= tl.dot(step, inverse, input_precision="tf32")
     return inverse
 
 
@@ -381,7 +381,7 @@ def scan(chunks, k, v, offsets):
         documents,
         *k_strides,
         **_sizes(k, v),
-        KEYS=next_power_of_2(keys),
+        KEYS=max(next_power_of_2(keys), tile.block),
         BLOCK=tile.block,
         HAS_DOCUMENTS=offsets is not None,
         num_warps=tile.num_warps,

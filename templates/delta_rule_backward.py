@@ -189,7 +189,7 @@ def scan(call, chunks, waiting, grad_final):
     written, (tile, options) = torch.empty_like(waiting), call.options("delta_scan")
     shape = (call.shape[0], call.count, call.shape[2], keys, width)
     states = torch.empty(shape, dtype=waiting.dtype, device=waiting.device)
-    options["KEYS"] = next_power_of_2(keys)
+    options["KEYS"] = max(next_power_of_2(keys), tile.block)
     documents = call.shape[0] if call.offsets is None else call.offsets.shape[0]
     grid = (documents, call.shape[2], triton.cdiv(width, tile.block))
     tensors = (call.grad, grad_final, call.q, call.k, chunks.w, waiting, chunks.total, call.offsets, written, states)
