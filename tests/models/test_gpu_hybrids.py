@@ -1,0 +1,53 @@
+"""Delta rules by their templates in whole models: gradients no further from fp32 than eager's, padded or not."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.models import hybrids
+from tests.support.models.gpu import median
+from tests.support.notes import EAGER, find
+from tests.support.reports import flattened
+
+pytestmark = pytest.mark.gpu
+#: nothing but the rule's heads is a power of two
+WIDE = dict(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=4099,
+    linear_num_key_heads=3,
+    linear_num_value_heads=6,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_no_further_from_fp32_than_eager(mode, side):
+    model = hybrids.make("qwen3_5", torch.bfloat16, **WIDE).cuda()
+    model = zoo.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
+    reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
+    tunecompile.optimize(model)
+    for rows, length in ((4, 256), (3, 391)):
+        inputs = (
+            padded(rows, length, side, 0, "cuda", 4099) if side else zoo.batch(4099, rows, length, "cuda", seed=length)
+        )
+        (_, exact), (_, eager), (_, ours) = (zoo.step(m, inputs) for m in (reference, plain, model))
+        theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
+        ratios = {name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps) for name in mine}
+        worst = max(ratios, key=ratios.__getitem__)
+        print(f"median {median(mine.values()) / median(theirs.values()):.3f}, {worst}: {ratios[worst]:.3f}")
+        assert median(mine.values()) <= 1.1 * median(theirs.values())
+        assert ratios[worst] < 2, (worst, mine[worst], theirs[worst])
+    told = tunecompile.report(model)
+    assert not find(told, *EAGER) and flattened(model) == (2 if side else 0), told
+    found = {name for region in told.regions for name in region.providers}
+    assert {"gated_delta_rule: triton", "gated_delta_rule_backward: triton"} <= found, told
