@@ -145,6 +145,12 @@ def cases(
             lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f),
             [e(8, 128256), labels, e(8, dtype=torch.float32)],
         ),
+        "cross_entropy_statistics": (
+            lambda z, y, f: cross_entropy.statistics_and_grad_(
+                z, y, cross_entropy.STATISTICS, factors=f, entropy_factors=f, softcap=30.0
+            ),
+            [e(8, 151936), labels, e(8, dtype=torch.float32)],
+        ),
         "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
         "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
         "rms_norm_backward": (

@@ -48,6 +48,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
     written = {
         "nf4": ["out"],
         "cross_entropy": ["logits", "losses", "lses"],
+        "cross_entropy_statistics": ["entropies", "logits", "losses", "lses", "means", "squares", "tops"],
         "rms_norm": ["total", "y"],
         "rms_norm_wide": ["y"],
         "rms_norm_backward": ["dweight", "dx"],
