@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import give_matrices, movable, replaceable
 from tunecompile.planner.candidates import Cut
+from tunecompile.planner.liveness import tensor_bytes
 from tunecompile.planner.recompute_attention import recompute_in_backward
 from tunecompile.planner.solver import Plan
 
@@ -76,6 +77,7 @@ class JointGraph:
     graph: Graph
     cut: Cut  #: a plan -> the lowered forward and backward graph, made from a copy
     attention: float | None  #: floating point operations a millisecond of its attention, where that was timed
+    passed: int = 0  #: bytes of what the layer gives the next one
 
 
 #: reads a joint graph and leaves it as it is. Returns the plan to go on with; None for the one that was there
@@ -93,7 +95,10 @@ class Partitioner(_Hook, CustomPartitionerFn):
         look, self.look = self.look, None  # compiled code may hold this object for good, and `look` the model
         if look is not None:
             cut = functools.partial(self._try, gm, joint_inputs, kwargs, {})
-            self.context.plan = look(JointGraph(gm.graph, cut, self.context.attention_rate)) or self.context.plan
+            (returned,) = gm.graph.find_nodes(op="output")
+            passed = sum(_bytes(node) for node in returned.args[0][: kwargs["num_fwd_outputs"]])
+            joint = JointGraph(gm.graph, cut, self.context.attention_rate, passed)
+            self.context.plan = look(joint) or self.context.plan
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
@@ -206,3 +211,8 @@ class Lowering(_Hook, CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         run_stage(self.passes, "lower", graph, self.context)
+
+
+def _bytes(value: Any) -> int:
+    """Of a node's value; 0 for a constant."""
+    return tensor_bytes(value.meta.get("val")) if isinstance(value, Node) else 0

@@ -88,7 +88,9 @@ def survey(
         names = tuple(map(candidates.describe, candidates.expensive_nodes(joint.graph)))
         for plans in stages:
             rows += candidates.survey(joint.cut, plans)
-            found = RegionCandidates(tuple(rows), tokens, names, weights, attention=joint.attention)
+            found = RegionCandidates(
+                tuple(rows), tokens, names, weights, attention=joint.attention, passed=joint.passed
+            )
             if enough(found):
                 return SurveyResult(found)
         return SurveyResult(found and replace(found, whole=True))

@@ -11,6 +11,11 @@ NOTES = {
         "not all memory plans for {subject}: {detail}",
         "The plan is chosen from fewer ones, and may be slower than necessary. Report it with the error.",
     ),
+    "checkpointing-is-budget": NoteKind(
+        "gradient checkpointing is enabled: what it would need ({detail} of tensors at the peak) is the budget, within "
+        "which the fastest plan is followed",
+        "Set memory= for another budget, or disable gradient checkpointing where there is room to save everything.",
+    ),
     "over-budget": NoteKind(
         "the smallest plan for {tokens} tokens needs {detail} more than memory={subject} allows: it is run all "
         "the same",

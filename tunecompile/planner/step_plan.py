@@ -13,7 +13,7 @@ from typing import Any
 
 from tunecompile.planner.candidates import CandidateCost, options
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Assignment, LayerRun, Plan, PlanOption, choose
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Assignment, LayerRun, Plan, PlanOption, choose, peak
 
 #: times the bytes of a step are those of its CUDA graphs: scratch of forwards and backwards lies apart (8B on 2x512
 #: tokens: 4.1 GiB for 2.8)
@@ -35,6 +35,7 @@ class RegionCandidates:
     weights: int = 0  #: bytes that a layer's frozen weights take in the layout that products read
     whole: bool = False  #: whether every plan was surveyed
     attention: float | None = None  #: its floating point operations a millisecond, where it was timed
+    passed: int = 0  #: bytes of what a layer gives the next one
 
     def rates(self, machine: Rates) -> Rates:
         """The machine's, with this region's attention."""
@@ -69,6 +70,8 @@ class StepRequest:
     keeps_weights: bool = False  #: whether frozen weights may stay dequantised
     launching: float = 0.0  #: milliseconds in which the host launches the step's forwards, if kernels wait for that
     recorded: float = 1.0  #: times what layers need is what they need once recorded as CUDA graphs
+    #: whether layers, head and loss may take what they would if each layer were checkpointed, and no more
+    checkpointed: bool = False
 
     def layers(self) -> list[RegionCandidates]:
         """Each layer's candidates, in running order.
@@ -98,6 +101,25 @@ class StepRequest:
         """Bytes that are there whatever layers do, while their gradients are not."""
         return self.resident - sum(run.layers * run.options[0].gradients for run in runs)
 
+    def checkpointed_peak(self) -> int:
+        """Bytes of layers, head and loss under checkpoints around each layer.
+
+        A layer holds what the one before it gave, and in its backward all that it saves is there once more. Layers run
+        by their own code save more than that.
+        """
+        known = next(iter(self.candidates.values()))
+        order = []
+        for run in self.runs:
+            each = self.candidates.get(run.region, known)
+            scale = self.tokens / each.tokens
+            kept = next(row for row in each.rows if row.plan == KEEP)
+            saved = max(0, kept.returned - each.passed)
+            held, forward, backward = (
+                int(nbytes * scale) for nbytes in (each.passed, kept.forward, saved + kept.backward)
+            )
+            order.append([PlanOption(KEEP, held, forward, backward, 0.0, gradients=run.gradients)] * run.layers)
+        return peak(order, self.tail)
+
     def computing(self) -> float:
         """Milliseconds of all layers' forwards themselves."""
         return sum(
@@ -123,6 +145,11 @@ class AdmittedPlan:
         """Predicted, of all tensors."""
         return self.resident + self.weights + self.choice.peak
 
+    @property
+    def limit(self) -> int:
+        """Of all tensors, where the budget is that of checkpoints."""
+        return self.resident + self.room
+
     def settles(self, surveyed: Iterable[RegionCandidates]) -> bool:
         """Whether no more plans have to be surveyed.
 
@@ -145,6 +172,8 @@ def solve(request: StepRequest) -> AdmittedPlan:
     resident = request.beside_layers(runs)
     room = request.available - resident
     room = room if request.ceiling is None else min(room, request.ceiling)
+    if request.checkpointed:
+        room = min(room, request.checkpointed_peak())
     gain = 2 * (request.launching - request.computing()) if request.launching else 0.0  # as much in backwards
     choice, short = leave_room_for_graphs(
         choose(runs, room, request.tail, request.host), runs, room, request.tail, gain

@@ -128,6 +128,7 @@ class State(NotCopied):
         """Begin anew, with nothing attached. Hooks under way keep this very object."""
         self.settings = settings
         self.memory = settings.memory  #: the budget, unless it turns out that nothing can be planned
+        self.checkpointed = False  #: whether the budget is what checkpoints around all layers would need
         self.parts = tuple(kind() for kind in self.kinds)
         self.step = Step(state=weakref.ref(self))
         self.stacks: list[LayerStack] = []

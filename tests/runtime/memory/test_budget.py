@@ -74,6 +74,19 @@ def test_a_budget_takes_the_place_of_checkpointing():
     ]
 
 
+def test_checkpointing_alone_is_a_budget():
+    """What checkpoints would need is used for the fastest plan."""
+    model = build(None)
+    model.gradient_checkpointing_enable()
+    assert_equal(step(model), plain())
+    told = tunecompile.report(model)
+    assert told.memory["predicted_peak"] <= told.memory["budget"] and any(p["recompute"] for p in told.memory["plans"])
+    assert has(told, "checkpointing-is-budget") and not find(told, "over-budget")
+    model.gradient_checkpointing_disable()
+    assert_equal(step(model), plain())
+    assert tunecompile.report(model).memory is None and not find(model, "checkpointing-is-budget")
+
+
 def test_what_does_not_fit_is_run_and_told():
     model = build("1KiB")
     assert_equal(step(model), plain())

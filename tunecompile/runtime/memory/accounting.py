@@ -70,6 +70,7 @@ class MemoryAccounting:
     )  #: by region, bytes that its dense weights take more from this step on
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
+    checkpointed: bool = False  #: whether the budget is what checkpoints around all layers would need
     ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
     failures: int = 0  #: of allocations, that were dealt with
 
@@ -112,6 +113,7 @@ class MemoryAccounting:
             keeps_weights=self.kept is not None,
             launching=self.recordings.look(),
             recorded=RECORDED if self.recordings.made else 1.0,
+            checkpointed=self.checkpointed,
         )
 
     def others(self) -> int:

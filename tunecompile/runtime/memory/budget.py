@@ -95,7 +95,8 @@ class RuntimePlanner:
             peak != now.highest and peak - memory.gauge.allocated() > self.admitted.choice.peak // 2
         ):  # a step's: nobody reset the count since
             now.measured, now.highest = peak, peak
-            memory.surplus += max(0, peak - self.admitted.peak - memory.recordings.bytes)
+            if not memory.checkpointed:  # whose peak may be of other code: a generation between steps needs more
+                memory.surplus += max(0, peak - self.admitted.peak - memory.recordings.bytes)
             memory.slack = max(memory.slack, held - peak)
             now.exceeded = held > memory.allowed()
 
@@ -346,7 +347,8 @@ class RuntimePlanner:
         missing = made.choice.peak - made.room
         self.shortfall = None
         if not made.choice.fits and not self.progress.pressed:
-            self.shortfall = note("over-budget", repr(self.memory.spec), shown(missing), tokens=made.tokens)
+            spec = "checkpointing" if self.memory.checkpointed else self.memory.spec
+            self.shortfall = note("over-budget", repr(spec), shown(missing), tokens=made.tokens)
         return made
 
     def _make_room_for(self, made: AdmittedPlan) -> None:
@@ -381,7 +383,7 @@ class RuntimePlanner:
             return None
         return {
             "device": str(self.device),
-            "budget": self.memory.allowed(),
+            "budget": self.admitted.limit if self.memory.checkpointed else self.memory.allowed(),
             "predicted_peak": self.admitted.peak,
             "measured_peak": self.progress.measured or None,
             "tokens": self.admitted.tokens,

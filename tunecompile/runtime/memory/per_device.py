@@ -29,6 +29,7 @@ class Planned(Protocol):
 
     model: nn.Module
     memory: Spec
+    checkpointed: bool
     host_bytes: int | None
     offload_dir: Path | None
     precision: str | None
@@ -51,7 +52,7 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
         reason = note("weights-not-on-device", where)
         state.notes.append(note("no-memory-plan", f"{left} layers", reason))
     on_gpus = any(device.type == "cuda" for device in placed)
-    if not placed or (state.memory == "auto" and not on_gpus):
+    if not placed or (state.memory == "auto" and not on_gpus and not state.checkpointed):
         return ()
     if on_gpus:
         grow_segments()
@@ -71,6 +72,7 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
                 _offload(state, device, len(placed)),
                 state.replays if alone else None,
                 kept,
+                checkpointed=state.checkpointed,
             )
         )
         for device, slots in placed.items()

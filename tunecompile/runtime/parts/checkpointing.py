@@ -16,7 +16,7 @@ class Checkpointing(Part):
         `offload=True`, is called around the layer, unless a budget plans what is saved."""
         if not state.stacks:
             return
-        planned = state.memory is not None or bool(state.step.budgets)
+        planned = (state.memory is not None or bool(state.step.budgets)) and not state.checkpointed
         for slot in state.slots:
             slot.checkpoint, slot.checkpointed_by = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")

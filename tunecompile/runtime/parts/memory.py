@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tunecompile.notes import Note, note
+from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.memory.across_ranks import RankPlans
-from tunecompile.runtime.memory.oom_recovery import Recovery
+from tunecompile.runtime.memory.oom_recovery import Recovery, sharded
 from tunecompile.runtime.memory.per_device import make_budgets
 from tunecompile.runtime.model_state import ModelCall, Part, State
 
@@ -17,26 +18,41 @@ class OomRecovery(Part):
 
 
 class MemoryBudget(Part):
-    """Budgets are made at the first training step, when the model is where it will be trained."""
+    """Budgets are made at the first training step, when the model is where it will be trained.
+
+    Who has all layers checkpointed, and sets no budget, requires a small step, not that layers are computed twice: what
+    the checkpoints would need is the budget then.
+    """
 
     def before_step(self, state: State, call: ModelCall) -> None:
         step = state.step
-        if state.memory is None or step.recovery is None:
+        if state.settings.memory is None:
+            self._follow_checkpointing(state)
+        if state.memory is None:
             return
         if not step.budgets:
             step.budgets = make_budgets(state)
             if not step.budgets:
                 state.memory = None
                 return
-            step.recovery.agreement = RankPlans(state.store)
+            if step.recovery is not None:
+                step.recovery.agreement = RankPlans(state.store)
         for budget in step.budgets:
             budget.begin()
-        step.recovery.begin()
+        if step.recovery is not None:
+            step.recovery.begin()
+
+    def _follow_checkpointing(self, state: State) -> None:
+        """It may be enabled and disabled between any two steps."""
+        if not (wanted := _is_checkpointed(state)) and state.checkpointed:
+            state.step.budgets = ()
+        if wanted != state.checkpointed:
+            state.checkpointed, state.memory = wanted, "auto" if wanted else None
 
     def notes(self, state: State) -> list[Note]:
         """Of each device's budget, and how often memory ran out."""
         budgets, recovery = state.step.budgets, state.step.recovery
-        if not budgets or recovery is None:
+        if not budgets:
             return []
         several = len(budgets) > 1
         told = [
@@ -44,4 +60,14 @@ class MemoryBudget(Part):
             for budget in budgets
             for each in budget.report_notes()
         ]
-        return told + recovery.report_notes()
+        if state.checkpointed:
+            limits = ", ".join(shown(each.admitted.limit) for each in budgets if each.admitted is not None)
+            told.append(note("checkpointing-is-budget", detail=limits or "not known yet"))
+        return told + (recovery.report_notes() if recovery is not None else [])
+
+
+def _is_checkpointed(state: State) -> bool:
+    """Whether checkpoints of torch's are around all layers, whose weights this process has."""
+    if not state.slots or not all(slot.checkpoint for slot in state.slots):
+        return False
+    return not any(map(sharded, state.model.parameters()))
