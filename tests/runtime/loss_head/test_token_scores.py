@@ -56,6 +56,19 @@ def test_is_torchs_in_fp64(trained, options, uses):
     torch.testing.assert_close(ours, differentiated(plain, tensors, labels, uses, **options), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("trained, again", [((1, 0, 0), 0), ((1, 1, 0), 3)], ids=str)
+def test_logits_are_made_once_under_a_frozen_head(trained, again, monkeypatch):
+    """And their gradient with them."""
+    made = []
+    monkeypatch.setattr(module, "linear", lambda *given: made.append(1) or F.linear(*given))
+    *tensors, labels = problem(masked="none")
+    tensors = [t.requires_grad_(bool(flag)) for t, flag in zip(tensors, trained)]
+    log_probs, _ = token_scores(*tensors, labels, 1.0, 0.0, ["entropy"])
+    once = len(made)
+    log_probs.sum().backward()
+    assert once == 4 and len(made) - once == again, "13 rows, 4 or 6 at a time"
+
+
 def test_the_first_of_equal_logits_is_the_top():
     hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [2.0], [2.0], [1.0]])
     _, values = token_scores(hidden, weight, None, torch.tensor([1, 2, 3]), 1.0, 0.0, ["is_top1"])

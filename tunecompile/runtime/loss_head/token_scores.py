@@ -46,7 +46,9 @@ def token_scores(
         (log-probabilities, statistics by name): [T] each, in fp32, or fp64 for fp64; "is_top1" is of bools.
     """
     names = tuple(name for name in STATISTICS if name in wanted)
-    log_probs, *values = _TokenScores.apply(hidden, weight, bias, labels, scale, softcap, names)
+    trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
+    ahead = torch.is_grad_enabled() and hidden.requires_grad and not trains_head  # off inside of `forward`
+    log_probs, *values = _TokenScores.apply(hidden, weight, bias, labels, scale, softcap, names, ahead)
     return log_probs, dict(zip(names, values))
 
 
@@ -56,10 +58,8 @@ class _TokenScores(torch.autograd.Function):
     seldom use, each chunk of logits is made once more."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, labels, scale, softcap, names):
+    def forward(ctx: Any, hidden, weight, bias, labels, scale, softcap, names, ahead):
         ctx.set_materialize_grads(False)
-        trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
-        ahead = hidden.requires_grad and not trains_head and torch.is_grad_enabled()
         with no_autocast(), torch.no_grad():
             log_probs, values, dhidden = _score(hidden, weight, bias, labels, scale, softcap, names, ahead)
         ctx.save_for_backward(hidden, weight, bias, labels, dhidden)
@@ -74,16 +74,15 @@ class _TokenScores(torch.autograd.Function):
         # of the statistics only the first, the entropy, has a gradient
         entropy = next((each for each in rest if each is not None), None)
         if grad is None and entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         if dhidden is not None and entropy is None:
-            return (dhidden * grad[:, None]).to(hidden.dtype), *(None,) * 6
+            return (dhidden * grad[:, None]).to(hidden.dtype), *(None,) * 7
         with no_autocast():
             made = _gradients(ctx, hidden, weight, bias, labels, grad, entropy)
-        return *made, *(None,) * 4
+        return *made, *(None,) * 5
 
 
-def _parts(rows: int, vocabulary: int) -> list[slice]:
-    step = chunk_rows(vocabulary)
+def _parts(rows: int, step: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
@@ -95,7 +94,7 @@ def _score(hidden, weight, bias, labels, scale, softcap, names, ahead) -> tuple[
     # no loss scaler has scaled what fp16 would have to hold
     dtype = wide if hidden.dtype == torch.float16 else hidden.dtype
     dhidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if ahead else None
-    for part in _parts(len(labels), weight.shape[0]):
+    for part in _parts(len(labels), chunk_rows(weight.shape[0])):  # whatever is trained: products of the same shape
         logits = linear(hidden[part], weight, bias)
         log_probs[part], found, dlogits = _statistics(logits, labels[part], scale, softcap, names, ahead)
         for name in names:
@@ -113,7 +112,10 @@ def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> tuple[Tensor
     dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needed[1] else None
     dbias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if needed[2] else None
     factors = torch.zeros_like(entropy) if grad is None else grad
-    for part in _parts(len(labels), weight.shape[0]):
+    step = chunk_rows(weight.shape[0])
+    if dweight is not None:  # which each chunk reads and writes once more
+        step = max(step, weight.shape[1])
+    for part in _parts(len(labels), step):
         logits = linear(hidden[part], weight, bias)
         rises = None if entropy is None else entropy[part].contiguous()
         *_, dlogits = _statistics(
