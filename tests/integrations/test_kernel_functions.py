@@ -19,9 +19,10 @@ from tunecompile.integrations.kernel_functions.substitute import knows_documents
 pytest.importorskip("transformers.models.qwen3_5")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_two_lengths_are_two_graphs_whatever_the_loop(family, monkeypatch):
-    reference = hybrids.make(family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+@pytest.mark.parametrize(("family", "pairs"), [("qwen3_5", 1), pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow)])
+def test_two_lengths_are_two_graphs_whatever_the_loop(family, pairs, monkeypatch):
+    kinds = pairs * ["linear_attention", "full_attention"]
+    reference = hybrids.make(family, num_hidden_layers=len(kinds), layer_types=kinds)
     model = optimized(copy.deepcopy(reference))
     for length in (70, 130, 129):
         batch = zoo.batch(rows=2, length=length)

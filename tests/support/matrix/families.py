@@ -65,6 +65,8 @@ TEXT: dict[str, tuple[str, dict]] = {
     "Qwen3-MoE": ("qwen3_moe", {}),
     "gpt-oss": ("gpt_oss", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),
+    "Qwen3.5": ("qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 }
 MORE = {
     "Llama 3.2 Vision": images.mllama,

@@ -31,6 +31,10 @@ EXPERTS = {
 HYBRIDS = {
     "qwen3_5": ("Qwen3_5", LINEAR_ATTENTION),
     "qwen3_next": ("Qwen3Next", {**LINEAR_ATTENTION, **EXPERTS}),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {**LINEAR_ATTENTION, "linear_num_key_heads": 4, "pad_token_id": 0, "eos_token_id": 1},
+    ),
 }
 
 
