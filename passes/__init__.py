@@ -44,7 +44,8 @@ PIPELINE = [
     recognize.document_attention,
     recognize.experts,
     recognize.expert_rows,
-    recognize.expert_masks,
+    recognize.expert_biases,
+    recognize.expert_masks,  # over rows that are 0 once their biases are part of products
     recognize.nf4,
     recognize.dora,
     recognize.lora,

@@ -73,6 +73,7 @@ def rows_kernel(
     weight,
     inner,
     up,
+    bias,
     table,
     out,
     COLUMNS: tl.constexpr,
@@ -82,6 +83,7 @@ def rows_kernel(
     N_STRIDE: tl.constexpr,
     CHOICES: tl.constexpr,
     RANK: tl.constexpr,
+    BIASED: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,12 +127,14 @@ def rows_kernel(
                 adapter = up + group.to(tl.int64) * RANK * COLUMNS
                 right = tl.load(adapter + r[:, None] * COLUMNS + there[None, :])
                 total = tl.dot(left, right, total, input_precision="ieee")
+            if BIASED:
+                total += tl.load(bias + group.to(tl.int64) * COLUMNS + there)[None, :].to(tl.float32)
         places = out + row[:, None].to(tl.int64) * COLUMNS + column[None, :]
         tl.store(places, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < COLUMNS)[None, :])
 
 
-def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inner=None, up=None):
-    """Each row times the matrix of its expert, and what adapters add; 0 in rows of nobody.
+def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inner=None, up=None, bias=None):
+    """Each row times the matrix of its expert, and what adapters and biases add; 0 in rows of nobody.
 
     Args:
         x: [S, K], or [T, K] with an order; fp32, fp16 or bf16, unit column stride.
@@ -143,6 +147,7 @@ def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inn
         choices: how many rows a row of x has.
         inner, up: [S, R] and [E, R, N], in x's dtype, contiguous, R a power of two of at least 16: inner_s up_e is
             added before the result is rounded.
+        bias: [E, N], any floating dtype, contiguous: added before the result is rounded.
 
     Returns:
         [S, N] in x's dtype.
@@ -153,7 +158,7 @@ def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inn
     width, columns = weight.shape[1], weight.shape[2]
     if turned:
         width, columns = columns, width
-    contiguous = all(t is None or t.is_contiguous() for t in (weight, inner, up))
+    contiguous = all(t is None or t.is_contiguous() for t in (weight, inner, up, bias))
     rank = 0 if inner is None else inner.shape[1]
     if x.stride(1) != 1 or x.shape[1] != width or not contiguous or rank & (rank - 1) or 0 < rank < 16:
         raise ValueError(f"rows of {tuple(x.shape)}, {x.stride()} and matrices {tuple(weight.shape)} do not fit")
@@ -170,6 +175,7 @@ def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inn
         weight,
         inner,
         up,
+        bias,
         table,
         out,
         COLUMNS=columns,
@@ -179,6 +185,7 @@ def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inn
         N_STRIDE=width if turned else 1,
         CHOICES=0 if order is None else choices,
         RANK=rank,
+        BIASED=bias is not None,
         EXPERTS=offsets.shape[0],
         ROWS=wide.rows,
         BLOCK=block,

@@ -3,9 +3,7 @@
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
-from tunecompile.passes.recognize.expert_masks import PASS as expert_masks
-from tunecompile.passes.recognize.expert_rows import PASS as expert_rows
-from tunecompile.passes.recognize.experts import PASS as experts
+from tunecompile.passes.recognize.experts import expert_biases, expert_masks, expert_rows, experts
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora
@@ -20,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "document_attention",
     "dora",
+    "expert_biases",
     "expert_masks",
     "expert_rows",
     "experts",

@@ -64,7 +64,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "opt": NARROW,
         **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
         "mixtral": MOE,
-        "gpt_oss": MOE | {"document_attention": (1, 1)},  # its attention is written out
+        "gpt_oss": MOE | {"document_attention": (1, 1), "expert_biases": (2, 2)},  # its attention is written out
         "qwen2_moe": LLAMA
         | EXPERTS
         | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's

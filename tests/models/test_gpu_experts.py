@@ -25,8 +25,9 @@ WIDTHS = {
 
 
 def on_gpu(args):
-    x, weight, ends, a, b, *rest = args
-    return x.cuda(), weight.cuda(), ends.cuda(), [m.cuda() for m in a], [m.cuda() for m in b], *rest
+    x, weight, ends, a, b, scales, transposed, bias = args
+    last = None if bias is None else bias.cuda()
+    return x.cuda(), weight.cuda(), ends.cuda(), [m.cuda() for m in a], [m.cuda() for m in b], scales, transposed, last
 
 
 @pytest.mark.parametrize("loads", [(130, 0, 3, 77), (0, 0, 300, 0), (1, 1, 1, 1), (64, 64, 64, 64), (0, 0, 0, 0)])
@@ -34,7 +35,8 @@ def on_gpu(args):
 @pytest.mark.parametrize("ranks", [(), (5,), (16, 8)])
 @pytest.mark.parametrize("provider", ["grouped_mm", "triton"])
 def test_products(loads, transposed, ranks, provider):
-    args = on_gpu(operands(loads, 9, ranks, transposed, torch.bfloat16, offsets=torch.int32, width=128, columns=64))
+    shape = dict(offsets=torch.int32, width=128, columns=64, biased=len(ranks) < 2)
+    args = on_gpu(operands(loads, 9, ranks, transposed, torch.bfloat16, **shape))
     x, total = args[0], sum(loads)
     x[total:] = float("nan")
     clean = (x.nan_to_num(0.0), *args[1:])
@@ -47,7 +49,7 @@ def test_products(loads, transposed, ranks, provider):
     y, xa = forward(*args)
     grad = torch.randn_like(y)
     grad[total:] = float("nan")
-    got = backward(grad, *args, xa, used=(True,) * (2 + 2 * len(ranks)))
+    got = backward(grad, *args, xa, used=(True,) * (3 + 2 * len(ranks)))
     theirs = wide(clean)
     wanted = exact(*theirs)
     want = torch.autograd.grad(wanted, leaves(theirs), grad.nan_to_num(0.0).double())
@@ -62,7 +64,8 @@ def test_products(loads, transposed, ranks, provider):
 @pytest.mark.parametrize("which", ["both", "grad", "x"])
 def test_rows_read_in_place(ranks, which, dtype):
     torch.manual_seed(0)
-    args = on_gpu(operands((130, 0, 3, 77), 6, ranks, False, dtype, offsets=torch.int32, width=136, columns=72))
+    shape = dict(offsets=torch.int32, width=136, columns=72, biased=len(ranks) == 1)
+    args = on_gpu(operands((130, 0, 3, 77), 6, ranks, False, dtype, **shape))
     rows, rest, choices = len(args[0]), args[1:], 4
     order = torch.randperm(rows, device="cuda")
     tokens, grads = (torch.randn(rows // choices, n, device="cuda", dtype=dtype) for n in (136, 72))
@@ -75,7 +78,7 @@ def test_rows_read_in_place(ranks, which, dtype):
         (grads, order, choices) if which != "x" else (grad, None, 0),
         (tokens, order, choices) if which != "grad" else (x, None, 0),
     ]
-    used = (True, dtype == torch.bfloat16) + (True,) * 2 * len(ranks)
+    used = (True, dtype == torch.bfloat16) + (True,) * (1 + 2 * len(ranks))
     got = op_provider(gathered_lora_linear_backward)(*sides[0], *sides[1], *rest, xa, used=used)
     theirs = wide((x, *rest))
     want = torch.autograd.grad(exact(*theirs), leaves(theirs), grad.double())

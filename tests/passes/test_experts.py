@@ -8,7 +8,7 @@ from tunecompile.compiler.backend import Backend
 from tunecompile.ops import adapted_stack
 from tunecompile.passes import PIPELINE
 
-PASSES = family("experts", "expert_rows", "expert_masks")
+PASSES = family("experts", "expert_rows", "expert_biases", "expert_masks")
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
 TOL = 1.5e-2  #: in bfloat16, where a product is rounded once or twice
 
@@ -53,6 +53,63 @@ def masked(x, up, down, chosen, weights):
     hidden = torch.nn.functional.grouped_mm(rows, up.mT, offs=ends).masked_fill(away, 0.0).relu()
     made = torch._grouped_mm(hidden, down.permute(0, 2, 1), offs=ends).masked_fill(away, 0.0)
     return back(made * weights.reshape(-1)[order].unsqueeze(-1), order)
+
+
+def with_biases(chooses=torch.topk, ids_of=lambda ids: ids, spare=0, in_place=True):
+    """As transformers writes gpt-oss."""
+
+    def layer(x, up, up_bias, down, down_bias, scores):
+        weights, chosen = chooses(scores, CHOICES)
+        ids, order = torch.sort(chosen.reshape(-1))
+        rows = x[order // CHOICES]
+        counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        away = (ids >= EXPERTS).unsqueeze(-1)
+        ids.clamp_(max=EXPERTS - 1 - spare)
+        hidden = torch._grouped_mm(rows, up, offs=ends)
+        hidden = hidden.add_(up_bias[ids_of(ids)]) if in_place else hidden + up_bias[ids_of(ids)]
+        hidden = hidden.masked_fill(away, 0.0).relu()
+        made = torch._grouped_mm(hidden, down, offs=ends)
+        made.add_(down_bias[ids])
+        return back(made.masked_fill(away, 0.0) * weights.reshape(-1)[order].unsqueeze(-1), order)
+
+    return layer
+
+
+def stacks_and_biases(trained=True):
+    return (
+        bf16(EXPERTS, WIDTH, INNER, grad=trained, scale=0.3),
+        bf16(EXPERTS, INNER, grad=trained),
+        bf16(EXPERTS, INNER, WIDTH, grad=trained, scale=0.3),
+        random(EXPERTS, WIDTH, grad=trained),  # in fp32, as under autocast
+    )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_biases_are_part_of_products(trained, in_place):
+    scores = bf16(TOKENS, EXPERTS)
+    products = {"grouped_lora_linear": 2, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1}
+    inputs = bf16(TOKENS, WIDTH), *stacks_and_biases(trained), scores
+    seen = check(with_biases(in_place=in_place), *inputs, passes=PASSES, expect=products, tol=TOL)
+    left = str(seen.graphs[0])
+    assert "add" not in left and "masked_fill" not in left and "up_bias" in left, left
+
+
+@pytest.mark.parametrize(
+    "other, reason",
+    [
+        (with_biases(chooses=lambda scores, k: (scores[:, :k].exp(), scores[:, :k].argsort(-1))), "other ids"),
+        (with_biases(ids_of=lambda ids: (ids + 1) % EXPERTS), "other ids"),
+        (with_biases(spare=1), "changed"),
+    ],
+)
+def test_other_biases_are_added_as_they_are(other, reason):
+    """Of ids that may be below 0, of other ids, of ids that a clamp moves to another expert."""
+    inputs = bf16(TOKENS, WIDTH), *stacks_and_biases(), bf16(TOKENS, EXPERTS)
+    products = {"grouped_lora_linear": 2, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1}
+    seen = check(other, *inputs, passes=PASSES, expect=products, tol=TOL)
+    assert "add" in str(seen.graphs[0]) and any(reason in told for told in seen.refused), seen.refused
 
 
 @pytest.mark.parametrize("layer", [whole, masked])

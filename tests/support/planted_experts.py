@@ -32,8 +32,15 @@ EXPERT_CASES = {
         "grouped_linear",
         "grouped_lora_linear",
         by_expert,
-        lambda op, x, w, a, b: op(x, w, torch.tensor(ENDS, dtype=torch.int32), [a], [b], [0.5], False)[0],
+        lambda op, x, w, a, b: op(x, w, torch.tensor(ENDS, dtype=torch.int32), [a], [b], [0.5], False, None)[0],
         expert_arguments,
+    ),
+    "experts' biases": (
+        "grouped_linear",
+        "grouped_lora_linear",
+        lambda x, w, a, b, bias: by_expert(x, w, a, b) + torch.cat([bias[[0, 0, 2, 2, 2]], bias.new_zeros(1, 5)]),
+        lambda op, x, w, a, b, bias: op(x, w, torch.tensor(ENDS, dtype=torch.int32), [a], [b], [0.5], False, bias)[0],
+        lambda dtype: [*expert_arguments(dtype), random(EXPERTS, 5, dtype=dtype)],
     ),
     "experts' weights": (
         "adapted_stack",

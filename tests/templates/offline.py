@@ -163,7 +163,7 @@ def cases(
         ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
-        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [gate, wide]),
+        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(64, 14336), wide]),
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
         "lora_columns": (
             lambda xa, out: lora.append_columns(xa, out, 4096),

@@ -55,6 +55,10 @@ def test_rows(loads, turned, choices, rank, width, columns, dtype, device, error
     matrices = weight if turned else weight.transpose(1, 2).contiguous()
     table = experts.tiles(offsets, len(source), x)
     told = {"inner": inner, "up": up} if rank else {}
+    if choices or rank:
+        told["bias"] = torch.randn(len(loads), columns, device=device)
+        for e, mine in by_expert(offsets, len(source)):
+            exact[mine] += told["bias"][e].double()
     y = experts.rows(x, matrices, offsets, table, len(source), turned=turned, order=order, choices=choices, **told)
     assert y.dtype == dtype and error(y, exact) < bound(dtype)
     assert y[int(offsets[-1]) :].eq(0).all()

@@ -176,6 +176,18 @@ FAULTS = [
         "*split_ups(d_up, b, scales)",
         "*split_ups(d_up, b, [1.0] * len(scales))",
     ),
+    Fault(
+        "experts' biases",
+        "lost bias",
+        "y = (y + biases_of_rows(bias, x.shape[0], offsets)).to(x.dtype)",
+        "pass",
+    ),
+    Fault(
+        "experts' biases",
+        "gradient of another expert",
+        "d_bias = bias_gradient(by, grad, offsets, bias)",
+        "d_bias = bias_gradient(by, grad, offsets.flip(0), bias)",
+    ),
     Fault("experts' weights", "lost sign", "d_down = torch.bmm(up, wide)", "d_down = torch.bmm(up, -wide)"),
     Fault(
         "rows to experts",

@@ -21,11 +21,12 @@ LOADS = st.sampled_from([(3, 0, 4), (0, 0, 7), (7, 0, 0), (0, 5, 0), (1, 1, 1), 
     transposed=st.booleans(),
     layout=LAYOUTS,
     offsets=st.sampled_from([torch.int32, torch.int64]),
+    biased=st.booleans(),
 )
 @QUICK
-def test_value_and_gradients(loads, idle, ranks, transposed, layout, offsets):
+def test_value_and_gradients(loads, idle, ranks, transposed, layout, offsets, biased):
     torch.manual_seed(0)
-    args = operands(loads, idle, ranks, transposed, torch.float64, layout, offsets)
+    args = operands(loads, idle, ranks, transposed, torch.float64, layout, offsets, biased=biased)
     ours, theirs = narrow(args), wide(args)
     y, wanted = grouped_lora_linear(*ours)[0], exact(*theirs)
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
@@ -38,7 +39,7 @@ def test_value_and_gradients(loads, idle, ranks, transposed, layout, offsets):
     assert got[0][sum(loads) :].abs().max() == 0 if idle else True
     for e, load in enumerate(loads):
         if not load:
-            assert got[1][e].abs().max() == 0
+            assert got[1][e].abs().max() == 0 and (not biased or got[-1][e].abs().max() == 0)
 
 
 @pytest.mark.parametrize("loads", [(8, 0, 3), (0, 0, 11), (1, 9, 1)])
@@ -46,7 +47,7 @@ def test_value_and_gradients(loads, idle, ranks, transposed, layout, offsets):
 @pytest.mark.parametrize("ranks", [(), (5,), (8, 3)])
 def test_torchs_products_are_as_exact(loads, transposed, ranks):
     torch.manual_seed(0)
-    args = operands(loads, 4, ranks, transposed, torch.bfloat16, offsets=torch.int32)
+    args = operands(loads, 4, ranks, transposed, torch.bfloat16, offsets=torch.int32, biased=len(ranks) == 1)
     grad = torch.randn(15, 8).bfloat16()
     y, xa = _check(grouped_lora_linear, args)
     reference = grouped_lora_linear(*args)
@@ -55,13 +56,13 @@ def test_torchs_products_are_as_exact(loads, transposed, ranks):
     given_ = grad.clone()
     given_[11:] = float("nan")
     run = next(p for p in grouped_lora_linear.backward_op.providers if p.name == "grouped_mm").run
-    ours = run(given_, *args, xa, used=(True,) * (2 + 2 * len(ranks)))
+    ours = run(given_, *args, xa, used=(True,) * (3 + 2 * len(ranks)))
     theirs = wide(args)
     want = torch.autograd.grad(exact(*theirs), leaves(theirs), grad.double())
     for g, w in zip(ours, want):
         assert g.isfinite().all() and error(g, w) < 1.2e-2
     assert all(ours[1][e].abs().max() == 0 for e, load in enumerate(loads) if not load)
-    assert run(given_, *args, xa, used=(True, False))[1] is None, "nobody asked for the frozen weight's"
+    assert run(given_, *args, xa, used=(True, False, False))[1] is None, "nobody asked for the frozen weight's"
 
 
 def _check(op, args):
@@ -71,7 +72,7 @@ def _check(op, args):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [(), (3,)])
 def test_fakes(dtype, ranks):
-    args = operands((2, 0, 3), 1, ranks, False, dtype)
+    args = operands((2, 0, 3), 1, ranks, False, dtype, biased=bool(ranks))
     assert_fake_is_real(grouped_lora_linear, *args)
     _, xa = grouped_lora_linear(*args)
     assert_fake_is_real(grouped_lora_linear.backward_op, torch.randn(6, 8, dtype=dtype), *args, xa)
@@ -97,7 +98,7 @@ def test_what_torch_cannot_multiply_is_refused(change, reason):
 @QUICK
 def test_a_stack_written_out(ranks, transposed, layout):
     torch.manual_seed(0)
-    _, weight, ends, a, b, scales, _ = operands((1, 1, 1), 0, ranks, transposed, torch.float64, layout)
+    _, weight, ends, a, b, scales, *_ = operands((1, 1, 1), 0, ranks, transposed, torch.float64, layout)
     mine = [t.clone().requires_grad_() for t in (weight, *a, *b)]
     eye = torch.eye(weight.shape[1 if transposed else 2], dtype=torch.float64)
 
@@ -133,7 +134,7 @@ def _column(m, experts, e):
 
 
 def test_opcheck():
-    args = operands((2, 0, 3), 1, (3,), False, torch.float32)
+    args = operands((2, 0, 3), 1, (3,), False, torch.float32, biased=True)
     torch.library.opcheck(grouped_lora_linear.overload, narrow(args))
 
 
@@ -148,12 +149,12 @@ def test_inductor_keeps_the_layout_that_products_read():
     experts, width, columns = 128, 256, 512
     x, weight, a = torch.randn(64, width), torch.randn(experts, columns, width) * 0.1, torch.randn(experts * 16, width)
     b, ends = torch.randn(columns, 16 * experts), torch.arange(1, experts + 1).clamp(max=64)
-    halves = (x.bfloat16(), weight.bfloat16(), ends, [a], [b], [2.0], False)
+    halves = (x.bfloat16(), weight.bfloat16(), ends, [a], [b], [2.0], False, None)
     forward, backward = (
         next(p for p in op.providers if p.name == "grouped_mm").run
         for op in (grouped_lora_linear, grouped_lora_linear.backward_op)
     )
     y, xa = torch.compile(forward)(*halves)
     assert error(y, exact(*wide(halves)).detach()) < 8e-3
-    got = torch.compile(lambda *args: backward(*args, used=(True,) * 4))(torch.randn_like(y), *halves, xa)
+    got = torch.compile(lambda *args: backward(*args, used=(True,) * 5))(torch.randn_like(y), *halves, xa)
     assert all(g.isfinite().all() for g in got)

@@ -7,18 +7,21 @@ import torch
 from tests.support.ops.checks import tensor
 
 
-def operands(loads, idle, ranks, transposed, dtype, layout="contiguous", offsets=torch.int64, width=16, columns=8):
-    """(x, weight, offsets, a, b, scales, transposed): `idle` rows are nobody's."""
+def operands(
+    loads, idle, ranks, transposed, dtype, layout="contiguous", offsets=torch.int64, width=16, columns=8, biased=False
+):
+    """(x, weight, offsets, a, b, scales, transposed, bias): `idle` rows are nobody's."""
     experts = len(loads)
     x = tensor((sum(loads) + idle, width), "contiguous", dtype)
     weight = tensor((experts, width, columns) if transposed else (experts, columns, width), layout, dtype, 0.3)
     a = [tensor((experts * r, width), "contiguous", dtype, 0.3) for r in ranks]
     b = [tensor((columns, r * experts), "contiguous", dtype, 0.3) for r in ranks]
     ends = torch.tensor(loads).cumsum(0).to(offsets)
-    return x, weight, ends, a, b, [0.5 + i for i in range(len(ranks))], transposed
+    bias = tensor((experts, columns), layout, dtype) if biased else None
+    return x, weight, ends, a, b, [0.5 + i for i in range(len(ranks))], transposed, bias
 
 
-def exact(x, weight, ends, a, b, scales, transposed):
+def exact(x, weight, ends, a, b, scales, transposed, bias=None):
     """Row by row, as PEFT defines the adapters."""
     experts, rows, start = weight.shape[0], [], 0
     for e, end in enumerate(ends.tolist()):
@@ -28,29 +31,25 @@ def exact(x, weight, ends, a, b, scales, transposed):
                 matrix
                 + scale * up.reshape(up.shape[0], -1, experts)[:, :, e] @ down.reshape(experts, -1, down.shape[1])[e]
             )
-        rows.append(x[start:end] @ matrix.t())
+        rows.append(x[start:end] @ matrix.t() + (0 if bias is None else bias[e]))
         start = end
     return torch.cat([*rows, x[start:] @ matrix.t() * 0])
 
 
 def leaves(args):
-    x, weight, _, a, b, *_ = args
-    return [x, weight, *a, *b]
+    x, weight, _, a, b, _, _, bias = args
+    return [x, weight, *a, *b, *([] if bias is None else [bias])]
 
 
 def wide(args):
-    x, weight, ends, a, b, *rest = args
-
-    def widened(t):
-        return t.detach().double().requires_grad_()
-
-    return widened(x), widened(weight), ends, [*map(widened, a)], [*map(widened, b)], *rest
+    return _each(args, lambda t: t.detach().double().requires_grad_())
 
 
 def narrow(args):
-    x, weight, ends, a, b, *rest = args
+    return _each(args, lambda t: t.detach().clone(memory_format=torch.preserve_format).requires_grad_())
 
-    def own(t):
-        return t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
 
-    return own(x), own(weight), ends, [*map(own, a)], [*map(own, b)], *rest
+def _each(args, made):
+    x, weight, ends, a, b, scales, transposed, bias = args
+    last = None if bias is None else made(bias)
+    return made(x), made(weight), ends, [*map(made, a)], [*map(made, b)], scales, transposed, last

@@ -10,7 +10,7 @@ from torch import Tensor
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_downs, split_ups, ups
-from tunecompile.ops.experts.products import BY_TORCH, LOOPED, refuse_grouped
+from tunecompile.ops.experts.products import BY_TORCH, LOOPED, bias_gradient, refuse_grouped
 from tunecompile.ops.experts.rows import spread
 
 __all__ = ["backward", "forward", "refuse", "refuse_plain"]
@@ -33,12 +33,12 @@ def refuse(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> N
     return None
 
 
-def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> Note | None:
-    """As `refuse`; and torch's products are faster where no adapter is added and no row is gathered."""
+def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor], bias: Tensor | None) -> Note | None:
+    """As `refuse`; and torch's products are faster where nothing is added and no row is gathered."""
     if reason := refuse(x, weight, offsets, a):
         return reason
     fast = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    by_torch = not a and fast and refuse_grouped(x, [weight]) is None
+    by_torch = not a and bias is None and fast and refuse_grouped(x, [weight]) is None
     return note("torch-is-faster", "products without adapters") if by_torch else None
 
 
@@ -56,24 +56,25 @@ def forward(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `grouped_lora_linear` does of row order[s] // choices of x, or of row s where there is no order.
 
     Args:
         x, order, choices: [S, K], None and 0; or [T, K], a permutation [S] and how many rows a token has.
-        weight, offsets, a, b, scales, transposed: as for `grouped_lora_linear`; nothing that `refuse` refuses.
+        weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`; nothing that `refuse` refuses.
     """
     from tunecompile.templates import experts
 
     x, count = _dense(x), (x if order is None else order).shape[0]
     table = experts.tiles(offsets, count, x)
-    read = {"order": order, "choices": choices}
+    read, told = {"order": order, "choices": choices}, {"bias": None if bias is None else bias.contiguous()}
     if not a:
-        y = experts.rows(x, weight, offsets, table, count, turned=not transposed, **read)
+        y = experts.rows(x, weight, offsets, table, count, turned=not transposed, **told, **read)
         return y, x.new_zeros(count, 0)
     down, up = downs(a, weight.shape[0], x.dtype), ups(b, scales, weight.shape[0], x.dtype)
     xa = experts.rows(x, down, offsets, table, count, turned=True, **read)
-    y = experts.rows(x, weight, offsets, table, count, turned=not transposed, inner=xa, up=up, **read)
+    y = experts.rows(x, weight, offsets, table, count, turned=not transposed, inner=xa, up=up, **told, **read)
     return y, xa
 
 
@@ -90,6 +91,7 @@ def backward(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Tensor | None,
     xa: Tensor,
     used: Sequence[bool],
 ) -> list[Tensor | None]:
@@ -116,8 +118,11 @@ def backward(
     d_x = d_weight = None
     if used[0]:
         d_x = experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)
+    products = LOOPED if refuse_grouped(grad, [weight]) else BY_TORCH
     if used[1]:
         sides = [spread(*side).contiguous() for side in ((grad, grad_order, grad_choices), (x, order, choices))]
-        products = LOOPED if refuse_grouped(grad, [weight]) else BY_TORCH
         d_weight = products.outer(*(reversed(sides) if transposed else sides), offsets)
-    return [d_x, d_weight, *d_a, *d_b]
+    d_bias = None
+    if used[-1] and bias is not None:
+        d_bias = bias_gradient(products, spread(grad, grad_order, grad_choices), offsets, bias)
+    return [d_x, d_weight, *d_a, *d_b, d_bias]

@@ -41,6 +41,7 @@ def gathered_lora_linear(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return `grouped_lora_linear` of row order[s] // choices of x for each s (arXiv:2106.09685, 2211.15841).
 
@@ -48,12 +49,12 @@ def gathered_lora_linear(
         x: [T, K], any floating dtype: tokens.
         order: [S], int64: a permutation of choices, sorted by expert.
         choices: how many rows a token has.
-        weight, offsets, a, b, scales, transposed: as for `grouped_lora_linear`.
+        weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`.
 
     Returns:
         (y, xa): [S, N] and [S, R], as `grouped_lora_linear` returns them.
     """
-    return grouped_lora_linear.reference(spread(x, order, choices), weight, offsets, a, b, scales, transposed)
+    return grouped_lora_linear.reference(spread(x, order, choices), weight, offsets, a, b, scales, transposed, bias)
 
 
 gathered_lora_linear.provider(
@@ -77,6 +78,7 @@ def gathered_lora_linear_backward(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Optional[Tensor],
     out1: Tensor,
 ) -> list[Tensor]:
     """Return the gradients of `grouped_lora_linear`, of rows that are read through permutations.
@@ -86,13 +88,13 @@ def gathered_lora_linear_backward(
         x: [T, K], of which row s is row order[s] // choices; [S, K] where order is None.
         grad_order, order: [S], int64: permutations of choices.
         grad_choices, choices: how many rows a token has.
-        weight, offsets, a, b, scales, transposed, out1: as for `grouped_lora_linear_backward`.
+        weight, offsets, a, b, scales, transposed, bias, out1: as for `grouped_lora_linear_backward`.
 
     Returns:
-        [dx, dweight, dA_i..., dB_i...]; dx is that of each row, [S, K], not yet summed by token.
+        [dx, dweight, dA_i..., dB_i..., dbias]; dx is that of each row, [S, K], not yet summed by token.
     """
     rows = spread(grad, grad_order, grad_choices), spread(x, order, choices)
-    return grouped_lora_linear_backward.reference(*rows, weight, offsets, a, b, scales, transposed, out1)
+    return grouped_lora_linear_backward.reference(*rows, weight, offsets, a, b, scales, transposed, bias, out1)
 
 
 @gathered_lora_linear_backward.provider(
@@ -100,9 +102,11 @@ def gathered_lora_linear_backward(
     refuses=by_template.refuse,
     because="rows are read where they stand, and adapters' gradients summed in order",
 )
-def _(grad, grad_order, grad_choices, x, order, choices, weight, offsets, a, b, scales, transposed, out1, *, used):
+def _(
+    grad, grad_order, grad_choices, x, order, choices, weight, offsets, a, b, scales, transposed, bias, out1, *, used
+):
     sides = grad, grad_order, grad_choices, x, order, choices
-    return by_template.backward(*sides, weight, offsets, a, b, scales, transposed, out1, used)
+    return by_template.backward(*sides, weight, offsets, a, b, scales, transposed, bias, out1, used)
 
 
 @op(cost=Cost.POINTWISE)

@@ -1,6 +1,7 @@
 """Linear layers of experts, frozen, trained or with low-rank adapters: each row is multiplied by its expert's own."""
 
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -8,7 +9,15 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.experts import by_template
 from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
-from tunecompile.ops.experts.products import BY_TORCH, LOOPED, Products, inside, refuse_grouped
+from tunecompile.ops.experts.products import (
+    BY_TORCH,
+    LOOPED,
+    Products,
+    bias_gradient,
+    biases_of_rows,
+    inside,
+    refuse_grouped,
+)
 
 __all__ = ["grouped_lora_linear", "grouped_lora_linear_backward"]
 
@@ -32,9 +41,11 @@ def grouped_lora_linear(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return x_s W_e^T + sum_i scale_i (x_s A_ie^T) B_ie^T for each row s of expert e (arXiv:2106.09685, 2211.15841).
+    """Return x_s W_e^T + b_e + sum_i scale_i (x_s A_ie^T) B_ie^T for each row s of expert e.
 
+    Mixtures by sorted rows are of arXiv:2211.15841, adapters of arXiv:2106.09685.
     W + BA is never computed, and neither is its gradient where W is frozen.
 
     Args:
@@ -45,17 +56,20 @@ def grouped_lora_linear(
         b: [N, r_i * E] each, any floating dtype; an expert's columns are E apart.
         scales: factors, one an adapter.
         transposed: whether an expert's matrix is [K, N].
+        bias: [E, N], any floating dtype, or None.
 
     Returns:
         (y, xa): y is [S, N] in x's dtype, 0 in rows of nobody; xa, [S, R] in x's dtype, all adapters' x A^T side by
         side, R the sum of r_i rounded up to a power of two of at least 16, is for the backward and gets no gradient.
     """
-    return _forward(LOOPED, x, weight, offsets, a, b, scales, transposed)
+    return _forward(LOOPED, x, weight, offsets, a, b, scales, transposed, bias)
 
 
-def _forward(by: Products, x, weight, offsets, a, b, scales, transposed) -> tuple[Tensor, Tensor]:
+def _forward(by: Products, x, weight, offsets, a, b, scales, transposed, bias) -> tuple[Tensor, Tensor]:
     experts, valid = weight.shape[0], inside(x.shape[0], offsets)
     y = by.rows(x, weight if transposed else weight.transpose(1, 2), offsets)
+    if bias is not None:
+        y = (y + biases_of_rows(bias, x.shape[0], offsets)).to(x.dtype)
     if not a:
         return torch.where(valid, y, 0), x.new_zeros(x.shape[0], 0)
     xa = by.rows(x, downs(a, experts, x.dtype).transpose(1, 2), offsets)
@@ -69,8 +83,8 @@ def _forward(by: Products, x, weight, offsets, a, b, scales, transposed) -> tupl
     because="the adapters' part is added before the result is rounded; W + BA is not computed",
     refuses=by_template.refuse_plain,
 )
-def _(x, weight, offsets, a, b, scales, transposed):
-    return by_template.forward(x, None, 0, weight, offsets, a, b, scales, transposed)
+def _(x, weight, offsets, a, b, scales, transposed, bias):
+    return by_template.forward(x, None, 0, weight, offsets, a, b, scales, transposed, bias)
 
 
 @grouped_lora_linear.provider(
@@ -78,13 +92,13 @@ def _(x, weight, offsets, a, b, scales, transposed):
     because="torch's grouped products; W + BA of all experts is not computed",
     refuses=lambda x, weight: refuse_grouped(x, [weight]),
 )
-def _(x, weight, offsets, a, b, scales, transposed):
-    return _forward(BY_TORCH, x.contiguous(), weight, offsets, a, b, scales, transposed)
+def _(x, weight, offsets, a, b, scales, transposed, bias):
+    return _forward(BY_TORCH, x.contiguous(), weight, offsets, a, b, scales, transposed, bias)
 
 
 @grouped_lora_linear.backward(
-    saves=("x", "weight", "offsets", "a", "b", "scales", "transposed", "out1"),
-    gives=("x", "weight", "a", "b"),
+    saves=("x", "weight", "offsets", "a", "b", "scales", "transposed", "bias", "out1"),
+    gives=("x", "weight", "a", "b", "bias"),
     flops=backward_flops,
 )
 def grouped_lora_linear_backward(
@@ -96,6 +110,7 @@ def grouped_lora_linear_backward(
     b: Sequence[Tensor],
     scales: Sequence[float],
     transposed: bool,
+    bias: Optional[Tensor],
     out1: Tensor,
 ) -> list[Tensor]:
     """Return the gradients of `grouped_lora_linear`; those of experts without rows are exactly 0.
@@ -105,13 +120,14 @@ def grouped_lora_linear_backward(
         out1: xa, as `grouped_lora_linear` returned it. The others are its inputs.
 
     Returns:
-        [dx, dweight, dA_i..., dB_i...], each with the shape and dtype of its input; dx is 0 in rows of nobody.
+        [dx, dweight, dA_i..., dB_i..., dbias], each with the shape and dtype of its input; dx is 0 in rows of nobody,
+        and dbias is empty without a bias.
     """
-    return _backward(LOOPED, grad, x, weight, offsets, a, b, scales, transposed, out1)
+    return _backward(LOOPED, grad, x, weight, offsets, a, b, scales, transposed, bias, out1)
 
 
 def _backward(
-    by: Products, grad, x, weight, offsets, a, b, scales, transposed, xa, used: Sequence[bool] | None = None
+    by: Products, grad, x, weight, offsets, a, b, scales, transposed, bias, xa, used: Sequence[bool] | None = None
 ) -> list[Tensor]:
     experts = weight.shape[0]
     dx = by.rows(grad, weight.transpose(1, 2) if transposed else weight, offsets)
@@ -124,7 +140,8 @@ def _backward(
     d_weight = None
     if used is None or used[1]:
         d_weight = by.outer(x, grad, offsets) if transposed else by.outer(grad, x, offsets)
-    return [torch.where(inside(x.shape[0], offsets), dx, 0), d_weight, *d_a, *d_b]
+    d_bias = bias_gradient(by, grad, offsets, bias) if used is None or used[-1] else None
+    return [torch.where(inside(x.shape[0], offsets), dx, 0), d_weight, *d_a, *d_b, d_bias]
 
 
 @grouped_lora_linear_backward.provider(
@@ -132,9 +149,9 @@ def _backward(
     because="adapters' gradients are summed by expert, in order; W + BA is not computed",
     refuses=by_template.refuse_plain,
 )
-def _(grad, x, weight, offsets, a, b, scales, transposed, out1, *, used):
+def _(grad, x, weight, offsets, a, b, scales, transposed, bias, out1, *, used):
     rows = (grad, None, 0, x, None, 0)
-    return by_template.backward(*rows, weight, offsets, a, b, scales, transposed, out1, used)
+    return by_template.backward(*rows, weight, offsets, a, b, scales, transposed, bias, out1, used)
 
 
 @grouped_lora_linear_backward.provider(
@@ -142,6 +159,6 @@ def _(grad, x, weight, offsets, a, b, scales, transposed, out1, *, used):
     because="torch's grouped products, without the gradient of a frozen weight",
     refuses=lambda grad, weight: refuse_grouped(grad, [weight]),
 )
-def _(grad, x, weight, offsets, a, b, scales, transposed, out1, *, used):
+def _(grad, x, weight, offsets, a, b, scales, transposed, bias, out1, *, used):
     rows = (t.contiguous() for t in (grad, x))
-    return _backward(BY_TORCH, *rows, weight, offsets, a, b, scales, transposed, out1.contiguous(), used)
+    return _backward(BY_TORCH, *rows, weight, offsets, a, b, scales, transposed, bias, out1.contiguous(), used)

@@ -15,7 +15,17 @@ from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
 
-__all__ = ["BY_TORCH", "LOOPED", "Products", "expert_outer", "expert_rows", "inside", "refuse_grouped"]
+__all__ = [
+    "BY_TORCH",
+    "LOOPED",
+    "Products",
+    "bias_gradient",
+    "biases_of_rows",
+    "expert_outer",
+    "expert_rows",
+    "inside",
+    "refuse_grouped",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,20 @@ def _torch_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 LOOPED = Products(expert_rows, expert_outer)
 #: by torch's grouped product, which wants rows of 16 bytes
 BY_TORCH = Products(_torch_rows, _torch_outer)
+
+
+def biases_of_rows(bias: Tensor, rows: int, offsets: Tensor) -> Tensor:
+    """Return the bias [S, N] of each row's expert, of [E, N]; any in rows of nobody."""
+    expert = torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
+    return bias[expert.clamp(max=len(bias) - 1)]
+
+
+def bias_gradient(by: Products, grad: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the sum of each expert's rows of a gradient, in the bias's dtype; nothing where there is no bias."""
+    if bias is None:
+        return grad.new_empty(0)
+    ones = grad.new_ones(grad.shape[0], 8)  # 16 bytes a row, for torch's products
+    return by.outer(ones, grad.contiguous(), offsets)[:, 0].to(bias.dtype)
 
 
 def refuse_grouped(x: Tensor, stacks: Sequence[Tensor]) -> Note | None:

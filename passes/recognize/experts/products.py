@@ -111,7 +111,7 @@ def _stack(weight: Node) -> tuple[Node, tuple | None, bool]:
 
 
 def _build(x, stack, offsets, a, b, scales, transposed):
-    return grouped_lora_linear(x, stack, offsets, a, b, scales, transposed)[0]
+    return grouped_lora_linear(x, stack, offsets, a, b, scales, transposed, None)[0]
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -174,6 +174,8 @@ def _weigh_first(graph: Graph, product: Node) -> None:
     So no result is saved for the weights' gradient. What lies between sets rows to 0, which it does either way.
     """
     (y, *others), (x, *rest) = list(product.users), product.args
+    if rest[-1] is not None:  # a bias is weighted, too
+        return
     read = [x, *(item for each in rest for item in (each if isinstance(each, (list, tuple)) else [each]))]
     found = None if others or not isinstance(x, Node) or _mutated(graph, read) else _weighted(y)
     if found is None:

@@ -18,6 +18,7 @@ from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.rewrite import erase_dead, where_from
 from tunecompile.ops import grouped_lora_linear
+from tunecompile.passes.recognize.experts.ids import asked, counted, source
 
 __all__ = ["PASS"]
 
@@ -25,51 +26,19 @@ _IN_PLACE = "masked_fill_"
 _FILLS = ("masked_fill", torch.masked_fill, _IN_PLACE)
 
 
-def _asked(node: Node, *names: str) -> list:
-    """Arguments of a call behind the first, by position or by name."""
-    given = {**dict(zip(names, node.args[1:])), **node.kwargs}
-    return [given.get(name) for name in names]
-
-
-def _source(node: object, *targets: object) -> Node | None:
-    """What a call of one of these targets reads first."""
-    called = isinstance(node, Node) and node.op in ("call_function", "call_method") and node.target in targets
-    return node.args[0] if called and node.args and isinstance(node.args[0], Node) else None
-
-
-def _counted(offsets: Node) -> Node | None:
-    """The sorted ids whose counts, one an expert, the offsets add up: those outside of 0 ... E - 1 are not counted."""
-    counts = _source(offsets, torch.cumsum, "cumsum")
-    if counts is None or _asked(offsets, "dim", "dtype")[0] not in (0, -1):
-        return None
-    cast = _source(counts, torch.histc, "histc")
-    experts = value(offsets).shape[0]
-    if cast is None or _asked(counts, "bins", "min", "max") != [experts, 0, experts - 1]:
-        return None
-    ids = _source(cast, "to", "int", "float") or cast
-    return ids if _sorted(ids) else None
-
-
-def _sorted(ids: Node) -> bool:
-    """Whether a node is the first result of an ascending sort."""
-    sort = _source(ids, operator.getitem)
-    return sort is not None and ids.args[1] == 0 and sort.target in (torch.sort, "sort") and not sort.kwargs
-
-
 def _of_nobody(mask: object, offsets: Node) -> bool:
     """Whether a mask is over rows behind the last offset alone.
 
     Ids stand in increasing order, and the last offset is how many of them are below E: one that is not stands behind.
     """
-    compared = _source(mask, "unsqueeze", torch.unsqueeze)
-    ids = _source(compared, operator.ge, torch.ge, "ge")
-    if ids is None or compared.args[1:] != (value(offsets).shape[0],) or _asked(mask, "dim")[0] not in (-1, 1):
+    compared = source(mask, "unsqueeze", torch.unsqueeze)
+    ids = source(compared, operator.ge, torch.ge, "ge")
+    if ids is None or compared.args[1:] != (value(offsets).shape[0],) or asked(mask, "dim")[0] not in (-1, 1):
         return False
     changed = [user for user in ids.users if is_mutation(user)]
     order = {node: place for place, node in enumerate(ids.graph.nodes)}
     first = min((order[user] for user in changed), default=len(order))
-    counted = _counted(offsets)
-    return counted is ids and all(order[node] < first for node in (compared, *_between(ids, offsets)))
+    return counted(offsets) is ids and all(order[node] < first for node in (compared, *_between(ids, offsets)))
 
 
 def _between(ids: Node, offsets: Node) -> Iterator[Node]:
@@ -84,7 +53,7 @@ def _fills(node: Node, offsets: Node) -> bool:
     """Whether a call sets rows of nobody to 0, and does nothing else."""
     if node.op == "output" or node.target not in _FILLS:
         return False
-    mask, filled = _asked(node, "mask", "value")
+    mask, filled = asked(node, "mask", "value")
     return filled == 0 and isinstance(mask, Node) and _of_nobody(mask, offsets)
 
 
@@ -118,7 +87,7 @@ def run(graph: Graph, context: Context) -> None:
             if mask.target != _IN_PLACE:
                 assert dtype_of(mask) == dtype_of(mask.args[0])
                 mask.replace_all_uses_with(mask.args[0])
-            compared = _asked(mask, "mask")[0]
+            compared = asked(mask, "mask")[0]
             graph.erase_node(mask)
             erase_dead(graph, [compared, *compared.all_input_nodes])
     context.tallies.append(tally)

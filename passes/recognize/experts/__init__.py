@@ -1,0 +1,8 @@
+"""Mixtures of experts: their grouped products, biases, and rows on their way there and back."""
+
+from tunecompile.passes.recognize.experts.biases import PASS as expert_biases
+from tunecompile.passes.recognize.experts.masks import PASS as expert_masks
+from tunecompile.passes.recognize.experts.products import PASS as experts
+from tunecompile.passes.recognize.experts.rows import PASS as expert_rows
+
+__all__ = ["expert_biases", "expert_masks", "expert_rows", "experts"]
