@@ -57,7 +57,7 @@ def inverse_of(system, i):
     """(I + A)^-1 of a strictly lower triangular A of 64 rows; it is rounded to half precision behind."""
     a, b = i[:, None], i[None, :]
     inverse = tl.where(a == b, 1.0, 0.0) - tl.where(a // 2 == b // 2, system, 0.0)
-    for level in tl.static_range(1, 6):  # blocks of 2, 4, ... 32 rows are joined by two
+    for level in range(1, 6):  # blocks of 2, 4, ... 32 rows are joined by two
         together = (a >> (level + 1)) == (b >> (level + 1))
         between = tl.where(together & ((a >> level) != (b >> level)), system, 0.0)
         step = tl.dot(inverse, between, input_precision="tf32")
@@ -106,7 +106,7 @@ def prepare_kernel(
     column = tl.arange(0, BLOCK)
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
     products = tl.zeros((C, C), dtype=tl.float32)
-    for begin in tl.static_range(0, K, BLOCK):
+    for begin in range(0, K, BLOCK):
         inside = there[:, None] & (begin + column < K)[None, :]
         block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
         products += tl.dot(block, tl.trans(block))
@@ -116,13 +116,13 @@ def prepare_kernel(
     if HAS_DOCUMENTS:
         entering = tl.where(mine == before, rate, 0.0)
     entering *= tl.exp(decay)
-    for begin in tl.static_range(0, K, BLOCK):
+    for begin in range(0, K, BLOCK):
         inside = there[:, None] & (begin + column < K)[None, :]
         block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
         block = tl.dot(solved, (entering[:, None] * block.to(tl.float32)).to(solved.dtype))
         tl.store(w + place[:, None] * K + begin + column[None, :], block.to(w.dtype.element_ty), mask=inside)
     values = row_of(v, row, head, token, vs0, vs1, vs2)
-    for begin in tl.static_range(0, V, BLOCK):
+    for begin in range(0, V, BLOCK):
         inside = there[:, None] & (begin + column < V)[None, :]
         block = tl.load(values[:, None] + begin + column[None, :], mask=inside, other=0.0)
         block = tl.dot(solved, (rate[:, None] * block.to(tl.float32)).to(solved.dtype))
@@ -240,7 +240,7 @@ def outputs_kernel(
     queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
     at = (chunk.to(tl.int64) * H + head) * K
-    for begin in tl.static_range(0, K, KEYS):
+    for begin in range(0, K, KEYS):
         inside = (begin + key < K)[None, :] & there[:, None]
         a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
         b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)

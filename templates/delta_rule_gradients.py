@@ -77,7 +77,7 @@ def products_kernel(
     scores = tl.zeros((C, C), dtype=tl.float32)
     system = tl.zeros((C, C), dtype=tl.float32)
     to_rate = tl.zeros((C,), dtype=tl.float32)
-    for begin in tl.static_range(0, V, BLOCK):
+    for begin in range(0, V, BLOCK):
         inside = there[:, None] & (begin + column < V)[None, :]
         where = place[:, None] * V + begin + column[None, :]
         value = tl.load(written + where, mask=inside, other=0.0)
@@ -93,7 +93,7 @@ def products_kernel(
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
     against = tl.zeros((C, C), dtype=tl.float32)
     among = tl.zeros((C, C), dtype=tl.float32)
-    for begin in tl.static_range(0, K, KEYS):
+    for begin in range(0, K, KEYS):
         inside = there[:, None] & (begin + key < K)[None, :]
         a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
         b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
@@ -179,11 +179,11 @@ def operands_kernel(
     to_total = tl.load(dtotal + place, mask=there, other=0.0)
     to_rate = tl.load(dbeta + place, mask=there, other=0.0)
     to_last = 0.0
-    for begin in tl.static_range(0, K, KEYS):
+    for begin in range(0, K, KEYS):
         to_q = tl.zeros((C, KEYS), dtype=tl.float32)
         to_k = tl.zeros((C, KEYS), dtype=tl.float32)
         to_end = tl.zeros((C, KEYS), dtype=tl.float32)
-        for start in tl.static_range(0, V, BLOCK):
+        for start in range(0, V, BLOCK):
             inside = there[:, None] & (start + column < V)[None, :]
             where = place[:, None] * V + start + column[None, :]
             both = (start + column < V)[:, None] & (begin + key < K)[None, :]

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,17 @@ def substitute(kinds: Iterable[type]) -> list[Substitution]:
 
 
 def knows_documents(module: nn.Module) -> bool:
-    """Whether something inside is written in a file whose functions are ops here, which keep documents apart."""
-    files = {type(inner).__module__ for inner in module.modules()} & _files
-    return bool(files) and not any(_has_others(file) for file in files)
+    """Whether something inside is written in a file whose functions are ops here, which keep documents apart.
+
+    It is looked for once, since adapters do not change it.
+    """
+    if (known := _known.get(module)) is None:
+        files = {type(inner).__module__ for inner in module.modules()} & _files
+        known = _known[module] = bool(files) and not any(_has_others(file) for file in files)
+    return known
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 _files: set[str] = set()  #: with a function that an op is traced in place of
