@@ -106,6 +106,27 @@ def test_without_gradients_the_same_bits():
     assert model.get_base_model().forward.__func__.__globals__["__name__"] == "trl.trainer.utils"
 
 
+def test_completions_of_a_group_have_no_padding():
+    """As GRPO has them: prompts with padding on the left, completions of any length behind them, and only these are
+    scored, by the old policy, the new one and the reference alike."""
+    model, reference = pair(lambda: zoo.adapt(small()))
+    with_head(model), with_head(reference)
+    inputs = zoo.batch(rows=4, length=24)
+    at = torch.arange(24)
+    mask = torch.stack([(at >= left) & (at < right) for left, right in ((0, 21), (4, 14), (6, 24), (2, 10))]).long()
+    labels = inputs["input_ids"].masked_fill((mask == 0) | (at < 8), -100)
+    inputs = {"input_ids": inputs["input_ids"], "attention_mask": mask, "labels": labels, "use_cache": False}
+    with torch.no_grad():
+        old = model(**inputs, fused_lm_head=True).log_probs
+    (new, gradients), (theirs, exact) = scored(model, **inputs), scored(reference, **inputs)
+    with torch.no_grad():
+        again = model(**inputs, fused_lm_head=True).log_probs
+    assert torch.equal(old, new.log_probs) and torch.equal(again, old)
+    torch.testing.assert_close(new.log_probs, theirs.log_probs, rtol=1e-5, atol=2e-6)
+    assert max(zoo.errors(gradients, exact, 1e-6).values()) < 1e-4
+    assert has(model, "padding-removed", count=1) and not find(model, "padding-kept") and is_ours(model)
+
+
 # -- the forward alone ---------------------------------------------------------------------------------------------------
 
 

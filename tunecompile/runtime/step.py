@@ -52,6 +52,7 @@ class Step:
 
     active: bool = False
     scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
+    scores_tokens: bool = False  #: whether the forward under way gives scores of labelled tokens, and no logits
     repeats: bool = False  #: whether the owner's call is made once more, as it was
     makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that
     entered: bool = False  #: whether any step has begun at all

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tunecompile.integrations import trl
 from tunecompile.integrations.trl import OUTPUTS, ScoreCall, Scores
 from tunecompile.notes import Note, note
-from tunecompile.runtime.loss_head.slot import Head, HeadSlot
+from tunecompile.runtime.loss_head.slot import Head
 from tunecompile.runtime.loss_head.token_scores import STATISTICS, token_scores
 from tunecompile.runtime.step import Step
 
@@ -23,11 +23,10 @@ class FusedForward:
     """Stands in the model's `forward`, over another one, which it calls. It never takes part in copies of the model,
     whose forward it calls unchanged."""
 
-    def __init__(self, model: nn.Module, step: Step, head: Head, slot: HeadSlot):
-        self.model, self.step, self.head, self.slot = weakref.ref(model), step, head, slot
+    def __init__(self, model: nn.Module, step: Step, head: Head):
+        self.model, self.step, self.head = weakref.ref(model), step, head
         self.before = model.__dict__["forward"]  #: what stood there
         self.active = True
-        self.scored = False  #: whether a call of it ever was ours
         self.refused: list[Note] = []
         self.known: dict[tuple, bool] = {}  #: whether ours are the same scores, by the options of the call
         self.ours = trl.with_scores(self.before, self.score, self.refuse)
@@ -53,7 +52,6 @@ class FusedForward:
             return note("fused-head-computes-else")
         for budget in self.step.budgets:
             budget.settle()
-        self.scored = self.slot.called = True
         self.head.tally.rewritten = self.head.tally.found
         return self.head.attempt(lambda: _scores(call))
 
@@ -69,7 +67,11 @@ def _standing(fused: FusedForward) -> Callable:
             return before(*args, **kwargs) if inside is None else inside(self, *args, **kwargs)
         if not fused.active or fused.ours is None or not trl.requests_scores(kwargs):
             return before(*args, **kwargs)
-        return fused.ours(*args, **kwargs)
+        fused.step.scores_tokens = True
+        try:
+            return fused.ours(*args, **kwargs)
+        finally:
+            fused.step.scores_tokens = False
 
     return forward
 

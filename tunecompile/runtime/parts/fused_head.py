@@ -7,10 +7,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tunecompile._torch.modules import slot_of
 from tunecompile.integrations import trl
 from tunecompile.notes import Note, note
-from tunecompile.runtime.loss_head import HeadSlot
 from tunecompile.runtime.loss_head.fused_forward import FusedForward
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.step import NotCopied
@@ -36,12 +34,10 @@ class FusedHead(Part):
         forward = base.__dict__.get("forward")
         if forward is None or not state.heads or trl.fused_head(forward) is None:
             return
-        head = state.heads[0]
-        if isinstance(slot := slot_of(head.module), HeadSlot):
-            for each in self.found:
-                each.active = False  # below what was found now, if anywhere
-            self.found.append(FusedForward(base, state.step, head, slot))
-            base.forward = self.found[-1].method
+        for each in self.found:
+            each.active = False  # below what was found now, if anywhere
+        self.found.append(FusedForward(base, state.step, state.heads[0]))
+        base.forward = self.found[-1].method
 
     def notes(self, state: State) -> list[Note]:
         """Why scores are TRL's own."""

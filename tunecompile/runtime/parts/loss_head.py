@@ -60,7 +60,8 @@ class LossHead(Part):
             return []
         forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
         who = note("package-computes-loss", home_of_forward(forward)) if forward else note("loop-computes-loss")
-        return [note("head-not-called", detail=who)] * len(unused_heads(state))
+        unused = [head for head in unused_heads(state) if not head.tally.rewritten]  # by way of its weight, in scores
+        return [note("head-not-called", detail=who)] * len(unused)
 
     def detach(self, state: State) -> None:
         for head in state.heads:

@@ -119,16 +119,19 @@ class Unpadding:
         as training: a different rounding would look like a change of the policy.
         """
         call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
-        if not scores(self.owner, self._takes_cache, args, kwargs) or not self.flattened + self.packed + self.whole:
+        known = self.step.scores_tokens or self.flattened + self.packed + self.whole
+        if not scores(self.owner, self._takes_cache, args, kwargs) or not known:
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)
 
     def _why_scores_stay_padded(self) -> Note | None:
         """Scores come without padding as training steps did, and only if the head is never called, that is, where the
-        caller selects labelled rows itself.
+        caller selects labelled rows itself; or where that is known of the model's forward.
         """
-        return None if self.flattened and not self.head_is_called() else note("no-labels")
+        if self.step.scores_tokens or (self.flattened and not self.head_is_called()):
+            return None
+        return note("no-labels")
 
     @property
     def _takes_cache(self) -> bool:
