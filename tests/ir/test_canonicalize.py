@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.passes.run import Recorder, check, random
+from tunecompile.ir.canonicalize import TABLE
 from tunecompile.ir.nodes import is_barrier
 
 
@@ -246,6 +247,23 @@ def test_what_is_not_in_the_table_keeps_its_meaning(i):
 )
 def test_keywords(fn):
     check(fn, random(4, 4), passes=[])
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, spelt",
+    [
+        ((), {}, (0.5, True)),
+        ((0.1,), {"training": False}, (0.1, False)),
+        ((0.1, True, False), {}, (0.1, True)),
+        ((0.1, True, True), {}, None),  # in place, with which it would no longer write to its argument
+        ((), {"p": 0.1, "inplace": True}, None),
+        ((), {"seed": 1}, None),
+    ],
+)
+def test_the_spelling_of_a_dropout(args, kwargs, spelt):
+    dropout = node(lambda graph, x: graph.call_function(F.dropout, (x, *args), kwargs))
+    expected = spelt and ("call_function", F.dropout, (dropout.args[0], *spelt), {})
+    assert TABLE[F.dropout](dropout) == expected
 
 
 def node(build):

@@ -1,8 +1,10 @@
-"""Rewriting of graphs: what a node is said to come from."""
+"""Rewriting of graphs: what a node is said to come from, and its value."""
 
+import pytest
 import torch
 
-from tunecompile.ir.rewrite import user_frame
+from tunecompile._torch.fake_tensors import FakeTensorMode
+from tunecompile.ir.rewrite import annotate, user_frame
 
 
 def test_the_line_of_a_node_is_the_users():
@@ -13,3 +15,17 @@ def test_the_line_of_a_node_is_the_users():
         '  File "/lib/torch/nn/functional.py", line 6741, in grouped_mm\n    return torch._grouped_mm(\n'
     )
     assert user_frame(node) == ("/lib/transformers/integrations/moe.py", "12", "out = grouped_mm(x)")
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_new_node_has_the_value_of_its_operation(fake):
+    """Also where graphs have real values, as some tools trace them."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = torch.ones(2, 3)
+    x.meta["example_value"] = FakeTensorMode().from_tensor(made) if fake else made
+    new = graph.call_method("sum", (x, 1))
+    annotate(new, x)
+    value = new.meta["example_value"]
+    assert value.shape == (2,) and type(value) is type(x.meta["example_value"])
+    assert fake or value.tolist() == [3.0, 3.0]

@@ -135,10 +135,10 @@ class AdmittedPlan:
     resident: int  #: bytes that are there whatever layers do
     room: int  #: bytes for layers, head and loss
     choice: Assignment
-    weights: int = 0  #: bytes of frozen weights kept dequantised
-    seen: bool = True  #: whether every layer's graph was known, or has no backward
-    launching: float = 0.0  #: milliseconds a step that launches took, as far as was known
-    short: bool = False  #: whether no plan was known that leaves room for all CUDA graphs
+    weights: int  #: bytes of frozen weights kept dequantised
+    seen: bool  #: whether every layer's graph was known, or has no backward
+    launching: float  #: milliseconds a step that launches took, as far as was known
+    short: bool  #: whether no plan was known that leaves room for all CUDA graphs
 
     @property
     def peak(self) -> int:
