@@ -1,6 +1,7 @@
 """What runs without compiled code, or is compiled again, is reported."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -100,3 +101,12 @@ def test_report_says_why_a_region_was_compiled_again():
     assert region.compiles == 2 and len(region.recompiles) == 1
     assert all("size mismatch" in reason for reason in region.recompiles) and "recompiled because" in str(report)
     assert report.to_dict()["regions"][0]["recompiles"] == region.recompiles
+
+
+def test_modules_that_run_ligers_kernels_are_told_of():
+    model = optimized(zoo.make("llama", num_hidden_layers=2))
+    assert not find(model, "liger-kernels")
+    norm = model.model.layers[0].input_layernorm
+    names = {**type(norm).forward.__globals__, "__name__": "liger_kernel.transformers.rms_norm"}
+    norm.forward = types.MethodType(types.FunctionType(type(norm).forward.__code__, names), norm)
+    assert has(model, "liger-kernels", subject="LlamaRMSNorm")

@@ -77,6 +77,14 @@ def _home(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+def liger_kinds(model: nn.Module) -> list[str]:
+    """Classes of modules that run Liger's kernels (`use_liger_kernel=True`), by name."""
+    found = (
+        m for m in model.modules() if home_of(vars(m).get("forward") or type(m).forward).startswith("liger_kernel.")
+    )
+    return sorted({type(module).__name__ for module in found})
+
+
 def home_of(function: Any) -> str:
     """The module that a function was written in. (`__module__` is the wrapped function's.)"""
     while isinstance(function, functools.partial):

@@ -73,6 +73,10 @@ NOTES = {
         "(offload=True): it is called around the compiled layers. memory= plans recomputation and copies itself",
         "Leave out offload=True, and set memory= instead.",
     ),
+    "liger-kernels": NoteKind(
+        "{subject}: these modules run Liger's kernels, as use_liger_kernel=True requires, and are not rewritten",
+        "Leave out use_liger_kernel=True.",
+    ),
     # head and loss
     "no-output-embedding": NoteKind("no output embedding was found: head and loss run eagerly"),
     "head-replaced": NoteKind("the head became a {subject} after `optimize`"),

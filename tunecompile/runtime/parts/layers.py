@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.modules import empty, fill, slot_of
-from tunecompile.notes import note
+from tunecompile.integrations.loss_caller import liger_kinds
+from tunecompile.notes import Note, note
 from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
@@ -77,6 +78,11 @@ class Layers(Part):
         late = [slot.follow_modules() for slot in (*state.slots, *state.norms)]
         if any(late) and (found := note("hooks-replaced", steps=TURNS)) not in state.notes:
             state.notes.append(found)
+
+    def notes(self, state: State) -> list[Note]:
+        """Which modules run kernels of another package."""
+        kinds = liger_kinds(state.model)
+        return [note("liger-kernels", ", ".join(kinds))] if kinds else []
 
     def detach(self, state: State) -> None:
         for handle in self.handles:
