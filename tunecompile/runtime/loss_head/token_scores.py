@@ -113,8 +113,8 @@ def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> tuple[Tensor
     dbias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if needed[2] else None
     factors = torch.zeros_like(entropy) if grad is None else grad
     step = chunk_rows(weight.shape[0])
-    if dweight is not None:  # which each chunk reads and writes once more
-        step = max(step, weight.shape[1])
+    if dweight is not None:  # which each chunk reads and writes once more: as many logits as half of its values
+        step = max(step, weight.shape[1] // 2)
     for part in _parts(len(labels), step):
         logits = linear(hidden[part], weight, bias)
         rises = None if entropy is None else entropy[part].contiguous()
