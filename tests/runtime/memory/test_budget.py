@@ -236,6 +236,26 @@ def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     assert budget.plans == made  # until there is a new peak
 
 
+def test_a_generation_between_steps_is_no_part_of_them(monkeypatch):
+    """Nor is an evaluation: a plan for what they need would be too small."""
+    from tunecompile.runtime.memory import per_device
+
+    meter = Meter()
+    monkeypatch.setattr(per_device, "gauge_of", lambda device: meter)
+    whole = needed()
+    model = build(int(1.3 * whole))
+    for grown in (2, 5, 9):
+        step(model)
+        meter.most = meter.held = max(meter.most, whole)  # the step's own
+        with torch.no_grad():
+            for _ in range(2):
+                model(zoo.batch()["input_ids"], use_cache=True)
+                meter.most = meter.held = grown * whole
+    step(model)
+    budget = model._tunecompile.step.budget
+    assert budget.plans == 1 and not budget.memory.surplus
+
+
 @pytest.mark.slow
 def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
     from tunecompile.runtime.memory import per_device

@@ -51,6 +51,7 @@ class Progress:
     highest: int = 0  #: the device's peak when last looked at
     measured: int = 0  #: the last peak that was a step's
     exceeded: bool = False  #: whether the last step took more than the budget
+    paused: bool = False  #: whether other code than the training ran since the last step, such as a generation
     pressed: bool = False  #: whether the device was ever full under a plan, so that less than the budget is there
 
 
@@ -88,10 +89,23 @@ class RuntimePlanner:
         now.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
+        if self.admitted is None or now.paused:
+            now.highest = memory.gauge.peak()[0]  # of loading the model, or of a generation between steps
+        else:
+            self._measure()
+        now.paused = False
+
+    def pause(self) -> None:
+        """Other code than the training runs: its memory is not a step's."""
+        if self.admitted is not None and not self.progress.paused:
+            self._measure()
+            self.progress.paused = True
+
+    def _measure(self) -> None:
+        """How many bytes the last step needed."""
+        now, memory = self.progress, self.memory
         peak, held = memory.gauge.peak()
-        if self.admitted is None:
-            now.highest = peak  # of loading the model, say
-        elif (
+        if (
             peak != now.highest and peak - memory.gauge.allocated() > self.admitted.choice.peak // 2
         ):  # a step's: nobody reset the count since
             now.measured, now.highest = peak, peak

@@ -116,6 +116,8 @@ class EntryHook(NotCopied):
         if step.active or step.scoring:
             self.state.follow()
         if not step.active:
+            for budget in step.budgets if not step.scoring else ():
+                budget.pause()
             return None
         self.state.before_step(ModelCall(args, kwargs or {}, self.counts))
         return self._without_cache(args, kwargs)
