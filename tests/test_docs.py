@@ -17,7 +17,8 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.notes import EAGER, find
+from tests.support.notes import EAGER, find, has
+from tests.support.reports import head_tally
 from tunecompile import errors, passes
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,29 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
     exec(block, names)
     report = tunecompile.report(names["model"])
     assert report.compiles and not find(report, *EAGER), report
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_trls_trainers_run(kind, op_by_op, monkeypatch, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tests.support.matrix import trl as rows
+
+    config = functools.partial(getattr(trl, f"{kind}Config"), use_cpu=not torch.cuda.is_available(), bf16=False)
+    monkeypatch.setattr(trl, f"{kind}Config", functools.partial(config, per_device_train_batch_size=4))
+    (block,) = [block for block in blocks("guides/trl.md") if f"{kind}Trainer(" in block]
+    names = {
+        "model": zoo.adapt(zoo.make("llama")),
+        "folder": str(tmp_path),
+        "tokenizer": rows.words(),
+        "reward": rows.reward,
+        **{name: datasets.Dataset.from_list(getattr(rows, name)()) for name in ("pairs", "prompts")},
+    }
+    exec(block, names)
+    report = tunecompile.report(names["model"])
+    assert head_tally(names["model"]).rewritten == 1 and not find(report, *EAGER, "fused-head-left"), report
+    assert has(report, "checkpointing-is-budget")
 
 
 class Block(nn.Module):
