@@ -44,6 +44,24 @@ def joined(heads):
     return heads.transpose(1, 2).flatten(2)
 
 
+def tokens_first(layer):
+    """A layer of [T, B, 12], as torch's own modules have them by default."""
+    return lambda x, mask: layer(x.transpose(0, 1), mask).transpose(0, 1)
+
+
+def attention_of_tokens_first(x, mask):
+    q = x.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).permute(2, 0, 1, 3).flatten(2)
+
+
+def attention_of_torchs_modules(x, mask):
+    """Rows and heads share a dimension, as in `torch.nn.MultiheadAttention`."""
+    length, rows, _ = x.shape
+    q = F.linear(x, LINEAR).view(length, rows * HEADS, -1).transpose(0, 1).view(rows, HEADS, length, -1)
+    out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask).permute(2, 0, 1, 3).contiguous()
+    return F.linear(out.view(length * rows, -1), LINEAR).view(length, rows, -1)
+
+
 class Frozen(torch.autograd.Function):
     """As bitsandbytes multiplies by weights in 4 bits."""
 
@@ -85,6 +103,9 @@ APART = {
     "a table": lambda x, m: F.embedding((x.sum(-1) > 0).long(), TABLE),
     "experts' scores": lambda x, m: x.topk(2, -1).values.sum(-1, keepdim=True) * x,
     "dropout": lambda x, m: F.dropout(x, 0.5),
+    "attention, tokens first": tokens_first(attention_of_tokens_first),
+    "attention of torch's modules": tokens_first(attention_of_torchs_modules),
+    "linear and norm, tokens first": tokens_first(lambda x, m: F.layer_norm(F.linear(x, LINEAR), (WIDTH,)).softmax(-1)),
     "zeros": lambda x, m: torch.zeros_like(x) + x.new_ones(x.shape[1], 1) * x,
 }
 
@@ -120,6 +141,13 @@ MIXED = {
     "expanded over tokens": lambda x, m: x + x[:, 0].unsqueeze(1).expand(x.shape),
     "one number a call": lambda x, m: x.sum(),
     "rows by themselves": lambda x, m: x.view(-1, WIDTH),
+    "mean over rows, tokens first": tokens_first(lambda x, m: x - x.mean(1, keepdim=True)),
+    "softmax over rows, tokens first": tokens_first(lambda x, m: x.softmax(1)),
+    "rows joined to heads": tokens_first(lambda x, m: x.reshape(x.shape[0], HEADS, -1).softmax(1).reshape(x.shape)),
+    "products of rows": tokens_first(lambda x, m: x * torch.bmm(x.transpose(1, 2), x).sum(-1).unsqueeze(1)),
+    "pairs of rows": tokens_first(lambda x, m: (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(1)),
+    "norm over rows, too": tokens_first(lambda x, m: F.layer_norm(x, (1, WIDTH))),
+    "rows summed by a product": tokens_first(lambda x, m: x + torch.bmm(x.sum(-1, keepdim=True), x)),
     "the mask itself": lambda x, m: m,
 }
 

@@ -182,6 +182,7 @@ class _LeavesTokensApart(TorchDispatchMode):
             )
         if not apart:
             raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{where_from(self.node)}"))
+        _mark_rows(func, given, outputs)
         return made
 
 
@@ -262,13 +263,17 @@ def leaves_apart(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor], 
     name = func.__name__.partition(".")[0]
     inputs = [x for x in given if tokens_of(x)]
     if not inputs:
-        return name in _BLANK
+        return name in _BLANK or name == "expand"
     if name in _PRODUCTS:
         left, right = (args[place] for place in _PRODUCTS[name])
         return _is_row_wise(left, right) and all(map(tokens_of, made))
     if name in _LAST:
         last = len(args[1]) if isinstance(args[1], (tuple, list)) else 1
-        return tokens_of(inputs[0]) == tokens_of(args[0]) and tokens_of(args[0])[0] < args[0].dim() - last
+        return (
+            tokens_of(inputs[0]) == tokens_of(args[0])
+            and tokens_of(args[0])[0] < args[0].dim() - last
+            and not (last > 1 and _has_rows_behind(args[0]))
+        )
     if name == "embedding":
         return not tokens_of(args[0])
     if name in _RESHAPED:
@@ -283,8 +288,10 @@ def leaves_apart(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor], 
 
 
 def _is_row_wise(left: Tensor, right: Tensor) -> bool:
-    """Whether a product sums over no tokens."""
+    """Whether a product sums over no tokens, and over no rows."""
     a, b, batched = tokens_of(left), tokens_of(right), left.dim() == 3
+    if _has_rows_behind(right) or (_has_rows_behind(left) and left.shape[-1] == 1):
+        return False
     if a == [left.dim() - 1] or b == [right.dim() - 2]:
         return False
     return not (a and b) or (batched and a == b == [0])
@@ -302,8 +309,9 @@ def _from_right(tensor: Tensor) -> int:
 
 def _avoids(func: Any, args: tuple, kwargs: dict, inputs: Sequence[Tensor], made: Sequence[Tensor], name: str) -> bool:
     """Whether an operation along a dimension, or several, runs along no dimension of tokens."""
-    if name in ("permute", "transpose", "t"):
-        return all(map(tokens_of, made))
+    if name in _TURNS:
+        kept = made[0].stride(-1) == inputs[0].stride(-1) and made[0].shape[-1] == inputs[0].shape[-1]
+        return all(map(tokens_of, made)) and (kept or not _has_rows_behind(inputs[0]) or _comes_back(made[0]))
     if name == "expand":
         return all(tokens_of(x) and _from_right(x) == _from_right(inputs[0]) for x in made)
     parameters = [argument.name for argument in func._schema.arguments]
@@ -324,6 +332,39 @@ def _avoids(func: Any, args: tuple, kwargs: dict, inputs: Sequence[Tensor], made
 
 
 def _counts(tensor: Tensor) -> set[int]:
-    """The dimension of tokens, and those ahead of it that may be the one of rows."""
+    """The dimension of tokens, and those that may be the one of rows, or hold it."""
     (tokens,) = tokens_of(tensor)
-    return {tokens} | {dim for dim in range(tokens) if tensor.shape[dim] == 1}
+    behind = _has_rows_behind(tensor)
+    may_be = {dim for dim in range(tensor.dim()) if tensor.shape[dim] == 1 and (dim < tokens or behind)}
+    return {tokens} | may_be | (set(range(tensor.dim() - 1)) if behind else set())
+
+
+_TURNS = ("permute", "transpose", "t")
+_BEHIND = "_rows_are_behind_tokens"  #: an attribute of fake tensors
+
+
+def _has_rows_behind(tensor: Tensor) -> bool:
+    """Whether rows, of which there is one, may stand behind tokens, as [T, B, ...] has them, or in a dimension ahead
+    of the last that they were joined to."""
+    return getattr(tensor, _BEHIND, False)
+
+
+def _comes_back(tensor: Tensor) -> bool:
+    """Whether the result of a permutation has its rows ahead of its tokens."""
+    (tokens,) = tokens_of(tensor)
+    return 1 in tensor.shape[:tokens] and 1 not in tensor.shape[tokens:]
+
+
+def _mark_rows(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    """Follow the rows of layers that put tokens first."""
+    turns = func.__name__.partition(".")[0] in _TURNS
+    behind = any(map(_has_rows_behind, given))
+    for tensor in made:
+        if not tokens_of(tensor) or (turns and _comes_back(tensor)):
+            continue
+        if behind or (turns and 1 not in tensor.shape[: tokens_of(tensor)[0]] and _is_ahead(given[0])):
+            setattr(tensor, _BEHIND, True)
+
+
+def _is_ahead(tensor: Tensor) -> bool:
+    return bool(tokens_of(tensor)) and 1 in tensor.shape[: tokens_of(tensor)[0]]
