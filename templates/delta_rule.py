@@ -91,8 +91,9 @@ def prepare_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
-    """Program: a chunk of one head."""
+    """Program: a chunk of one head. inverse, w: None without the delta."""
     row, head = tl.program_id(0) // NT, tl.program_id(1)
     first = tl.program_id(0) % NT * C
     i = tl.arange(0, C)
@@ -102,31 +103,34 @@ def prepare_kernel(
     decay = tl.cumsum(tl.load(g + place, mask=there, other=0.0).to(tl.float32), 0)
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
     tl.store(total + ((row * H + head) * NT).to(tl.int64) * C + token, decay)
-    mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
     column = tl.arange(0, BLOCK)
-    keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
-    products = tl.zeros((C, C), dtype=tl.float32)
-    for begin in range(0, K, BLOCK):
-        inside = there[:, None] & (begin + column < K)[None, :]
-        block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
-        products += tl.dot(block, tl.trans(block))
-    solved = inverse_of(rate[:, None] * products * pairs_of(decay, mine, i, True), i).to(k.dtype.element_ty)
-    tl.store(inverse + place[:, None] * C + i[None, :], solved, mask=there[:, None])
-    entering = rate
-    if HAS_DOCUMENTS:
-        entering = tl.where(mine == before, rate, 0.0)
-    entering *= tl.exp(decay)
-    for begin in range(0, K, BLOCK):
-        inside = there[:, None] & (begin + column < K)[None, :]
-        block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
-        block = tl.dot(solved, (entering[:, None] * block.to(tl.float32)).to(solved.dtype))
-        tl.store(w + place[:, None] * K + begin + column[None, :], block.to(w.dtype.element_ty), mask=inside)
+    if DELTA:
+        mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
+        keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
+        products = tl.zeros((C, C), dtype=tl.float32)
+        for begin in range(0, K, BLOCK):
+            inside = there[:, None] & (begin + column < K)[None, :]
+            block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
+            products += tl.dot(block, tl.trans(block))
+        solved = inverse_of(rate[:, None] * products * pairs_of(decay, mine, i, True), i).to(k.dtype.element_ty)
+        tl.store(inverse + place[:, None] * C + i[None, :], solved, mask=there[:, None])
+        entering = rate
+        if HAS_DOCUMENTS:
+            entering = tl.where(mine == before, rate, 0.0)
+        entering *= tl.exp(decay)
+        for begin in range(0, K, BLOCK):
+            inside = there[:, None] & (begin + column < K)[None, :]
+            block = tl.load(keys[:, None] + begin + column[None, :], mask=inside, other=0.0)
+            block = tl.dot(solved, (entering[:, None] * block.to(tl.float32)).to(solved.dtype))
+            tl.store(w + place[:, None] * K + begin + column[None, :], block.to(w.dtype.element_ty), mask=inside)
     values = row_of(v, row, head, token, vs0, vs1, vs2)
     for begin in range(0, V, BLOCK):
         inside = there[:, None] & (begin + column < V)[None, :]
         block = tl.load(values[:, None] + begin + column[None, :], mask=inside, other=0.0)
-        block = tl.dot(solved, (rate[:, None] * block.to(tl.float32)).to(solved.dtype))
-        tl.store(u + place[:, None] * V + begin + column[None, :], block.to(u.dtype.element_ty), mask=inside)
+        block = (rate[:, None] * block.to(tl.float32)).to(u.dtype.element_ty)
+        if DELTA:
+            block = tl.dot(solved, block).to(u.dtype.element_ty)
+        tl.store(u + place[:, None] * V + begin + column[None, :], block, mask=inside)
 
 
 @triton.jit
@@ -153,8 +157,9 @@ def scan_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
-    """Program: BLOCK columns of the states of one head, over one document."""
+    """Program: BLOCK columns of the states of one head, over one document. w, written: None without the delta."""
     head, column = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row, start, end = tl.program_id(0), 0, T
     if HAS_DOCUMENTS:
@@ -175,14 +180,12 @@ def scan_kernel(
         if start <= chunk * C:
             tl.store(states + (at + key[:, None]) * V + column[None, :], kept, mask=square)
         narrow = own[:, None] & (key < K)[None, :]
-        block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
-        value = tl.load(u + place[:, None] * V + column[None, :], mask=own[:, None] & wide[None, :], other=0.0)
-        value = value.to(tl.float32) - tl.dot(block, kept)
-        tl.store(
-            written + place[:, None] * V + column[None, :],
-            value.to(written.dtype.element_ty),
-            mask=own[:, None] & wide[None, :],
-        )
+        broad = own[:, None] & wide[None, :]
+        value = tl.load(u + place[:, None] * V + column[None, :], mask=broad, other=0.0).to(tl.float32)
+        if DELTA:
+            block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
+            value -= tl.dot(block, kept)
+            tl.store(written + place[:, None] * V + column[None, :], value.to(written.dtype.element_ty), mask=broad)
         sums = total + ((row * H + head) * NT + chunk).to(tl.int64) * C
         decay, last = tl.load(sums + i), tl.load(sums + C - 1)
         block = tl.load(
@@ -263,8 +266,8 @@ class Chunks(NamedTuple):
     """What chunks are by themselves. Tensors of [B, T, H, ...] are contiguous."""
 
     total: torch.Tensor  #: [B, H, chunks * CHUNK], fp32: running sums of log decays
-    inverse: torch.Tensor  #: [B, T, H, CHUNK]: (I + A)^-1
-    w: torch.Tensor  #: [B, T, H, K]
+    inverse: torch.Tensor | None  #: [B, T, H, CHUNK]: (I + A)^-1; None without the delta
+    w: torch.Tensor | None  #: [B, T, H, K]; None without the delta
     u: torch.Tensor  #: [B, T, H, V]
 
 
@@ -307,12 +310,13 @@ def _sizes(q, v):
     return dict(H=heads, GROUP=heads // q.shape[2], K=q.shape[3], V=v.shape[3], C=CHUNK)
 
 
-def prepare(k, v, g, beta, documents):
+def prepare(k, v, g, beta, documents, delta=True):
     """What chunks are by themselves.
 
     Args:
         k, v, g, beta: of the rule, k of length 1 where the rule has it so; g and beta contiguous.
         documents: the number of each token's document, int [T]; or None.
+        delta: whether what a key gives is taken off what is written.
 
     Returns:
         `Chunks`.
@@ -320,8 +324,11 @@ def prepare(k, v, g, beta, documents):
     (batch, tokens, heads, width), keys = v.shape, k.shape[3]
     count = chunks_of(tokens)
     total = torch.empty(batch, heads, count * CHUNK, dtype=torch.float32, device=v.device)
-    values = (torch.empty(batch, tokens, heads, n, dtype=v.dtype, device=v.device) for n in (CHUNK, keys, width))
-    made = Chunks(total, *values)
+    widths = (CHUNK if delta else 0, keys if delta else 0, width)
+    made = Chunks(
+        total,
+        *(torch.empty(batch, tokens, heads, n, dtype=v.dtype, device=v.device) if n else None for n in widths),
+    )
     (k, k_strides), (v, v_strides) = rows(k), rows(v)
     tile = _tiles.pick("delta_prepare", v, keys)
     launch(
@@ -340,6 +347,7 @@ def prepare(k, v, g, beta, documents):
         **_sizes(k, v),
         BLOCK=tile.block,
         HAS_DOCUMENTS=documents is not None,
+        DELTA=delta,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -359,8 +367,9 @@ def scan(chunks, k, v, offsets):
     """
     (batch, tokens, heads, width), keys = v.shape, k.shape[3]
     count = chunks_of(tokens)
+    delta = chunks.w is not None
     made = States(
-        torch.empty_like(chunks.u),
+        torch.empty_like(chunks.u) if delta else chunks.u,
         torch.empty(batch, count, heads, keys, width, dtype=v.dtype, device=v.device),
         torch.empty(batch, heads, keys, width, dtype=torch.float32, device=v.device),
     )
@@ -375,7 +384,9 @@ def scan(chunks, k, v, offsets):
         chunks.u,
         chunks.total,
         offsets,
-        *made,
+        made.written if delta else None,
+        made.entering,
+        made.final,
         tokens,
         count,
         documents,
@@ -384,6 +395,7 @@ def scan(chunks, k, v, offsets):
         KEYS=max(next_power_of_2(keys), tile.block),
         BLOCK=tile.block,
         HAS_DOCUMENTS=offsets is not None,
+        DELTA=delta,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -429,7 +441,7 @@ def outputs(chunks, states, q, k, v, documents, scale):
     return out
 
 
-def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale):
+def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale, delta=True):
     """The gated delta rule, from a state of 0.
 
     Args:
@@ -440,6 +452,7 @@ def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale):
         offsets: where documents begin and the last one ends, int [S + 1], for B = 1; or None.
         documents: with them the number of each token's document, int [T].
         scale: multiplies q.
+        delta: whether what a key gives is taken off what is written; state spaces do without (arXiv:2405.21060).
 
     Returns:
         (o [B, T, H, V] in v's dtype, the final state [B, H, K, V] in fp32).
@@ -450,6 +463,6 @@ def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale):
     keys, width = q.shape[3], v.shape[3]
     if keys % 16 or width % 16 or keys > 256 or (offsets is None) != (documents is None):
         raise ValueError(f"keys of {keys} and values of {width}, with documents: {documents is not None}")
-    chunks = prepare(k, v, g, beta, documents)
+    chunks = prepare(k, v, g, beta, documents, delta)
     states = scan(chunks, k, v, offsets)
     return outputs(chunks, states, q, k, v, documents, scale), states.final

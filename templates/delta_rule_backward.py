@@ -107,6 +107,7 @@ def scan_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
     """Program: BLOCK columns of the gradients `states` of one head, over one document; `written` is a gradient, too."""
     head, column = tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -151,8 +152,9 @@ def scan_kernel(
             row_of(q, row, head // GROUP, token, qs0, qs1, qs2)[:, None] + key[None, :], mask=narrow, other=0.0
         )
         state = state * tl.exp(last) + tl.dot(tl.trans(block), given.to(block.dtype))
-        block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
-        state -= tl.dot(tl.trans(block), value.to(block.dtype))
+        if DELTA:
+            block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
+            state -= tl.dot(tl.trans(block), value.to(block.dtype))
 
 
 def pending(call, total):
@@ -193,22 +195,23 @@ def scan(call, chunks, waiting, grad_final):
     documents = call.shape[0] if call.offsets is None else call.offsets.shape[0]
     grid = (documents, call.shape[2], triton.cdiv(width, tile.block))
     tensors = (call.grad, grad_final, call.q, call.k, chunks.w, waiting, chunks.total, call.offsets, written, states)
-    launch(scan_kernel, grid, *tensors, call.tokens, call.count, documents, *call.strides, **options)
+    sizes = (call.tokens, call.count, documents)
+    launch(scan_kernel, grid, *tensors, *sizes, *call.strides, DELTA=chunks.w is not None, **options)
     return written, states
 
 
-def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *, scale):
+def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *, scale, delta=True):
     """The gradients of `delta_rule.forward`.
 
     Args:
         grad: of o, [B, T, H, V] in its dtype.
         grad_final: of the final state, [B, H, K, V], any floating dtype, contiguous.
-        q, k, v, g, beta, offsets, documents, scale: as given to `delta_rule.forward`.
+        q, k, v, g, beta, offsets, documents, scale, delta: as given to `delta_rule.forward`.
 
     Returns:
         [dq, dk, dv, dg, dbeta]: dq and dk [B, T, H, K], of heads that share q and k one each; dg and dbeta in fp32.
     """
-    chunks = prepare(k, v, g, beta, documents)
+    chunks = prepare(k, v, g, beta, documents, delta)
     states = scan_forward(chunks, k, v, offsets)
     call = Operands(grad, q, k, v, beta, offsets, documents, scale)
     grad_written, grad_states = scan(call, chunks, pending(call, chunks.total), grad_final)

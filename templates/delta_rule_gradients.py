@@ -58,8 +58,12 @@ def products_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
-    """Program: a chunk of one head. `dtotal` and `dbeta` are what its squares give, fp32."""
+    """Program: a chunk of one head. `dtotal` and `dbeta` are what its squares give, fp32.
+
+    inverse, by_system, missing: None without the delta.
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = chunk // NT
     first = chunk % NT * C
@@ -71,7 +75,8 @@ def products_kernel(
     decay = tl.load(total + ((row * H + head) * NT).to(tl.int64) * C + token)
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
     square = there[:, None] & (i < C)[None, :]
-    solved = tl.load(inverse + place[:, None] * C + i[None, :], mask=square, other=0.0)
+    if DELTA:
+        solved = tl.load(inverse + place[:, None] * C + i[None, :], mask=square, other=0.0)
     outputs = row_of(grad, row, head, token, gs0, gs1, gs2)
     values = row_of(v, row, head, token, vs0, vs1, vs2)
     scores = tl.zeros((C, C), dtype=tl.float32)
@@ -83,9 +88,12 @@ def products_kernel(
         value = tl.load(written + where, mask=inside, other=0.0)
         given = tl.load(outputs[:, None] + begin + column[None, :], mask=inside, other=0.0)
         scores += tl.dot(given, tl.trans(value))
-        lost = tl.dot(tl.trans(solved), tl.load(grad_written + where, mask=inside, other=0.0))
-        system -= tl.dot(lost.to(value.dtype), tl.trans(value))
-        tl.store(missing + where, lost.to(missing.dtype.element_ty), mask=inside)
+        lost = tl.load(grad_written + where, mask=inside, other=0.0)
+        if DELTA:
+            lost = tl.dot(tl.trans(solved), lost)
+            system -= tl.dot(lost.to(value.dtype), tl.trans(value))
+            tl.store(missing + where, lost.to(missing.dtype.element_ty), mask=inside)
+        lost = lost.to(tl.float32)
         tl.store(dv + where, (rate[:, None] * lost).to(dv.dtype.element_ty), mask=inside)
         block = tl.load(values[:, None] + begin + column[None, :], mask=inside, other=0.0)
         to_rate += tl.sum(lost * block.to(tl.float32), 1)
@@ -98,17 +106,20 @@ def products_kernel(
         a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
         b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
         against += tl.dot(a, tl.trans(b))
-        among += tl.dot(b, tl.trans(b))
+        if DELTA:
+            among += tl.dot(b, tl.trans(b))
     scores = SCALE * scores * pairs_of(decay, mine, i, False)
-    system = system * pairs_of(decay, mine, i, True)
-    to_rate += tl.sum(system * among, 1)
-    system = system * rate[:, None]
-    pairs = scores * against + system * among
+    pairs = scores * against
+    if DELTA:
+        system = system * pairs_of(decay, mine, i, True)
+        to_rate += tl.sum(system * among, 1)
+        system = system * rate[:, None]
+        pairs += system * among
+        tl.store(by_system + place[:, None] * C + i[None, :], system.to(by_system.dtype.element_ty), mask=square)
     # of a sum over rows less one over columns, a token's pair with itself is nothing
     tl.store(dtotal + place, tl.sum(pairs, 1) - tl.sum(pairs, 0), mask=there)
     tl.store(dbeta + place, to_rate, mask=there)
     tl.store(by_score + place[:, None] * C + i[None, :], scores.to(by_score.dtype.element_ty), mask=square)
-    tl.store(by_system + place[:, None] * C + i[None, :], system.to(by_system.dtype.element_ty), mask=square)
 
 
 @triton.jit
@@ -150,6 +161,7 @@ def operands_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
     """Program: a chunk of one head. It adds to `dbeta`, and sums `dtotal` to `dg`."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -174,7 +186,8 @@ def operands_kernel(
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
     square = there[:, None] & (i < C)[None, :]
     scores = tl.load(by_score + place[:, None] * C + i[None, :], mask=square, other=0.0)
-    system = tl.load(by_system + place[:, None] * C + i[None, :], mask=square, other=0.0)
+    if DELTA:
+        system = tl.load(by_system + place[:, None] * C + i[None, :], mask=square, other=0.0)
     at = (chunk.to(tl.int64) * H + head) * K
     to_total = tl.load(dtotal + place, mask=there, other=0.0)
     to_rate = tl.load(dbeta + place, mask=there, other=0.0)
@@ -192,7 +205,8 @@ def operands_kernel(
             ahead = tl.load(grad_states + cell, mask=both, other=0.0)
             to_last += through * tl.sum(state.to(tl.float32) * ahead.to(tl.float32))
             to_q += tl.dot(tl.load(outputs[:, None] + start + column[None, :], mask=inside, other=0.0), state)
-            to_k += tl.dot(tl.load(missing + where, mask=inside, other=0.0), state)
+            if DELTA:
+                to_k += tl.dot(tl.load(missing + where, mask=inside, other=0.0), state)
             to_end += tl.dot(tl.load(written + where, mask=inside, other=0.0), ahead)
         inside = there[:, None] & (begin + key < K)[None, :]
         a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
@@ -207,7 +221,9 @@ def operands_kernel(
         to_last += tl.sum(left, 0)
         to_q += tl.dot(scores, b)
         to_k = to_end - rate[:, None] * to_k
-        to_k += tl.dot(tl.trans(scores), a) + tl.dot(system, b) + tl.dot(tl.trans(system), b)
+        to_k += tl.dot(tl.trans(scores), a)
+        if DELTA:
+            to_k += tl.dot(system, b) + tl.dot(tl.trans(system), b)
         where = place[:, None] * K + begin + key[None, :]
         tl.store(dq + where, to_q.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + where, to_k.to(dk.dtype.element_ty), mask=inside)
@@ -252,17 +268,20 @@ def products(call, chunks, written, grad_written):
         grad_written: of `delta_rule_backward.scan`.
 
     Returns:
-        (by_score, by_system [B, T, H, 64], missing, dv [B, T, H, V], dtotal, dbeta [B, T, H] in fp32, unfinished).
+        (by_score, by_system [B, T, H, 64], missing, dv [B, T, H, V], dtotal, dbeta [B, T, H] in fp32, unfinished);
+        by_system and missing are None without the delta.
     """
     width = call.v.shape[3]
-    squares, values = (call.empty([CHUNK]), call.empty([CHUNK])), (call.empty([width]), call.empty([width]))
+    delta = chunks.w is not None
+    squares = call.empty([CHUNK]), call.empty([CHUNK]) if delta else None
+    values = call.empty([width]) if delta else None, call.empty([width])
     sums = call.empty([], torch.float32), call.empty([], torch.float32)
     _, options = call.options("delta_products")
     given = (call.grad, call.q, call.k, call.v, call.beta, chunks.total, call.documents)
     tensors = (*given, chunks.inverse, written, grad_written, *squares, *values, *sums)
     strides = (*call.strides, *call.value_strides)
     grid = (call.shape[0] * call.count, call.shape[2])
-    launch(products_kernel, grid, *tensors, call.tokens, call.count, *strides, **options)
+    launch(products_kernel, grid, *tensors, call.tokens, call.count, *strides, DELTA=delta, **options)
     return (*squares, *values, *sums)
 
 
@@ -294,5 +313,6 @@ def operands(call, chunks, states, grad_states, by_score, by_system, missing, dt
     )
     tensors = (*given, by_score, by_system, missing, dq, dk, dtotal, dg, dbeta)
     grid = (call.shape[0] * call.count, call.shape[2])
-    launch(operands_kernel, grid, *tensors, call.tokens, call.count, *call.strides, **options)
+    delta = chunks.w is not None
+    launch(operands_kernel, grid, *tensors, call.tokens, call.count, *call.strides, DELTA=delta, **options)
     return dq, dk, dg

@@ -74,6 +74,12 @@ def test_what_gives_something_else_is_no_op():
     assert meanings.agrees(written, rule)
     assert not meanings.agrees(lambda *args, **kwargs: (2 * written(*args, **kwargs)[0], None), rule)
     assert not meanings.agrees(lambda query: query, rule)
+    import transformers.models.bamba.modeling_bamba as bamba
+
+    assert meanings.agrees(bamba.mamba2_chunk_scan.__wrapped__, meanings.MEANINGS["mamba2_chunk_scan"])
+    short_cut = meanings.MEANINGS["mamba2_split_conv1d_scan_combined"]
+    assert meanings.agrees(bamba.mamba2_split_conv1d_scan_combined.__wrapped__, short_cut)
+    assert not meanings.agrees(lambda *args, **kwargs: torch.ones(()), short_cut)
     convolution = meanings.MEANINGS["causal_conv1d_fn"]
     assert meanings.agrees(home.causal_conv1d_fn.__wrapped__, convolution)
     assert not meanings.agrees(lambda x, w, b, activation: home.causal_conv1d_fn.__wrapped__(x, w, b), convolution)
@@ -111,7 +117,7 @@ def test_functions_of_other_files_are_no_concern(monkeypatch):
     assert substitute({Layer}) == []
 
 
-@pytest.mark.parametrize(("family", "apart"), [("Lfm2", True), ("Qwen3_5", True), ("Mamba2", False), ("Bamba", False)])
+@pytest.mark.parametrize(("family", "apart"), [("Lfm2", True), ("Qwen3_5", True), ("Mamba2", True), ("Jamba", False)])
 def test_which_files_keep_documents_apart(family, apart):
     """Where a scan is no op, states would cross."""
     import transformers as tf

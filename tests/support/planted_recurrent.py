@@ -31,6 +31,13 @@ RECURRENT_CASES = {
         lambda op, *args: op(*args, None, 0.7, 1e-3),
         delta_arguments,
     ),
+    "state space": (
+        "ssd_scan",
+        "ssd_scan",
+        lambda *args: recurrence(*args, None, 1.0, 0.0, delta=False),
+        lambda op, *args: op(*args, None),
+        delta_arguments,
+    ),
     "short convolution": (
         "short_convolution",
         "short_convolution",

@@ -33,26 +33,28 @@ def drawn(case, dtype, device):
     return [x.to(device, dtype) for x in made], offsets, numbers, [x.to(device) for x in grads]
 
 
-def exact(args, offsets, grads):
+def exact(args, offsets, grads, delta=True):
     leaves = [x.double().requires_grad_() for x in args]
-    made = recurrence(*leaves, None, offsets, 0.3, 0.0)
+    made = recurrence(*leaves, None, offsets, 0.3, 0.0, delta)
     return made, torch.autograd.grad(sum((x * g.double()).sum() for x, g in zip(made, grads)), leaves)
 
 
-def by_template(args, offsets, numbers, grads):
-    made = delta_rule.forward(*args, offsets, numbers, scale=0.3)
-    found = delta_rule_backward.backward(*grads, *args, offsets, numbers, scale=0.3)
+def by_template(args, offsets, numbers, grads, delta=True):
+    made = delta_rule.forward(*args, offsets, numbers, scale=0.3, delta=delta)
+    found = delta_rule_backward.backward(*grads, *args, offsets, numbers, scale=0.3, delta=delta)
     shared = args[0].shape[2]
     found[:2] = [x.unflatten(2, (shared, -1)).double().sum(3) for x in found[:2]]
     return made, found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_against_the_recurrence(case, device, error):
+@pytest.mark.parametrize(
+    ("case", "delta"), [*((case, True) for case in CASES), ("documents", False), ("heads of a real model", False)]
+)
+def test_against_the_recurrence(case, delta, device, error):
     dtype = HALF if ON_GPU or case == "heads of a real model" else torch.float32
     args, offsets, numbers, grads = drawn(case, dtype, device)
-    made, found = by_template(args, offsets, numbers, grads)
-    right, gradients = exact(args, offsets, grads)
+    made, found = by_template(args, offsets, numbers, grads, delta)
+    right, gradients = exact(args, offsets, grads, delta)
     errors = [error(x, y) for x, y in zip((*made, *found), (*right, *gradients)) if y.norm() > 1e-9]
     assert max(errors) < (5e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), errors
 

@@ -208,6 +208,18 @@ FAULTS = [
     Fault("delta rule", "one of the pairs' gradients", "+ by_system @ k + by_system.mT @ k", "+ by_system @ k"),
     Fault("delta rule", "lost share of the end's decay", "d_last = d_end.sum((-1, -2)) + ", "d_last = "),
     Fault("delta rule", "lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
+    Fault(
+        "state space",
+        "a delta",
+        "return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)",
+        "return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, True)",
+    ),
+    Fault(
+        "state space",
+        "a delta in the gradient",
+        "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)",
+        "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, True)",
+    ),
     Fault("short convolution", "lost bias", "return made if bias is None else made + bias", "return made"),
     Fault("short convolution", "gradient of another token", "_ahead(given, steps, documents)", "given"),
     Fault("short convolution", "lost slope", "given * gate * (1 + z * (1 - gate))", "given * gate"),

@@ -25,7 +25,7 @@ from tunecompile.ir.op import HALF
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
-from tunecompile.ops import gated_delta_rule, short_convolution
+from tunecompile.ops import gated_delta_rule, short_convolution, ssd_scan
 
 ALL = 1 << 60  #: an end of a slice that leaves nothing out
 TOKENS = 10007  #: a prime that divides no width, number of heads or size of a vocabulary
@@ -151,7 +151,7 @@ class _Reader(Interpreter):
 
 #: ops that keep documents apart, where they are told of them -> the place of that argument
 _BY_DOCUMENTS: dict[Any, int] = {
-    op.overload: op.parameters.index("offsets") for op in (gated_delta_rule, short_convolution)
+    op.overload: op.parameters.index("offsets") for op in (gated_delta_rule, short_convolution, ssd_scan)
 }
 OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
 
@@ -322,9 +322,10 @@ def _avoids(func: Any, args: tuple, kwargs: dict, inputs: Sequence[Tensor], made
         return False
     rank = made[0].dim() if name == "stack" else inputs[0].dim()
     along = {dim % rank for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
-    if name == "slice" and bound.get("start") in (None, 0) and bound.get("step", 1) == 1:
-        end = bound.get("end")
-        if end is None or end >= ALL or (end % TOKENS == 0 and end in {inputs[0].shape[dim] for dim in along}):
+    if name == "slice" and bound.get("step", 1) == 1:
+        start, end, sizes = bound.get("start"), bound.get("end"), {inputs[0].shape[dim] for dim in along}
+        from_first = start in (None, 0) or (start % TOKENS == 0 and -start in sizes)
+        if from_first and (end is None or end >= ALL or (end % TOKENS == 0 and end in sizes)):
             return True
     if name == "stack":
         return not set(tokens_of(made[0])) & along

@@ -22,7 +22,7 @@ from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.ops.recurrent import gated_delta_rule, short_convolution
+from tunecompile.ops.recurrent import gated_delta_rule, short_convolution, ssd_scan
 from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation
@@ -51,6 +51,7 @@ __all__ = [
     "rope",
     "short_convolution",
     "spread_rows",
+    "ssd_scan",
     "sum_rows",
     "varlen_attention",
 ]

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.ops.checks import assert_fake_is_real, error
 from tests.support.ops.recurrent import gradients, operands, recurrence
-from tunecompile.ops import gated_delta_rule
+from tunecompile.ops import gated_delta_rule, ssd_scan
 
 CASES = {  # rows, tokens, heads of q and k, heads, keys, values, an initial state, offsets, eps
     "shared heads, a state to begin with": (2, 70, 2, 4, 8, 6, True, None, 1e-6),
@@ -29,6 +29,17 @@ def test_value_and_gradients(case):
     exact, made = recurrence(*args), gated_delta_rule(*args)
     for got, by_definition in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, args))):
         torch.testing.assert_close(got, by_definition, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", ["shared heads, a state to begin with", "documents"])
+def test_without_the_delta_it_is_a_state_space(case):
+    *args, offsets, _, _ = arguments(case)
+    exact, made = recurrence(*args, offsets, 1.0, 0.0, delta=False), ssd_scan(*args, offsets)
+    for got, by_definition in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, args))):
+        torch.testing.assert_close(got, by_definition, rtol=1e-11, atol=1e-11)
+    args = [x if x is None else x.detach() for x in args]
+    assert_fake_is_real(ssd_scan, *args, offsets)
+    assert_fake_is_real(ssd_scan.backward_op, *(x.detach() for x in made), *args, offsets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -95,6 +95,16 @@ def test_adapters_under_checkpointing(family):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in hybrids.HYBRIDS if name not in ("qwen3_5", "qwen3_next")])
+def test_families_with_and_without_padding(family):
+    reference = hybrids.make(family, torch.float32)
+    model = optimized(copy.deepcopy(reference))
+    for batch in (padded(4, 70), padded(4, 90, "left"), zoo.batch(length=70)):
+        assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
+    assert flattened(model) == 2
+
+
+@pytest.mark.slow
 def test_padding_between_tokens_stays(pair):
     reference, _ = pair
     model, batch = optimized(copy.deepcopy(reference)), padded(2, 40)

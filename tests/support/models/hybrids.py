@@ -27,6 +27,16 @@ EXPERTS = {
     "shared_expert_intermediate_size": 32,
     "decoder_sparse_step": 1,
 }
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 #: family -> how transformers calls it, and what its config needs
 HYBRIDS = {
     "qwen3_5": ("Qwen3_5", LINEAR_ATTENTION),
@@ -34,6 +44,48 @@ HYBRIDS = {
     "olmo_hybrid": (
         "OlmoHybrid",
         {**LINEAR_ATTENTION, "linear_num_key_heads": 4, "pad_token_id": 0, "eos_token_id": 1},
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon_h1": ("FalconH1", {**MAMBA, **TOKENS, "mamba_d_ssm": 128, "head_dim": 16}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **TOKENS,
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "mamba2": ("Mamba2", {**TOKENS, "num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "chunk_size": 16}),
+    "zamba2": (
+        "Zamba2",
+        {
+            "mamba_d_state": 16,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 32,
+            "chunk_size": 16,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "num_mem_blocks": 1,
+            "num_hidden_layers": 4,
+            "pad_token_id": 0,
+        },
     ),
 }
 

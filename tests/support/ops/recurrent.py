@@ -23,7 +23,8 @@ def operands(rows, tokens, shared, heads, keys, values, initial=False, dtype=tor
     return [x if x is None else x.requires_grad_() for x in made]
 
 
-def recurrence(q, k, v, g, beta, initial, offsets, scale, eps) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, g, beta, initial, offsets, scale, eps, delta=True) -> tuple[Tensor, Tensor]:
+    """Without the delta it is a state space's."""
     if eps:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) for x in (q, k))
     heads = v.shape[2]
@@ -35,7 +36,7 @@ def recurrence(q, k, v, g, beta, initial, offsets, scale, eps) -> tuple[Tensor, 
         if t in begins:
             state = state * 0
         state = state * g[:, t, :, None, None].exp()
-        given = (state * k[:, t, :, :, None]).sum(-2)
+        given = (state * k[:, t, :, :, None]).sum(-2) if delta else 0
         state = state + k[:, t, :, :, None] * ((v[:, t] - given) * beta[:, t, :, None]).unsqueeze(-2)
         made.append(scale * (state * q[:, t, :, :, None]).sum(-2))
     return torch.stack(made, 1), state

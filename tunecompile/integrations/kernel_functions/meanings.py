@@ -1,7 +1,7 @@
 """What transformers' functions mean, as ops, and whether a function on hand means that.
 
-Dynamo traces `delta_rule` and `convolution`. `itself` is the function in whose place they stand, for calls that no op
-has.
+Dynamo traces what `delta_rule`, `convolution` and the others here give. `itself` is the function in whose place that
+stands, for calls that no op has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.ops import gated_delta_rule, short_convolution
+from tunecompile.ops import gated_delta_rule, short_convolution, ssd_scan
 
 __all__ = ["DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
@@ -78,6 +78,51 @@ def convolution(itself: Callable) -> Callable:
     return traced
 
 
+def state_space(itself: Callable) -> Callable:
+    """Mamba-2's scan. What is added for each token by itself (D) is no part of the op."""
+
+    def traced(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        offsets = DOCUMENTS.offsets
+        if kwargs.get("z") is not None or (offsets is None and kwargs.get("seq_idx") is not None):
+            given = dict(D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus)
+            given |= dict(dt_limit=dt_limit, return_final_states=return_final_states, **kwargs)
+            return itself(hidden_states, dt, A, B, C, chunk_size, **given)
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = torch.clamp(torch.nn.functional.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1])
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        initial = None if initial_states is None else initial_states.transpose(2, 3)
+        made, state = ssd_scan(C, B, hidden_states, A.to(wide) * dt.to(wide), dt, initial, offsets)
+        made = made.to(wide)
+        if D is not None:
+            made = made + D[..., None] * hidden_states.to(wide)
+        return (made, state.transpose(2, 3)) if return_final_states else made
+
+    return traced
+
+
+def no_short_cut(itself: Callable) -> Callable:
+    """The kernel for a whole Mamba-2 mixer: without it the model's code goes on to its parts."""
+
+    def traced(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return traced
+
+
 def _waves(*shape: int) -> Tensor:
     """Values that repeat nowhere, without a random number."""
     count = torch.Size(shape).numel()
@@ -94,9 +139,21 @@ def _convolution_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return (_waves(2, 3, 6), _waves(3, 4), _waves(3)), dict(activation="silu")
 
 
+def _state_space_example() -> tuple[Sequence[Any], dict[str, Any]]:
+    args = _waves(2, 6, 4, 3), _waves(2, 6, 4), -_waves(4).abs(), _waves(2, 6, 2, 5), _waves(2, 6, 2, 5) + 0.2, 4
+    more = dict(D=_waves(4), dt_bias=_waves(4) + 0.1, initial_states=_waves(2, 4, 3, 5), dt_softplus=True)
+    return args, dict(**more, dt_limit=(0.1, 0.9), return_final_states=True)
+
+
+def _no_example() -> tuple[Sequence[Any], dict[str, Any]]:
+    return (None,) * 6, dict(chunk_size=4)
+
+
 MEANINGS = {  #: by the name of the function in plain PyTorch
     "torch_chunk_gated_delta_rule": Meaning(delta_rule, _delta_example),
     "causal_conv1d_fn": Meaning(convolution, _convolution_example),
+    "mamba2_chunk_scan": Meaning(state_space, _state_space_example),
+    "mamba2_split_conv1d_scan_combined": Meaning(no_short_cut, _no_example),
 }
 
 
@@ -112,5 +169,11 @@ def agrees(written: Callable, meaning: Meaning) -> bool:
         return False
 
 
-def _alike(made: Tensor, expected: Tensor) -> bool:
-    return made.dtype == expected.dtype and torch.allclose(made, expected, rtol=1e-4, atol=1e-5)
+def _alike(made: Any, expected: Any) -> bool:
+    if not (isinstance(made, Tensor) and isinstance(expected, Tensor)):
+        return made is expected
+    return (
+        made.dtype == expected.dtype
+        and made.shape == expected.shape
+        and torch.allclose(made, expected, rtol=1e-4, atol=1e-5)
+    )

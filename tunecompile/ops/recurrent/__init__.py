@@ -1,6 +1,7 @@
-"""Operations that carry something from token to token: delta rules, and the convolutions in front of them."""
+"""Operations that carry something from token to token: delta rules, state spaces, and convolutions before them."""
 
 from tunecompile.ops.recurrent.gated_delta_rule import gated_delta_rule
 from tunecompile.ops.recurrent.short_convolution import short_convolution
+from tunecompile.ops.recurrent.ssd_scan import ssd_scan
 
-__all__ = ["gated_delta_rule", "short_convolution"]
+__all__ = ["gated_delta_rule", "short_convolution", "ssd_scan"]

@@ -6,6 +6,8 @@ Within a chunk (arXiv:2412.06464, 2406.06484), with G the running sum of log dec
     r = beta (v - e^G k S)                 n = T r                                                what is written
     o = e^G q S + ((q_i . k_j) D_ij) n     S' = e^(G_last) S + (e^(G_last - G) k)^T n
 
+Without the delta, as in state spaces (arXiv:2405.21060), T is I and n = beta v.
+
 A token that begins a document sees no state and no pair before it: D, and the three decays to and from the chunk's
 edges, are 0 across documents. So chunks stand where they stand, whatever the documents; no count depends on values.
 """
@@ -77,13 +79,16 @@ class Chunks:
     entering: Tensor  #: of the state that enters, at each token
     leaving: Tensor  #: from each token to the end
     through: Tensor  #: from the beginning to the end: [B, H, M, 1, 1]
-    system: Tensor  #: I + A
+    system: Tensor | None  #: I + A; None without the delta
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None) -> Chunks:
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None, delta: bool = True
+    ) -> Chunks:
         """Of operands in chunks.
 
         Args:
+            delta: whether what a key gives is taken off what is written.
             documents: the number of each token's document, [T]; None where a row is one.
         """
         total = g.cumsum(-1)
@@ -103,15 +108,21 @@ class Chunks:
             for seen, decay in ((enters, total), (leaves, last - total), (passes, last))
         )
         beta = beta.unsqueeze(-1)
-        system = (beta * (k @ k.mT) * pairs).tril(-1) + torch.eye(CHUNK, dtype=q.dtype, device=q.device)
+        system = None
+        if delta:
+            system = (beta * (k @ k.mT) * pairs).tril(-1) + torch.eye(CHUNK, dtype=q.dtype, device=q.device)
         return Chunks(q, k, v, beta, pairs, entering, leaving, through, system)
 
     def solve(self, x: Tensor) -> Tensor:
         """T x."""
+        if self.system is None:
+            return x
         return torch.linalg.solve_triangular(self.system, x, upper=False, unitriangular=True)
 
     def solve_transposed(self, x: Tensor) -> Tensor:
         """T^T x."""
+        if self.system is None:
+            return x
         return torch.linalg.solve_triangular(self.system.mT, x, upper=True, unitriangular=True)
 
     def scores(self) -> Tensor:
@@ -130,7 +141,7 @@ class Chunks:
         states, written = [], []
         for m in range(u.shape[2]):
             states.append(state)
-            written.append(u[:, :, m] - w[:, :, m] @ state)
+            written.append(u[:, :, m] if self.system is None else u[:, :, m] - w[:, :, m] @ state)
             state = self.through[:, :, m] * state + keys[:, :, m] @ written[-1]
         if not states:
             return u.new_zeros(*u.shape[:3], w.shape[-1], u.shape[-1]), u, state
@@ -150,7 +161,9 @@ class Chunks:
         for m in reversed(range(grad.shape[2])):
             states.append(state)
             written.append(inside[:, :, m] + keys[:, :, m] @ state)
-            state = self.through[:, :, m] * state + queries[:, :, m] @ grad[:, :, m] - w[:, :, m] @ written[-1]
+            state = self.through[:, :, m] * state + queries[:, :, m] @ grad[:, :, m]
+            if self.system is not None:
+                state = state - w[:, :, m] @ written[-1]
         if not states:
             return grad_final.new_zeros(*grad.shape[:3], *grad_final.shape[2:]), inside, state
         return torch.stack(states[::-1], 2), torch.stack(written[::-1], 2), state

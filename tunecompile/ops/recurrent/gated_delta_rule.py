@@ -12,7 +12,14 @@ from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunk
 from tunecompile.ops.recurrent.documents import document_of
 from tunecompile.ops.rms_norm import compute_dtype
 
-__all__ = ["delta_chunks", "delta_chunks_backward", "gated_delta_rule", "gated_delta_rule_backward"]
+__all__ = [
+    "delta_chunks",
+    "delta_chunks_backward",
+    "documents_in",
+    "gated_delta_rule",
+    "gated_delta_rule_backward",
+    "refuse",
+]
 
 LONGEST_KEY = 256  #: of the template, which has a state's columns in registers
 
@@ -28,13 +35,13 @@ def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
     return 3 * forward_flops(q, k, v)
 
 
-def _chunks(q, k, v, g, beta, offsets, scale, eps) -> tuple[Chunks, Unit, Unit]:
+def _chunks(q, k, v, g, beta, offsets, scale, eps, delta) -> tuple[Chunks, Unit, Unit]:
     """(All chunks, q and k of length 1)."""
     heads = v.shape[2]
     documents = None if offsets is None else document_of(offsets, q.shape[1])
     unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
     v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
-    return Chunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k
+    return Chunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents, delta), unit_q, unit_k
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
@@ -48,11 +55,13 @@ def delta_chunks(
     offsets: Optional[Tensor],
     scale: float,
     eps: float,
+    delta: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what `gated_delta_rule` does, all chunks at once and a loop over their states (arXiv:2406.06484).
 
     Args:
         q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule`.
+        delta: whether what a key gives is taken off; `ssd_scan` without.
 
     Returns:
         (o, final), as `gated_delta_rule`.
@@ -62,7 +71,7 @@ def delta_chunks(
         return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format), q.new_empty(
             (q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=wide
         )
-    chunks, _, _ = _chunks(q, k, v, g, beta, offsets, scale, eps)
+    chunks, _, _ = _chunks(q, k, v, g, beta, offsets, scale, eps, delta)
     states, written, final = chunks.walk(initial)
     made = chunks.entering * (chunks.q @ states) + chunks.scores() @ written
     return out_of_chunks(made, q.shape[1], v.shape[2]).to(q.dtype).contiguous(), final.clone()
@@ -81,11 +90,13 @@ def delta_chunks_backward(
     offsets: Optional[Tensor],
     scale: float,
     eps: float,
+    delta: bool,
 ) -> list[Tensor]:
     """Return what `gated_delta_rule_backward` does, in chunks (arXiv:2406.06484); states are recomputed.
 
     Args:
         grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule_backward`.
+        delta: as for `delta_chunks`.
 
     Returns:
         As `gated_delta_rule_backward`.
@@ -94,7 +105,7 @@ def delta_chunks_backward(
     if is_fake(q):
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*like, _initial(initial, q, v))]
     heads = v.shape[2]
-    chunks, unit_q, unit_k = _chunks(q, k, v, g, beta, offsets, scale, eps)
+    chunks, unit_q, unit_k = _chunks(q, k, v, g, beta, offsets, scale, eps, delta)
     grad = in_chunks(grad, heads)
     states, written, _ = chunks.walk(initial)
     grad_states, grad_written, d_initial = chunks.walk_back(grad, grad_final.to(grad.dtype))
@@ -116,21 +127,25 @@ def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) ->
     q, k, v, beta = chunks.q, chunks.k, chunks.v, chunks.beta
     entering, leaving, through, pairs = chunks.entering, chunks.leaving, chunks.through, chunks.pairs
     missing = chunks.solve_transposed(grad_written)  # of r, what beta weighs
-    seen = k @ states
-    d_scores = grad @ written.mT
-    d_system = (-missing @ written.mT).tril(-1)
-    to_q, to_k = grad @ states.mT, missing @ states.mT
-    to_end = written @ grad_states.mT
-    by_score, by_system = d_scores * pairs, d_system * beta * pairs
+    to_q, to_end = grad @ states.mT, written @ grad_states.mT
+    by_score = grad @ written.mT * pairs
     dq = entering * to_q + by_score @ k
-    dk = leaving * to_end - beta * entering * to_k + by_score.mT @ q + by_system @ k + by_system.mT @ k
-    products = k @ k.mT
-    dbeta = (missing * (v - entering * seen)).sum(-1) + (d_system * products * pairs).sum(-1)
+    dk = leaving * to_end + by_score.mT @ q
+    dbeta = (missing * v).sum(-1)
     # of running sums of log decays
-    d_pairs = by_score * (q @ k.mT) + by_system * products
+    d_pairs = by_score * (q @ k.mT)
     d_end = leaving * (to_end * k).sum(-1, keepdim=True)
+    d_entering = to_q * q
+    if chunks.system is not None:
+        to_k, products = missing @ states.mT, k @ k.mT
+        by_system = (-missing @ written.mT).tril(-1) * pairs
+        dbeta = dbeta - (entering * to_k * k).sum(-1) + (by_system * products).sum(-1)
+        by_system = by_system * beta
+        dk = dk - beta * entering * to_k + by_system @ k + by_system.mT @ k
+        d_pairs = d_pairs + by_system * products
+        d_entering = d_entering - beta * to_k * k
     d_total = d_pairs.sum(-1) - d_pairs.sum(-2)
-    d_total = d_total + (entering * (to_q * q - beta * to_k * k).sum(-1, keepdim=True) - d_end).squeeze(-1)
+    d_total = d_total + (entering * d_entering.sum(-1, keepdim=True) - d_end).squeeze(-1)
     d_last = d_end.sum((-1, -2)) + through.flatten(-3) * (states * grad_states).sum((-1, -2))
     d_total = torch.cat([d_total[..., :-1], d_total[..., -1:] + d_last.unsqueeze(-1)], -1)
     return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
@@ -166,10 +181,11 @@ def gated_delta_rule(
         (o, final): [B, T, H, V] in q's dtype, and the state behind the last token, [B, H, K, V] in that of the
         arithmetic.
     """
-    return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
+    return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps, True)
 
 
-def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
+def refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
+    """Return why the template cannot take operands like these, or None."""
     if reason := refuse_gpu(q, k, v):
         return reason
     if any(x.dtype != torch.bfloat16 for x in (q, k, v)):  # states would overflow fp16
@@ -182,20 +198,23 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | N
     return None if fits else note("key-and-value-widths", keys=q.shape[3], values=v.shape[3], limit=LONGEST_KEY)
 
 
-def _documents(q: Tensor, offsets: Tensor | None) -> Tensor | None:
+def documents_in(q: Tensor, offsets: Tensor | None) -> Tensor | None:
+    """Return the number of each token's document, as the template reads it, for q [1, T, ...]."""
     return None if offsets is None else document_of(offsets, q.shape[1]).to(torch.int32)
 
 
 @gated_delta_rule.provider(
     "triton",
-    refuses=_refuse,
+    refuses=refuse,
     because="chunks in parallel, states in registers; no loop over chunks outside of a kernel",
 )
 def _(q, k, v, g, beta, initial, offsets, scale, eps):
     from tunecompile.templates import delta_rule
 
     q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
-    return delta_rule.forward(q, k, v, g.contiguous(), beta.contiguous(), offsets, _documents(q, offsets), scale=scale)
+    return delta_rule.forward(
+        q, k, v, g.contiguous(), beta.contiguous(), offsets, documents_in(q, offsets), scale=scale
+    )
 
 
 @gated_delta_rule.backward(
@@ -226,18 +245,18 @@ def gated_delta_rule_backward(
     Returns:
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
-    return delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
+    return delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, True)
 
 
 @gated_delta_rule_backward.provider(
     "triton",
-    refuses=_refuse,
+    refuses=refuse,
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
     from tunecompile.templates import delta_rule_backward
 
-    documents, units = _documents(q, offsets), [unit(x.float(), eps) for x in (q, k)]
+    documents, units = documents_in(q, offsets), [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)
     made = delta_rule_backward.backward(
         grad,

@@ -176,6 +176,8 @@ class Unpadding:
         if mask is None and (rows := _padding_in(args, kwargs)) is not None and knows_documents(layer):
             decision = self._known(rows) if in_backward() else self._decided(layer, rows)
             return None if decision.flat is None else (decision.flat, None)
+        if mask is None and self._follows_rows(layer):
+            return self.running.by_rows, None
         if mask is None:
             if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
                 raise NotTokenWise(note("no-mask-in-layers"))
@@ -184,6 +186,14 @@ class Unpadding:
         if decision.flat is None and not in_backward() and self.running is not None and self.running.by_rows:
             raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
+
+    def _follows_rows(self, layer: nn.Module) -> bool:
+        """Whether a layer without any mask, an MLP alone, say, comes behind one that had a mask [B, T].
+
+        Its graph shows whether it may. A checkpoint of the user's would repeat it without knowing.
+        """
+        rows = None if self.running is None else self.running.by_rows
+        return rows is not None and not in_backward() and not in_checkpoint() and knows_documents(layer)
 
     def _known(self, mask: Tensor) -> UnpadDecision:
         """For a checkpoint's repetition: what was decided when the layer ran first."""

@@ -1,0 +1,124 @@
+"""Selective state spaces with one decay a head (Dao & Gu, 2024, arXiv:2405.21060): Mamba-2's scan."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note
+from tunecompile.ops.recurrent.delta_chunks import CHUNK
+from tunecompile.ops.recurrent.gated_delta_rule import delta_chunks, delta_chunks_backward, documents_in, refuse
+
+__all__ = ["ssd_scan", "ssd_scan_backward"]
+
+
+def forward_flops(c, b, x, *_: Any) -> int:
+    """Count the products of a chunk: two squares of it, and two with the state."""
+    keys, values = c.shape[-1], x.shape[-1]
+    return 2 * x.numel() // values * (CHUNK * (keys + values) + 2 * keys * values)
+
+
+def backward_flops(grad, grad_final, c, b, x, *_: Any) -> int:
+    """Count the forward's once more, and two products for each of them."""
+    return 3 * forward_flops(c, b, x)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def ssd_scan(
+    c: Tensor,
+    b: Tensor,
+    x: Tensor,
+    g: Tensor,
+    dt: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return y_t = c_t S_t of S_t = e^g_t S_{t-1} + b_t^T dt_t x_t (arXiv:2405.21060).
+
+    Args:
+        c: [B, T, G, N], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        b: as c in shape.
+        x: [B, T, H, P], H a multiple of G: head h reads c and b of group h // (H / G).
+        g: [B, T, H], not above 0: the logarithm of what is kept of the state.
+        dt: [B, T, H].
+        initial: the state in front of the first token, [B, H, N, P]; None for 0.
+        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
+            with a state of 0. None where each row is a document.
+
+    Returns:
+        (y, final): [B, T, H, P] in c's dtype, and the state behind the last token, [B, H, N, P] in that of the
+        arithmetic.
+    """
+    return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
+
+
+def _refuse(c: Tensor, b: Tensor, x: Tensor, initial: Tensor | None) -> Note | None:
+    return refuse(c, b, x, initial)
+
+
+@ssd_scan.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states in registers",
+)
+def _(c, b, x, g, dt, initial, offsets):
+    from tunecompile.templates import delta_rule
+
+    documents = documents_in(c, offsets)
+    return delta_rule.forward(c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False)
+
+
+@ssd_scan.backward(
+    saves=("c", "b", "x", "g", "dt", "initial", "offsets"),
+    gives=("c", "b", "x", "g", "dt", "initial"),
+    outputs=2,
+    flops=backward_flops,
+)
+def ssd_scan_backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    c: Tensor,
+    b: Tensor,
+    x: Tensor,
+    g: Tensor,
+    dt: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+) -> list[Tensor]:
+    """Return the gradients of `ssd_scan`; states are recomputed.
+
+    Args:
+        grad: of y, in its shape and dtype.
+        grad_final: of the final state. The others are inputs of `ssd_scan`.
+
+    Returns:
+        [dc, db, dx, dg, ddt, dinitial], with shape and dtype of the inputs.
+    """
+    return delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
+
+
+@ssd_scan_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states' gradients in registers",
+)
+def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
+    from tunecompile.templates import delta_rule_backward
+
+    made = delta_rule_backward.backward(
+        grad,
+        grad_final.contiguous(),
+        c,
+        b,
+        x,
+        g.contiguous(),
+        dt.contiguous(),
+        offsets,
+        documents_in(c, offsets),
+        scale=1.0,
+        delta=False,
+    )
+    for i, groups in ((0, c.shape[2]), (1, b.shape[2])):
+        made[i] = made[i].unflatten(2, (groups, -1)).to(torch.float32).sum(3)
+    return [*(y.to(like.dtype) for like, y in zip((c, b, x, g, dt), made)), None]
