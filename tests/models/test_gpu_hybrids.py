@@ -29,10 +29,29 @@ WIDE = dict(
 )
 
 
+SHARED = {name: size for name, size in WIDE.items() if not name.startswith("linear_")}
+FAMILIES = {  #: family -> what its config needs, and the op in its layers
+    "qwen3_5": (WIDE, "gated_delta_rule"),
+    "granite_hybrid": (
+        dict(
+            **{name: size for name, size in SHARED.items() if name != "head_dim"},
+            shared_intermediate_size=1536,
+            mamba_n_heads=18,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            mamba_chunk_size=256,
+        ),
+        "ssd_scan",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("side", [None, "right", "left"])
-def test_no_further_from_fp32_than_eager(mode, side):
-    model = hybrids.make("qwen3_5", torch.bfloat16, **WIDE).cuda()
+def test_no_further_from_fp32_than_eager(family, mode, side):
+    settings, op = FAMILIES[family]
+    model = hybrids.make(family, torch.bfloat16, **settings).cuda()
     model = zoo.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
@@ -50,4 +69,4 @@ def test_no_further_from_fp32_than_eager(mode, side):
     told = tunecompile.report(model)
     assert not find(told, *EAGER) and flattened(model) == (2 if side else 0), told
     found = {name for region in told.regions for name in region.providers}
-    assert {"gated_delta_rule: triton", "gated_delta_rule_backward: triton"} <= found, told
+    assert {f"{op}: triton", f"{op}_backward: triton"} <= found, told
