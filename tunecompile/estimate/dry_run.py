@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from tunecompile._torch.dynamo import static_shapes
 from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill
+from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
@@ -89,7 +90,8 @@ class TraceOnlySlot:
             None if known else partial(self.planner.see, self.slot),
             partial(_blank_results, self.fakes),
         )
-        variant = Variant(region.name, backend, CompileEffort(region.name))  # Dynamo holds it weakly
+        alone = CompiledAs(object(), object())  # nothing that it compiles is another's
+        variant = Variant(region.name, backend, CompileEffort(region.name), alone)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = backend, output
         return output
