@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tunecompile._torch.dynamo import is_compiling
+from tunecompile._torch.fake_tensors import dispatch_mode
 from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
 from tunecompile.notes import Note, note
 
@@ -32,13 +33,16 @@ class Substitution:
     refused: Note | None = None  #: why it is traced as it is
 
 
-def substitute(kinds: Iterable[type]) -> list[Substitution]:
+def substitute(kinds: Iterable[type]) -> list[Substitution] | None:
     """Have ops traced in the place of known functions of the files where these modules' classes are.
 
     Functions that others have put there stay.
+
+    Returns:
+        None where nothing can be computed, and so compared, now.
     """
-    if is_compiling():  # by the user, around us
-        return []
+    if is_compiling() or dispatch_mode() is not None:  # by the user, around us
+        return None
     files = {kind.__module__ for kind in kinds if kind.__module__.startswith(HOME)}
     found = []
     for file in sorted(files):

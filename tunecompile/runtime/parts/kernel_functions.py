@@ -11,10 +11,14 @@ class KernelFunctions(Part):
     """Looked for once: files of models do not change, and a function that is replaced is another one to Dynamo."""
 
     def __init__(self) -> None:
-        self.found: list[Substitution] = []
+        self.found: list[Substitution] | None = None
 
     def attach(self, state: State) -> None:
-        self.found = substitute({type(module) for module in state.model.modules()})
+        self.follow(state)
+
+    def follow(self, state: State) -> None:
+        if self.found is None:
+            self.found = substitute({type(module) for module in state.model.modules()})
 
     def notes(self, state: State) -> list[Note]:
-        return [each.refused for each in self.found if each.refused is not None]
+        return [each.refused for each in self.found or () if each.refused is not None]
