@@ -121,6 +121,30 @@ def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
     assert apart[1] == 0 and apart[0] == 0
 
 
+def log_probs(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
+    """As trainers take them of logits."""
+    logits = model(**inputs).logits[:, :-1] / 0.7
+    return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+
+
+def test_log_probabilities_of_a_reference_make_no_logits(made):
+    """And those of the old policy are the new one's to the bit. Logits that are read are real."""
+    model, reference = scored()
+    inputs = {"input_ids": zoo.batch()["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        old = log_probs(model, inputs)
+        expected = log_probs(reference, inputs)
+        assert torch.allclose(old, expected, atol=1e-5) and not made and not old.requires_grad
+    new = log_probs(model, inputs)
+    assert torch.equal(new, old) and not made and new.requires_grad
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        assert torch.allclose(logits.exp(), reference(**inputs).logits.exp(), rtol=1e-4) and len(made) == 1
+    model.get_base_model().lm_head.weight.requires_grad_()
+    with torch.no_grad():
+        assert type(model(**inputs).logits) is torch.Tensor, "they could be read after the optimizer's step"
+
+
 def fused(model: torch.nn.Module) -> torch.nn.Module:
     """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
 

@@ -50,7 +50,7 @@ class FusedForward:
             self.known[key] = trl.same_scores(_scores, theirs, call)
         if not self.known[key]:
             return note("fused-head-computes-else")
-        for budget in self.step.budgets:
+        for budget in self.step.budgets if self.step.active else ():
             budget.settle()
         self.head.tally.rewritten = self.head.tally.found
         return self.head.attempt(lambda: _scores(call))

@@ -159,7 +159,7 @@ class Logits:
         return self.real is None and self.pristine and not is_asked(self.line)
 
     def read_by(self, func: Callable) -> None:
-        if self.head.tally.rewritten:
+        if self.head.tally.rewritten or not self.trained:  # a score's are anybody's
             return
         if self.deferred:
             self.head.refuse(note("logits-computed", getattr(func, "__name__", str(func))))

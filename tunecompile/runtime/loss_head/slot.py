@@ -118,7 +118,7 @@ class HeadSlot:
     """
 
     def __init__(self, step: Any, head: Head, passes: tuple = ()):
-        self.step, self.head, self.called = step, head, False
+        self.step, self.head, self.called, self.placed = step, head, False, False
         self.tracer = HeadTracer(head.module, passes)
         self.placement: LayerHost | None = None
 
@@ -127,18 +127,14 @@ class HeadSlot:
         if (
             not self.called and torch.is_grad_enabled() and (module.training or self.step.active)
         ):  # not by `generate` between steps
-            self.called, self.placement = True, place(module) or gathered(module) or held(module)
+            self.called = True
+            self._look_around()
         if self.step.scoring and not torch.is_grad_enabled() and self.head.padded() and isinstance(args[0], Tensor):
             # logits of a forward without gradients are real, and anybody's
             whole = self.head.read(args[0], _autocast(args[0]))
             args = args if whole is None else (whole, *args[1:])
-        if (
-            not self.step.active
-            or not torch.is_grad_enabled()
-            or len(args) != 1
-            or kwargs
-            or not isinstance(args[0], Tensor)
-        ):
+        deferred = self.step.active if torch.is_grad_enabled() else self._scores()
+        if not deferred or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return call_original(module, *args, **kwargs)
         if self.placement is None:
             return self._deferred(*args)
@@ -148,6 +144,25 @@ class HeadSlot:
         if self.placement.gathers_for_loss:
             return self._gathered_later(args[0], self.placement)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def _look_around(self) -> None:
+        """Once, when the head is where it will be trained."""
+        if not self.placed:
+            self.placed, module = True, self.head.module
+            self.placement = place(module) or gathered(module) or held(module)
+
+    def _scores(self) -> bool:
+        """Whether logits of a reference or an old policy wait for the log-probabilities that are taken of them.
+
+        Nobody knows when: so only where the head stays what it is, a frozen linear without adapters to switch.
+        """
+        module = self.head.module
+        if not self.step.scoring or self.head.padded() or not _is_plain(module) or hooked(module):
+            return False
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return False
+        self._look_around()
+        return self.placement is None
 
     def release(self) -> None:
         if self.placement is not None:
@@ -183,7 +198,7 @@ class HeadSlot:
         return self._defer(hidden, product)
 
     def _defer(self, hidden: Tensor, product: LinearHead) -> Tensor:
-        for budget in self.step.budgets:
+        for budget in self.step.budgets if self.step.active else ():
             budget.settle()
         return defer(self.head, hidden, product)
 
