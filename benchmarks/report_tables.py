@@ -52,6 +52,7 @@ RIVALS = (
     ("llama-3.1-8b-lora-4x2048", "tunecompile"),
     ("llama-3.1-8b-full-4x2048", "tunecompile"),
     ("llama-3.3-70b-qlora-4x2048", "tunecompile@auto"),
+    ("gpt-oss-20b-6-layers-lora-2x2048", "tunecompile"),
 )
 
 
@@ -134,7 +135,7 @@ def measured_on(results: Sequence[dict], packages: Sequence[tuple[str, str]]) ->
 
 
 def render_rivals(folder: Path = RESULTS) -> str:
-    """The README's table: tokens/s and peak GiB of five cases, side by side."""
+    """The README's table: tokens/s and peak GiB of a few cases, side by side."""
     head = ("tokens/s (peak GiB)", "HF + PEFT", "torch.compile", "Liger", "Unsloth", "**tunecompile**")
     rows, results = [], []
     for name, ours in RIVALS:
