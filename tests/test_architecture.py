@@ -21,7 +21,7 @@ LEVELS = (
     "ops planner",
     "compiler integrations",
     "passes runtime",
-    "verification report estimate export",
+    "verification report estimate",
     "api",
     "__init__",
     "cli",

@@ -17,8 +17,8 @@ For authors of kernels and passes:
 from tunecompile.api import optimize, report, restore
 from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
-from tunecompile.export.gguf import save_gguf
-from tunecompile.export.safetensors import save_merged
+from tunecompile.integrations.export.gguf import save_gguf
+from tunecompile.integrations.export.safetensors import save_merged
 from tunecompile.integrations.packed_experts.load import nf4_config
 from tunecompile.integrations.packed_experts.quantize import quantize_experts
 from tunecompile.ir.op import Cost, op, refuse_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tunecompile.export import gguf as writer
+from tunecompile.integrations.export import gguf as writer
 
 SPLITS = {
     "llama-bpe": lambda: pre_tokenizers.Sequence(

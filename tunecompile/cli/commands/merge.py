@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tunecompile.cli.options import escape, exit_code, installed, one_of
 from tunecompile.errors import MissingExtra
-from tunecompile.export.adapter import BASES, load
-from tunecompile.export.gguf import save_gguf
-from tunecompile.export.safetensors import DTYPES, empty, save_merged
+from tunecompile.integrations.export.adapter import BASES, load
+from tunecompile.integrations.export.gguf import save_gguf
+from tunecompile.integrations.export.safetensors import DTYPES, empty, save_merged
 
 
 def merge(

@@ -126,7 +126,7 @@ def _skeleton(base: Any, dtype: torch.dtype) -> Any:
 def _rounded(base: Any, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     from transformers.pytorch_utils import Conv1D
 
-    from tunecompile.export.merge import floats
+    from tunecompile.integrations.export.merge import floats
 
     kept = {
         *(skeleton._keep_in_fp32_modules_strict or ()),

@@ -16,7 +16,7 @@ from tests.support.tokenizers import SPLITS, byte_level, finished
 from tunecompile.cli import main
 from tunecompile.cli.compare import demo_model as reader
 from tunecompile.errors import CannotWriteGguf, MissingExtra
-from tunecompile.export import gguf as writer
+from tunecompile.integrations.export import gguf as writer
 
 gguf = pytest.importorskip("gguf")
 
