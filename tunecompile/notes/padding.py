@@ -95,6 +95,9 @@ REASONS = {
         "a checkpoint is around all layers, and would have to repeat the decision",
         "Use model.gradient_checkpointing_enable(), which checkpoints each layer.",
     ),
+    "weights-gathered": NoteKind(
+        "weights are gathered from other ranks, and a rank that has to begin a batch again would be alone"
+    ),
     "own-mask": NoteKind("its layers make a mask of their own"),
     "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),
     "value-width": NoteKind("the heads of values are not as wide as those of queries"),

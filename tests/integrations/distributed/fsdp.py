@@ -54,6 +54,26 @@ def adapters(rank, ranks):
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
 
 
+def padding_on_one_rank(rank, ranks):
+    """A batch that is begun again, at a second kind of layers, would gather the first layers' weights again: alone."""
+
+    def build():
+        made = zoo.make("llama", num_hidden_layers=2).to(DEVICE).train()
+        made.model.layers[1].mlp = torch.nn.Sequential(made.model.layers[1].mlp, torch.nn.Softmax(1))  # over tokens
+        return made
+
+    ours, eager = _sharded(optimized(build())), _sharded(build())
+    inputs = part(batch(), rank, ranks)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if rank == 0:
+        inputs["attention_mask"][1, -6:] = 0
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    for each in (ours, eager):
+        each(**inputs).loss.backward()
+    alike(ours, eager)
+    assert has(ours, "padding-kept", reason="weights-gathered") == (rank == 0), tunecompile.report(ours)
+
+
 def _mixture(bits: int = 32):
     """A token goes to every expert."""
     sizes = {"num_hidden_layers": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 64}

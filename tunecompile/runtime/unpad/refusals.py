@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from tunecompile._torch.distributed import several
 from tunecompile._torch.modules import global_hooks, is_of
+from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.loss_caller import home_of
 from tunecompile.notes import Note, note
 from tunecompile.runtime.module_watch import ModuleSnapshot
@@ -79,6 +81,17 @@ def arguments(given: dict[str, Any]) -> Note | None:
             return note("output-required", name)
     used = given.get("use_cache") or given.get("past_key_values") is not None
     return note("cache-used") if used else None
+
+
+def gathers(owner: nn.Module) -> bool:
+    """Whether weights of modules inside are gathered from other ranks while it runs: by FSDP, or ZeRO-3.
+
+    All ranks have to call such modules equally often, so that no call of the owner may be made again by one of them.
+    """
+    if not several():
+        return False
+    parts = any(hasattr(p, name) for p in owner.parameters() for name in ("ds_id", "_fsdp_flattened"))
+    return parts or gathers_inside(owner)
 
 
 class OwnerWatch:

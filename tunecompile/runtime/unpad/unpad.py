@@ -99,6 +99,7 @@ class Unpadding:
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
         self.watch = refusals.OwnerWatch(owner)
         self.presumptions = Presumptions()
+        self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
         self.flattened = self.packed = self.whole = 0
@@ -139,6 +140,10 @@ class Unpadding:
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
         call.refused = self.refused or refused_now(self.owner) or refusals.arguments(call.given)
+        if self.gathered is None:
+            self.gathered = refusals.gathers(self.owner)
+        if self.gathered and call.keeps_padding is None:
+            call.keeps_padding = note("weights-gathered")
         before, self.running, self.flat, self.last = self.running, call, False, None
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
         try:
@@ -183,7 +188,8 @@ class Unpadding:
                 raise NotTokenWise(note("no-mask-in-layers"))
             return None
         decision = self._known(mask) if in_backward() else self._decided(layer, mask)
-        if decision.flat is None and not in_backward() and self.running is not None and self.running.by_rows:
+        rows = self.running.by_rows if self.running is not None and not in_backward() else None
+        if decision.flat is None and rows is not None and rows.drops:
             raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
 
@@ -211,7 +217,8 @@ class Unpadding:
         if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
-        presumed = self.presumptions.presume(layer, mask) if mask.dim() > 2 and self.watch.reason() is None else None
+        waits = self.gathered or mask.dim() == 2 or self.watch.reason() is not None
+        presumed = None if waits else self.presumptions.presume(layer, mask)
         if presumed is not None:
             decision = presumed[0]
             call.presumed.append(presumed[1])
