@@ -108,6 +108,29 @@ def test_without_gradients_the_same_bits():
     assert is_ours(model)
 
 
+@pytest.mark.slow
+def test_a_head_in_4_bits():
+    """TRL's own function takes packed weights for what they are not, and fails."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def build(packed: bool) -> torch.nn.Module:
+        model = small(tie_word_embeddings=False)
+        head = bnb.nn.Linear4bit(64, 256, bias=False, quant_type="nf4")
+        head.weight = bnb.nn.Params4bit(model.lm_head.weight.data, requires_grad=False, quant_type="nf4")
+        head.to("cpu")
+        dense = bnb.functional.dequantize_4bit(head.weight.data, head.weight.quant_state)
+        if packed:
+            model.lm_head = head
+        else:
+            model.lm_head.weight.data.copy_(dense)
+        return with_head(zoo.adapt(model, target_modules=["q_proj"])).train()
+
+    model, reference = tunecompile.optimize(build(True), executor="eager"), build(False)
+    (ours, gradients), (theirs, exact) = map(scored, (model, reference))
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=2e-5, atol=2e-6)
+    assert max(zoo.errors(gradients, exact, 1e-6).values()) < 1e-4 and is_ours(model)
+
+
 def test_completions_of_a_group_have_no_padding():
     """As GRPO has them: prompts with padding on the left, completions of any length behind them, and only these are
     scored, by the old policy, the new one and the reference alike."""

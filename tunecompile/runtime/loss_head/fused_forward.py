@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.integrations import trl
+from tunecompile.integrations.bitsandbytes import STATE, from_4_bits
 from tunecompile.integrations.trl import OUTPUTS, ScoreCall, Scores
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.slot import Head
@@ -79,6 +80,8 @@ def _standing(fused: FusedForward) -> Callable:
 def _unfit(call: ScoreCall) -> Note | None:
     """Why a head cannot be ours."""
     weight = call.weight
+    if getattr(weight, STATE, None) is not None:
+        return None
     if type(weight) not in (Tensor, nn.Parameter) or weight.dim() != 2 or hasattr(weight, "ds_id"):
         return note("fused-head-weight", type(weight).__name__)
     if not weight.is_floating_point() or weight.is_meta or not call.temperature:
@@ -93,8 +96,8 @@ def _scores(call: ScoreCall) -> Scores:
     scale = call.logit_scale / call.temperature
     softcap = (call.softcap or 0.0) / call.temperature
     bias = None if call.bias is None else call.bias.to(dtype)
+    state = getattr(call.weight, STATE, None)
+    weight = call.weight if state is None else from_4_bits(call.weight, state)  # which TRL's function does not read
     wanted = [name for name in STATISTICS if name in call.outputs]
-    log_probs, values = token_scores(
-        call.hidden.to(dtype), call.weight.to(dtype), bias, call.labels, scale, softcap, wanted
-    )
+    log_probs, values = token_scores(call.hidden.to(dtype), weight.to(dtype), bias, call.labels, scale, softcap, wanted)
     return log_probs, *(values.get(name) for name in OUTPUTS[1:])
