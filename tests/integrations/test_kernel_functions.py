@@ -37,6 +37,7 @@ def test_two_lengths_are_two_graphs_whatever_the_loop(family, pairs, monkeypatch
     assert all(region.compiles <= 2 for region in told.regions), told
 
 
+@pytest.mark.slow
 def test_no_worse_than_transformers_own(monkeypatch):
     exact = hybrids.make("qwen3_5")
     eager = copy.deepcopy(exact).float()
@@ -49,7 +50,9 @@ def test_no_worse_than_transformers_own(monkeypatch):
 
 def test_another_function_in_the_file_is_called():
     """Of the user's, around transformers' own."""
-    model = hybrids.make("qwen3_5", torch.float32)
+    model = hybrids.make(
+        "qwen3_5", torch.float32, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
     home = hybrids.home_of(model)
     stock = home.torch_chunk_gated_delta_rule
 

@@ -18,6 +18,7 @@ CASES = {  # rows, tokens, heads of q and k, heads, keys, values; offsets
     "one token": ((1, 1, 1, 1, 16, 16), None),
     "heads of a real model": ((1, 130, 1, 1, 128, 128), None),
 }
+QUICK = ("documents", "heads of a real model")
 
 
 def drawn(case, dtype, device):
@@ -48,7 +49,12 @@ def by_template(args, offsets, numbers, grads, delta=True):
 
 
 @pytest.mark.parametrize(
-    ("case", "delta"), [*((case, True) for case in CASES), ("documents", False), ("heads of a real model", False)]
+    ("case", "delta"),
+    [
+        *(pytest.param(case, True, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES),
+        ("documents", False),
+        pytest.param("heads of a real model", False, marks=pytest.mark.slow),
+    ],
 )
 def test_against_the_recurrence(case, delta, device, error):
     dtype = HALF if ON_GPU or case == "heads of a real model" else torch.float32
@@ -68,6 +74,7 @@ def test_tokens_that_repeat(device, error):
     assert error(made, right) < (2e-2 if ON_GPU else 1e-5)
 
 
+@pytest.mark.slow
 def test_operands_stand_in_one_buffer(device):
     """As behind the convolution: q, k and v are columns of it."""
     args, *_, grads = drawn("shared heads", torch.float32, device)

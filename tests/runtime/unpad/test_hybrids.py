@@ -69,6 +69,7 @@ def test_documents_that_only_positions_tell_of(pair):
     assert has(model, "states-cross-documents", subject="Qwen3_5DecoderLayer")
 
 
+@pytest.mark.slow
 def test_a_planted_leak_keeps_the_padding(pair, monkeypatch):
     """Ops that are not told of documents would hand on states: graphs with them mix tokens."""
     reference, _ = pair
