@@ -177,9 +177,19 @@ def test_below_wrappers():
     told, ours, theirs = run(model)
     assert not told and ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
-    assert trl.home_of_forward(model.forward) == "trl.trainer.utils"
+    assert trl.home_of_forward(model.forward) == trl.home_of_replacement(model) == "trl.trainer.utils"
     assert wrapped.__closure__[0].cell_contents.model_forward is before
     assert utils._ChunkedLogProbFunction.__module__.startswith("trl.")
+
+
+def test_wrappers_are_not_blamed():
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model = small()
+    assert trl.home_of_replacement(model) is None
+    model.forward = types.MethodType(operations.convert_outputs_to_fp32(model.forward.__func__), model)
+    assert trl.home_of_replacement(model) is None
+    model.forward = lambda **inputs: None
+    assert trl.home_of_replacement(model) == __name__
 
 
 def test_a_function_of_other_parameters_is_left_alone(monkeypatch):
@@ -233,6 +243,7 @@ def test_what_a_function_computes_decides(changes):
 def test_copies_score_with_their_own_weights():
     model = tunecompile.optimize(headed().train(), executor="eager")
     assert "tunecompile" in trl.home_of_forward(model.forward)
+    assert trl.home_of_replacement(model) == "trl.trainer.utils"
     assert "input_ids" in inspect.signature(model.forward).parameters
     other = copy.deepcopy(model.eval())
     with torch.no_grad():

@@ -6,6 +6,7 @@ from tunecompile.integrations.trl.fused_head import (
     Scores,
     fused_head,
     home_of_forward,
+    home_of_replacement,
     requests_scores,
     with_scores,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "Scores",
     "fused_head",
     "home_of_forward",
+    "home_of_replacement",
     "requests_scores",
     "same_scores",
     "with_scores",

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tunecompile.notes import Note, note
 
@@ -74,6 +74,14 @@ def home_of_forward(forward: Any) -> str:
     """The module that a model's forward was written in, not that of what wraps it."""
     found = _innermost(forward)
     return str(getattr(found, "__globals__", {}).get("__name__") or type(found).__module__)
+
+
+def home_of_replacement(module: nn.Module) -> str | None:
+    """The module that another forward than its class's was written in; None where there is none, but for wrappers."""
+    forward = _innermost(vars(module).get("forward", type(module).forward))
+    if home_of_forward(forward).startswith("tunecompile."):  # ours, over another one
+        forward = _innermost(forward.__wrapped__)
+    return None if forward is type(module).forward else home_of_forward(forward)
 
 
 def requests_scores(kwargs: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.compiler.pass_manager import MatchCount
 from tunecompile.integrations.loss_caller import causal_labels
-from tunecompile.integrations.trl import home_of_forward
+from tunecompile.integrations.trl import home_of_replacement
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head import Head, HeadSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
@@ -58,8 +58,8 @@ class LossHead(Part):
         """Heads that no training step called, where there were steps."""
         if not any(region.variants for region in state.regions):
             return []
-        forward = state.model.__dict__.get("forward") or getattr(state.base(), "__dict__", {}).get("forward")
-        who = note("package-computes-loss", home_of_forward(forward)) if forward else note("loop-computes-loss")
+        homes = [home for module in (state.base(), state.model) if (home := home_of_replacement(module)) is not None]
+        who = note("package-computes-loss", homes[0]) if homes else note("loop-computes-loss")
         unused = [head for head in unused_heads(state) if not head.tally.rewritten]  # by way of its weight, in scores
         return [note("head-not-called", detail=who)] * len(unused)
 
