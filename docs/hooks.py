@@ -30,6 +30,7 @@ VARIABLES = {  #: what the code does not say in one place
     "TUNECOMPILE_NODES": "Operations of a graph from which on it is not compiled: 5000 if not set.",
     "TUNECOMPILE_SECONDS": "Seconds of one compilation from which on no further graph of its layers is compiled: "
     "600 if not set.",
+    "TUNECOMPILE_RUN": "Set by `tunecompile run` for the processes that it starts. Not for users.",
     "TUNECOMPILE_TURNS": "Set by `tunecompile compare` for its own worker processes. Not for users.",
 }
 AUTHORS = (  #: modules that authors of passes import

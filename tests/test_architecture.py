@@ -23,6 +23,7 @@ LEVELS = (
     "passes runtime",
     "verification report estimate",
     "api",
+    "trainers",
     "__init__",
     "cli",
 )

@@ -140,6 +140,23 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_the_callback_of_the_guide_runs(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tunecompile.trainers import huggingface
+
+    optimize = huggingface.optimize
+    monkeypatch.setattr(huggingface, "optimize", lambda model, **given: optimize(model, executor="eager", **given))
+    cpu = functools.partial(transformers.TrainingArguments, use_cpu=not torch.cuda.is_available())
+    monkeypatch.setattr(transformers, "TrainingArguments", cpu)
+    (block,) = blocks("guides/switching-on.md")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 255, (8, 12)).tolist()]
+    names = {"model": zoo.make("llama"), "rows": rows, "folder": str(tmp_path)}
+    exec(block, names)
+    assert names["callback"].report().compiles
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
 def test_trls_trainers_run(kind, op_by_op, monkeypatch, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")

@@ -14,6 +14,8 @@ For authors of kernels and passes:
 `tunecompile.ops` has the semantics of all ops, and `tunecompile.errors` has all errors.
 """
 
+from typing import Any
+
 from tunecompile.api import optimize, report, restore
 from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
@@ -31,6 +33,7 @@ from tunecompile.verification.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Context",
     "Cost",
     "Estimate",
@@ -57,3 +60,12 @@ __all__ = [
     "tensor_bytes",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`Callback` needs transformers, which is an extra."""
+    if name == "Callback":
+        from tunecompile.trainers.huggingface import Callback
+
+        return Callback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

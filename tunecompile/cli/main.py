@@ -1,4 +1,4 @@
-"""The command line: `tunecompile compare`, `demo`, `plan`, `monitor`, `doctor`, `merge`, `new-pass`, `check-pass`."""
+"""The command line: `compare`, `demo`, `plan`, `run`, `monitor`, `doctor`, `merge`, `new-pass`, `check-pass`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tunecompile.cli.commands.machine import doctor, monitor
 from tunecompile.cli.commands.merge import merge
 from tunecompile.cli.commands.passes import check_pass, new_pass
 from tunecompile.cli.commands.plan import plan
+from tunecompile.cli.commands.run import run
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 for command in (compare, demo, plan, monitor, doctor, merge, new_pass, check_pass):
     app.command()(command)
+app.command(context_settings={"allow_interspersed_args": False})(run)  # options behind the command are its own
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,84 @@
+"""`tunecompile run`: a training script or command as it is, with what its Trainers train optimized."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from tunecompile.cli.options import escape, exit_code, one_of
+from tunecompile.errors import BadOption
+from tunecompile.trainers import names
+from tunecompile.trainers.names import RUN, SITE
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="A script with its arguments, or a command behind --, such as -- trl sft ... or -- torchrun ..."
+        ),
+    ],
+    memory: Annotated[
+        Optional[str], typer.Option(help="Of optimize(): bytes such as 20GiB, a fraction of the GPU's memory, or auto.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="full or fp8.")] = "full",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the gradients of the first step against fp32.")
+    ] = False,
+) -> None:
+    """Run a training, and optimize what each Trainer of transformers (TRL, axolotl, ...) in it trains.
+
+    In every process that the command starts. Code with a loop of its own calls tunecompile.optimize(model) itself.
+    """
+
+    def work() -> int:
+        options: dict = {"memory": memory} if memory is not None else {}
+        if one_of("--precision", precision, "full", "fp8") == "fp8":
+            options["precision"] = "fp8"
+        if verify:
+            options["verify"] = True
+        with tempfile.TemporaryDirectory(prefix="tunecompile-run-") as folder:
+            told = Path(folder) / "optimized"
+            code = subprocess.call(arguments(command), env=environment(options, told))
+            if not told.exists():
+                Console(stderr=True).print(
+                    "tunecompile run: nothing was optimized, since no Trainer of transformers was made. In a loop of "
+                    "your own, call model = tunecompile.optimize(model) before it.",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+        return code
+
+    raise typer.Exit(exit_code(work))
+
+
+def arguments(command: list[str]) -> list[str]:
+    """The command as a process gets it: a script is run by this Python.
+
+    Raises:
+        BadOption: there is no such script or command.
+    """
+    first = command[0]
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise BadOption(option="COMMAND", value=escape(first), reason="there is no such file")
+        return [sys.executable, *command]
+    if shutil.which(first) is None:
+        raise BadOption(option="COMMAND", value=escape(first), reason="there is no such command")
+    return command
+
+
+def environment(options: dict, told: Path) -> dict[str, str]:
+    """The environment of the command: where Python finds what adds the callback, and the options."""
+    folder = str(Path(names.__file__).parent / SITE)
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, RUN: json.dumps({"options": options, "told": str(told)})}
