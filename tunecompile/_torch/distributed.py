@@ -12,7 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tunecompile._torch.lookup import is_there, lookup
 from tunecompile._torch.private_names import FSDP
 
-__all__ = ["around_now", "fsdp_groups", "fsdp_groups_behind", "local_part", "meeting_store", "several"]
+__all__ = [
+    "around_now",
+    "fsdp_forget_call",
+    "fsdp_groups",
+    "fsdp_groups_behind",
+    "local_part",
+    "meeting_store",
+    "several",
+]
 
 _active_ddp = lookup("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", lambda: None)
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -54,6 +62,18 @@ def fsdp_groups(module: torch.nn.Module) -> tuple[Any, ...] | None:
     states = _fsdp_states()
     state = None if states is None else states._get_module_fsdp_state(module)
     return None if state is None else _groups_of(state)
+
+
+def fsdp_forget_call(module: torch.nn.Module) -> None:
+    """After a forward of a module that FSDP2 gathers, which an error ended: the next one is its first again.
+
+    A module that is still in its forward gets no second node behind which its gradients are sent (torch 2.13).
+    """
+    states = _fsdp_states()
+    state = None if states is None else states._get_module_fsdp_state(module)
+    for each in () if state is None else (state, *_groups_of(state)):
+        if hasattr(each, "_training_state"):
+            each._training_state = type(each._training_state).IDLE
 
 
 def fsdp_groups_behind(hook: Any) -> tuple[Any, ...] | None:

@@ -166,6 +166,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group("sharded parameters count with their whole size in plans", "torch.distributed.tensor.DTensor._local_tensor"),
     *FSDP,
+    *group(
+        "a layer that FSDP2 shards sends its gradients late, where it was called again",
+        *("_fsdp_state.FSDPState._training_state", "_fsdp_param_group.FSDPParamGroup._training_state"),
+        under=_FSDP,
+    ),
     # Dynamo
     *group(
         "a compiled call fails while another thread compiles",

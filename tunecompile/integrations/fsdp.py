@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.distributed import fsdp_groups, fsdp_groups_behind
+from tunecompile._torch.distributed import fsdp_forget_call, fsdp_groups, fsdp_groups_behind
 from tunecompile._torch.modules import HOOKS
 from tunecompile.integrations.layer_host import HostDefaults, Run
 from tunecompile.integrations.module_hooks import aside, call_around
@@ -36,8 +36,12 @@ class FsdpLayer(HostDefaults):
     weights_stay = False
 
     def around(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call with the layer's hooks, and `run` for its forward."""
-        return call_around(self.layer, run, args, kwargs)
+        """A call with the layer's hooks, and `run` for its forward. After an error it may be called again."""
+        try:
+            return call_around(self.layer, run, args, kwargs)
+        except BaseException:
+            fsdp_forget_call(self.layer)
+            raise
 
     def call(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
         """`run`, which sees the layer without hooks."""

@@ -54,24 +54,31 @@ def adapters(rank, ranks):
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
 
 
-def padding_on_one_rank(rank, ranks):
-    """A batch that is begun again, at a second kind of layers, would gather the first layers' weights again: alone."""
+def one_rank_pads_or_packs(rank, ranks):
+    """The second layer computes over tokens. A batch that is begun again there would gather the first one's weights
+    again, alone; a layer that is called again sends its gradients in its turn."""
 
     def build():
-        made = zoo.make("llama", num_hidden_layers=2).to(DEVICE).train()
-        made.model.layers[1].mlp = torch.nn.Sequential(made.model.layers[1].mlp, torch.nn.Softmax(1))  # over tokens
+        made = zoo.make("llama", num_hidden_layers=3, use_cache=False).to(DEVICE).train()
+        made.model.layers[1].mlp = torch.nn.Sequential(made.model.layers[1].mlp, torch.nn.Softmax(1))
         return made
 
     ours, eager = _sharded(optimized(build())), _sharded(build())
-    inputs = part(batch(), rank, ranks)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if rank == 0:
-        inputs["attention_mask"][1, -6:] = 0
-        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
-    for each in (ours, eager):
-        each(**inputs).loss.backward()
-    alike(ours, eager)
-    assert has(ours, "padding-kept", reason="weights-gathered") == (rank == 0), tunecompile.report(ours)
+    for packs in (False, True):
+        inputs = part(batch(), rank, ranks)
+        if packs:
+            length = 10 if rank == 0 else 24
+            inputs["position_ids"] = (torch.arange(24, device=DEVICE) % length).repeat(2, 1)
+        else:
+            mask = inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            mask[1, 24 if rank else 18 :] = 0
+            inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+        for each in (ours, eager):
+            each.zero_grad()
+            each(**inputs).loss.backward()
+        alike(ours, eager)
+    for code, reason in (("padding-kept", "weights-gathered"), ("packing-kept", "mixes-tokens")):
+        assert has(ours, code, reason=reason) == (rank == 0), tunecompile.report(ours)
 
 
 def _mixture(bits: int = 32):
