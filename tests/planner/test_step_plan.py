@@ -40,6 +40,15 @@ def test_room_that_the_tail_leaves_is_used():
     assert [option.plan for run in solve(request(1)).choice.options for option in run] == [KEEP]
 
 
+def test_steps_that_wait_for_launches_have_room_for_their_graphs():
+    """Beside what checkpoints would need, as far as the device has it."""
+    waiting = request(8, launching=5000.0, spare=100)
+    made = solve(waiting)
+    assert made.spare == 100 and solve(replace(waiting, available=1150)).spare == 150 - made.room
+    assert not made.short and solve(replace(waiting, spare=0)).short
+    assert made.choice.peak <= waiting.checkpointed_peak()
+
+
 def test_tokens_scale_it_and_the_device_may_have_less():
     assert request(8, tokens=16).checkpointed_peak() == 2 * request(8).checkpointed_peak()
     assert solve(request(8, available=1050)).room == 50

@@ -72,6 +72,7 @@ class StepRequest:
     recorded: float = 1.0  #: times what layers need is what they need once recorded as CUDA graphs
     #: whether layers, head and loss may take what they would if each layer were checkpointed, and no more
     checkpointed: bool = False
+    spare: int = 0  #: bytes that CUDA graphs may take then, beside what checkpoints would
 
     def layers(self) -> list[RegionCandidates]:
         """Each layer's candidates, in running order.
@@ -139,6 +140,7 @@ class AdmittedPlan:
     seen: bool  #: whether every layer's graph was known, or has no backward
     launching: float  #: milliseconds a step that launches took, as far as was known
     short: bool  #: whether no plan was known that leaves room for all CUDA graphs
+    spare: int = 0  #: bytes that CUDA graphs may take beside the room
 
     @property
     def peak(self) -> int:
@@ -172,21 +174,25 @@ def solve(request: StepRequest) -> AdmittedPlan:
     resident = request.beside_layers(runs)
     room = request.available - resident
     room = room if request.ceiling is None else min(room, request.ceiling)
+    spare = 0
     if request.checkpointed:
-        room = min(room, request.checkpointed_peak())
+        whole, room = room, min(room, request.checkpointed_peak())
+        spare = min(request.spare, whole - room)
     gain = 2 * (request.launching - request.computing()) if request.launching else 0.0  # as much in backwards
     choice, short = leave_room_for_graphs(
-        choose(runs, room, request.tail, request.host), runs, room, request.tail, gain
+        choose(runs, room, request.tail, request.host), runs, room, request.tail, gain, spare
     )
     weights = _kept_weights(request, choice, room - int(request.recorded * choice.peak))
     if weights:
         kept = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in run) for run in choice.options)
         choice = replace(choice, options=kept)
-    return AdmittedPlan(request.tokens, resident, room, choice, weights, request.all_seen, request.launching, short)
+    return AdmittedPlan(
+        request.tokens, resident, room, choice, weights, request.all_seen, request.launching, short, spare
+    )
 
 
 def leave_room_for_graphs(
-    choice: Assignment, runs: Sequence[LayerRun], room: int, tail: int, gain: float
+    choice: Assignment, runs: Sequence[LayerRun], room: int, tail: int, gain: float, spare: int = 0
 ) -> tuple[Assignment, bool]:
     """Of this choice and smaller ones, the one whose step is shortest with CUDA graphs.
 
@@ -197,20 +203,23 @@ def leave_room_for_graphs(
         choice: the fastest that fits without recordings.
         runs, room, tail: what it was chosen from, as for `choose`.
         gain: milliseconds a step that recording all layers saves.
+        spare: bytes that recordings may take beside the room.
 
     Returns:
         The choice, and whether no plan is known that leaves room for all recordings.
     """
-    if RECORDED * choice.peak <= room or not choice.fits or gain <= 0:
+    waits = spare > 0 and choice.offloads  # what waits on the host is not recorded
+    if (RECORDED * choice.peak <= room + spare and not waits) or not choice.fits or gain <= 0:
         return choice, False
     staying = [  # a graph's saved tensors lie in its own memory, which stays on the device
         replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs
     ]
-    smaller = [found for share in SHARES if (found := choose(staying, int(share * room), tail)).fits]
-    short = not any(RECORDED * found.peak <= 1.01 * room for found in smaller)
+    shares = (1.0, *SHARES) if spare else SHARES
+    smaller = [found for share in shares if (found := choose(staying, int(share * room), tail)).fits]
+    short = not any(RECORDED * found.peak <= 1.01 * (room + spare) for found in smaller)
 
     def step_ms(made: Assignment) -> float:
-        recorded = 0 if made.offloads else min(1.0, (room / made.peak - 1) / (RECORDED - 1))
+        recorded = 0 if made.offloads else min(1.0, ((room + spare) / made.peak - 1) / (RECORDED - 1))
         return made.ms - gain * recorded
 
     return min([choice, *smaller], key=step_ms), short

@@ -21,6 +21,10 @@ from tunecompile.runtime.memory.graph_allowance import Recordings
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.weight_cache import WeightCache
 
+#: share of the device that CUDA graphs may take beside what checkpoints would need: those of steps that wait for
+#: launches are small, and the wait is half of such a step
+SPARE = 0.02
+
 
 class PlannedRegion(Protocol):
     """Layers of one structure: `runtime.region.Region`."""
@@ -114,6 +118,7 @@ class MemoryAccounting:
             launching=self.recordings.look(),
             recorded=RECORDED if self.recordings.made else 1.0,
             checkpointed=self.checkpointed,
+            spare=int(SPARE * self.gauge.total()) if self.checkpointed else 0,
         )
 
     def others(self) -> int:

@@ -306,7 +306,7 @@ class RuntimePlanner:
         """Before a step's first layer."""
         made, tokens = self.admitted, self.progress.tokens
         if made is not None and (self.progress.exceeded or tokens != made.tokens):
-            room = 0 if self.progress.exceeded else made.room - made.weights
+            room = 0 if self.progress.exceeded else made.room + made.spare - made.weights
             if self.memory.recordings.make_way(made.choice.peak * tokens // made.tokens, room):
                 self.memory.gauge.release()
         if not self.surveys.candidates or (made is not None and self._still_serves(made) and self._is_final(made)):
@@ -333,7 +333,11 @@ class RuntimePlanner:
         tokens = self.progress.tokens
         if self.progress.exceeded or self.memory.others() > GROWN * made.resident:
             return False
-        if RECORDED * made.choice.peak > made.room and not made.launching and self.memory.recordings.look():
+        if (
+            RECORDED * made.choice.peak > made.room + made.spare
+            and not made.launching
+            and self.memory.recordings.look()
+        ):
             return False  # now it is known what launches cost
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
@@ -372,7 +376,7 @@ class RuntimePlanner:
             memory.kept.release()
             if memory.replays is not None:
                 memory.replays.forget()  # recordings point at them
-        memory.recordings.allow(made.choice, made.room - made.weights)
+        memory.recordings.allow(made.choice, made.room + made.spare - made.weights)
         self.offloading = made.choice.offloads
         if self.offload is not None:
             self.offload.ahead = made.choice.ahead
