@@ -208,8 +208,8 @@ def leave_room_for_graphs(
     Returns:
         The choice, and whether no plan is known that leaves room for all recordings.
     """
-    waits = spare > 0 and choice.offloads  # what waits on the host is not recorded
-    if (RECORDED * choice.peak <= room + spare and not waits) or not choice.fits or gain <= 0:
+    copied = spare > 0 and choice.offloads  # layers that are offloaded are not recorded
+    if (RECORDED * choice.peak <= room + spare and not copied) or not choice.fits or gain <= 0:
         return choice, False
     staying = [  # a graph's saved tensors lie in its own memory, which stays on the device
         replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs
