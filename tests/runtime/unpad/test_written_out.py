@@ -10,7 +10,7 @@ from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
-from tunecompile.runtime.unpad import decision
+from tunecompile.runtime.unpad import decision, presume
 from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
 
 pytest.importorskip("transformers")
@@ -68,3 +68,15 @@ def test_whole_rows_are_presumed_and_others_are_run_again(monkeypatch):
             assert_same_flattened(model, reference, zoo.batch(256, 3, 10, seed=seed))
     assert len(waits) == 2 * (AFTER + (SURPRISES - 1) * (AFTER + 1) + 2 * (AFTER + 2))
     assert flattened(model) == SURPRISES + 1 and not find(model, "padding-kept"), tunecompile.report(model)
+
+
+def test_a_rank_never_runs_layers_again_by_itself(monkeypatch):
+    """Others would wait for its collectives."""
+    seen, read = [], decision.read_mask
+    monkeypatch.setattr(decision, "read_mask", lambda *given: seen.append(1) or read(*given))
+    monkeypatch.setattr(presume, "several", lambda: True)
+    made = zoo.make("llama", num_hidden_layers=2, use_cache=False, attn_implementation="eager")
+    model = tunecompile.optimize(made, executor="eager")
+    for _ in range(AFTER + 1):
+        zoo.step(model, zoo.batch(256, 2, 8))
+    assert len(seen) == AFTER + 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from tunecompile._torch.distributed import several
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.documents import PendingReading, begin_reading
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -52,9 +53,12 @@ class Presumptions:
         self.seen[layer] = flat.window, times + 1 if window == flat.window else 1
 
     def presume(self, layer: nn.Module, mask: Tensor) -> tuple[UnpadDecision, Presumed] | None:
-        """The decision for a mask that nobody has read, and what has to be found in it; None where one has to wait."""
+        """The decision for a mask that nobody has read, and what has to be found in it; None where one has to wait.
+
+        One of several processes always waits: others would wait for collectives of layers that it runs again.
+        """
         window, times = self.seen.get(layer, (0, 0))
-        if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point():
+        if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point() or several():
             return None
         flat = FlatBatch.of_whole_rows(len(mask), mask.shape[-1], window, mask.device)
         return UnpadDecision(flat), Presumed(begin_reading(mask, (window,), None), window)
