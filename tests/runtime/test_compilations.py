@@ -10,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair, small
-from tests.support.notes import find
+from tests.support.notes import find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
@@ -192,6 +192,60 @@ def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks():
     (region,) = models[0]._tunecompile.regions
     assert [c.plan for backend in region.backends.values() for c in backend.contexts] == 4 * [KEEP] + 2 * [RECOMPUTE]
     assert len(pieces_of(region)) == 2
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0)
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0))
+
+
+@pytest.mark.slow
+def test_relative_positions_of_an_encoder_and_a_decoder():
+    """The first layers, which make them, and the others."""
+    model, reference = pair(t5)
+    for seed, ((rows, length), target) in enumerate(zip(SHAPES, (12, 17, 9, 22, 12, 40))):
+        assert_same_step(model, reference, translation(rows, length, target, seed))
+    assert compiles(model) == [2, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_experts_are_a_loop():
+    """Its layers are in pieces. Behind attention, these are the same ones with a mask and without."""
+    pytest.importorskip("peft")
+    sizes = dict(num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=2, experts_implementation="eager")
+    model, reference = pair(lambda: zoo.adapt(zoo.make("qwen3_moe", **sizes)))
+    for seed, (rows, length) in enumerate(((3, 12), (3, 12), (2, 16), (4, 10), (2, 9), (3, 12))):
+        inputs = zoo.batch(256, rows, length, seed=seed)
+        if seed % 2:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            inputs["attention_mask"][1, -3:] = 0
+            inputs["labels"][1, -3:] = -100
+        assert_same_step(model, reference, inputs)
+    (region,) = model._tunecompile.regions
+    frames = Counter(c.frame for backend in region.backends.values() for c in backend.contexts)
+    assert max(frames.values()) <= 4 and sum(frames.values()) <= 2 * len(frames) + 3, frames
+
+
+@pytest.mark.slow
+def test_adapters_that_a_router_mixes_by_task():
+    """PEFT's Poly reads tasks' numbers on the host, so layers are in pieces."""
+    peft = pytest.importorskip("peft")
+    options = dict(r=4, n_tasks=3, n_skills=2, n_splits=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model, reference = pair(lambda: peft.get_peft_model(small(), peft.PolyConfig(**options)))
+    for seed in range(5):
+        inputs = {**zoo.batch(256, 3, 12, seed=seed), "task_ids": torch.tensor([seed % 3, 1, (seed + 1) % 3])}
+        torch.manual_seed(seed)  # its router draws
+        loss = model(**inputs).loss
+        loss.backward()
+        torch.manual_seed(seed)
+        expected = reference(**inputs).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    report = tunecompile.report(model)
+    assert len(report.regions[0].recompiles) <= 1 and has(report, "graph-break"), report
 
 
 def test_backends_are_equal_where_they_compile_alike():
