@@ -18,7 +18,11 @@ def chunked(monkeypatch):
 
 
 def plain(hidden, weight, bias, labels, scale=1.0, softcap=0.0):
-    logits = F.linear(hidden, weight, bias) * scale
+    return plain_of(F.linear(hidden, weight, bias), labels, scale, softcap)
+
+
+def plain_of(logits, labels, scale=1.0, softcap=0.0):
+    logits = logits * scale
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logp = logits.log_softmax(-1)
     p = logp.exp()
@@ -92,3 +96,36 @@ def test_no_tensor_holds_all_logits_and_gradients_change_no_bit():
     assert largest.numel < 64 * 9
     with torch.no_grad():
         assert torch.equal(token_scores(hidden, weight, None, labels, 1.0, 0.0, ())[0], first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("uses", [("log_probs",), ("log_probs", "entropy")], ids="+".join)
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0, "softcap": 15.0}], ids=str)
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_on_a_gpu_as_near_to_fp32_as_torch(trains_head, options, uses, monkeypatch):
+    """By the kernel, in bf16, with several chunks; logits in bf16 are the yardstick."""
+    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: 128)
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, device="cuda", generator=generator).bfloat16() for n in (300, 5003))
+    weight = weight / 8
+    labels = torch.randint(0, 5003, (300,), device="cuda", generator=generator)
+
+    def run(function, wide: bool) -> tuple:
+        tensors = [t.float() if wide else t.clone() for t in (hidden, weight)]
+        tensors = [tensors[0].requires_grad_(), tensors[1].requires_grad_(trains_head), None]
+        log_probs, values = function(*tensors, labels, **{"scale": 1.0, "softcap": 0.0, **options})
+        factors = torch.linspace(-1, 2, 300, device="cuda")
+        terms = {"log_probs": (log_probs * factors).sum(), "entropy": (values["entropy"] * factors.flip(0)).sum()}
+        made = torch.autograd.grad(sum(terms[use] for use in uses), [t for t in tensors[:2] if t.requires_grad])
+        return log_probs, values["entropy"], values["log_sum_sq_probs"], values["mean_logits"], *made
+
+    def in_bf16(hidden, weight, bias, labels, **given):
+        return plain_of(F.linear(hidden, weight).float(), labels, **given)
+
+    ours = run(lambda *given, scale, softcap: token_scores(*given, scale, softcap, STATISTICS), False)
+    theirs, exact = run(in_bf16, False), run(plain, True)
+    for a, b, truth in zip(ours, theirs, exact):  # a row's gradient is rounded before its factor comes, and after
+        assert (a - truth).norm() <= 1.3 * (b - truth).norm() + 1e-5 * truth.norm()
+    with torch.no_grad():
+        scale, softcap = options.get("scale", 1.0), options.get("softcap", 0.0)
+        assert torch.equal(token_scores(hidden, weight, None, labels, scale, softcap, ())[0], ours[0])
