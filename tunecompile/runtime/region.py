@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.partitioner import JointGraph
@@ -28,9 +28,8 @@ T = TypeVar("T")
 SCORING = "without_gradient"  #: in place of a plan
 
 
-@dataclass(frozen=True)
-class CallKind:
-    """What tells calls of a layer apart: there is a variant for each."""
+class CallKind(NamedTuple):
+    """What tells calls of a layer apart: there is a variant for each. (A tuple, since one is made for each call.)"""
 
     setting: tuple  #: what Dynamo has no guard for: whether there are gradients, hooks that it traced, and the like
     tensors: tuple  #: what it guards in each function: dtypes, say

@@ -97,11 +97,7 @@ class Variant:
         refused = self.refused
         if not refused:
             try:
-                with (
-                    contextlib.nullcontext() if self.ran else also_watching(self._met),
-                    integers_may_change() if self.integers_change else contextlib.nullcontext(),
-                ):
-                    output = call_whole(self._compiled, layer, *args, **kwargs)
+                output = self._run(layer, *args, **kwargs)
                 if (
                     not (self.graphs or self.ran)
                     and (code := getattr(type(layer).forward, "__code__", None)) is not None
@@ -120,6 +116,15 @@ class Variant:
         slot_of(layer).note_eager()
         self.refused = refused
         return output
+
+    def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.ran and not self.integers_change:  # nearly always: contexts would take longer than the rest
+            return call_whole(self._compiled, layer, *args, **kwargs)
+        with (
+            contextlib.nullcontext() if self.ran else also_watching(self._met),
+            integers_may_change() if self.integers_change else contextlib.nullcontext(),
+        ):
+            return call_whole(self._compiled, layer, *args, **kwargs)
 
     def _met(self, graph: MetGraph | None) -> None:
         self.ran |= graph is not None
