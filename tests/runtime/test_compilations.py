@@ -13,6 +13,7 @@ from tests.support.models.pairs import pair, small
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
+from tunecompile.runtime import layer_slot
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.region import pieces_of
 
@@ -179,15 +180,14 @@ def test_pieces_of_a_layer_serve_all_kinds_of_its_calls():
     assert not find(models[0], "ran-eagerly"), tunecompile.report(models[0])
 
 
-def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks():
+def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks(monkeypatch):
     models = pair(Stack)
     assert pieces_step(models) == [1, 1]
     for model in models:  # inside the second piece, which another kind of calls shares so far
         for layer in model.layers:
             layer.out.register_forward_hook(lambda module, args, output: 2 * output)
     assert pieces_step(models) == [2, 2]
-    for layer in models[0].layers:
-        layer.gradient_checkpointing = True
+    monkeypatch.setattr(layer_slot, "KEEP", RECOMPUTE)  # what layers follow without a budget
     assert pieces_step(models) == [3, 3]
     (region,) = models[0]._tunecompile.regions
     assert [c.plan for backend in region.backends.values() for c in backend.contexts] == 4 * [KEEP] + 2 * [RECOMPUTE]
