@@ -11,7 +11,7 @@ import torch
 
 from tunecompile._torch.lookup import lookup
 
-__all__ = ["attention_order", "grow_segments", "occupy_gpu"]
+__all__ = ["attention_order", "grow_segments", "occupy_gpu", "start_copy_to_host"]
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")
@@ -61,3 +61,15 @@ def attention_order(names: Sequence[str]) -> Iterator[None]:
 def occupy_gpu(cycles: int = 2_000_000) -> None:
     """The current stream waits for about a millisecond, while the host goes on."""
     _sleep(cycles)
+
+
+def start_copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Copy values of a GPU into pinned memory, without a wait.
+
+    Returns:
+        (the copy, the event behind which it holds the values: of the GPU that has them, whichever is current).
+    """
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))
+    return copy, copied

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile._torch.distributed import fsdp_groups
 from tunecompile._torch.modules import call_original, hooked
 from tunecompile.compiler.pass_manager import MatchCount
@@ -47,10 +48,7 @@ class Labelled:
             self.share = found.numel() / target.numel()
             return found
         if self.pending is None:
-            count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(labelled.sum(), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(target.device))
-            self.pending = count, copied, target.numel()
+            self.pending = *start_copy_to_host(labelled.sum()), target.numel()
         return None
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile._torch.cuda import start_copy_to_host
+
 IGNORED = -100
 AT_ONCE = 1 << 26  #: elements of a mask that are compared at once
 
@@ -104,11 +106,7 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
             *(each.long() for each in wrong),
         ]
     )
-    arrived = None
-    if found.is_cuda:
-        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+    found, arrived = start_copy_to_host(found) if found.is_cuda else (found, None)
     return PendingReading(real, starts, tuple(windows), found, arrived)
 
 
