@@ -18,6 +18,7 @@ from tunecompile._torch.distributed import several
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.documents import PendingReading, begin_reading
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 AFTER = 3  #: batches of whole rows, one after another
 SURPRISES = 2  #: batches that were run again, after which nothing is presumed any more
@@ -52,13 +53,15 @@ class Presumptions:
         window, times = self.seen.get(layer, (flat.window, 0))
         self.seen[layer] = flat.window, times + 1 if window == flat.window else 1
 
-    def presume(self, layer: nn.Module, mask: Tensor) -> tuple[UnpadDecision, Presumed] | None:
+    def presume(self, layer: nn.Module, mask: Tensor, watch: OwnerWatch) -> tuple[UnpadDecision, Presumed] | None:
         """The decision for a mask that nobody has read, and what has to be found in it; None where one has to wait.
 
         One of several processes always waits: others would wait for collectives of layers that it runs again.
         """
         window, times = self.seen.get(layer, (0, 0))
         if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point() or several():
+            return None
+        if watch.reason() is not None:  # a look at all modules, and so the last question
             return None
         flat = FlatBatch.of_whole_rows(len(mask), mask.shape[-1], window, mask.device)
         return UnpadDecision(flat), Presumed(begin_reading(mask, (window,), None), window)

@@ -217,8 +217,8 @@ class Unpadding:
         if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
-        waits = self.gathered or mask.dim() == 2 or self.watch.reason() is not None
-        presumed = None if waits else self.presumptions.presume(layer, mask)
+        waits = self.gathered or mask.dim() == 2
+        presumed = None if waits else self.presumptions.presume(layer, mask, self.watch)
         if presumed is not None:
             decision = presumed[0]
             call.presumed.append(presumed[1])
