@@ -72,8 +72,7 @@ def fused_head(forward: Any) -> types.FunctionType | None:
 
 def home_of_forward(forward: Any) -> str:
     """The module that a model's forward was written in, not that of what wraps it."""
-    found = _innermost(forward)
-    return str(getattr(found, "__globals__", {}).get("__name__") or type(found).__module__)
+    return _home(_innermost(forward))
 
 
 def home_of_replacement(module: nn.Module) -> str | None:
@@ -115,6 +114,7 @@ class _StandIn:
 
     def __init__(self, theirs: Any, score: Score, told: Callable[[Note], None]):
         self.theirs, self.score, self.told = theirs, score, told
+        self.parameters = list(inspect.signature(theirs.forward).parameters)[1:]
 
     def apply(self, *args: Any) -> Any:
         call = self._read(args)
@@ -124,29 +124,31 @@ class _StandIn:
         return self.theirs.apply(*args) if made is None or isinstance(made, Note) else made
 
     def _read(self, args: tuple) -> ScoreCall | Note:
-        parameters = list(inspect.signature(self.theirs.forward).parameters)[1:]
-        given = dict(zip(parameters, args))
+        given = dict(zip(self.parameters, args))
         unknown = [name for name in given if name not in _NAMES and name not in _ANY_VALUE]
         if unknown or not {"hidden", "weight", "targets"} <= given.keys():
-            return note("fused-head-parameters", ", ".join(unknown) or ", ".join(parameters))
+            return note("fused-head-parameters", ", ".join(unknown or self.parameters))
         if not set(given.get("outputs", ())) <= set(OUTPUTS):
             return note("fused-head-parameters", ", ".join(given["outputs"]))
         return ScoreCall(**{_NAMES[name]: value for name, value in given.items() if name in _NAMES})
 
     def _as_theirs(self, args: tuple, call: ScoreCall) -> Scores:
         """TRL's function for another call, with those of its arguments that a call does not name."""
-        parameters = list(inspect.signature(self.theirs.forward).parameters)[1:]
-        given = [getattr(call, _NAMES[name]) if name in _NAMES else value for name, value in zip(parameters, args)]
+        given = [getattr(call, _NAMES[name]) if name in _NAMES else value for name, value in zip(self.parameters, args)]
         return self.theirs.apply(*given)
+
+
+def _home(call: Any) -> str:
+    """The module whose names a function's code reads, or that of an object's class."""
+    return str(getattr(call, "__globals__", {}).get("__name__") or type(call).__module__)
 
 
 def _innermost(forward: Any) -> Any:
     """What accelerate and torch wrap, function by function."""
     while True:
         forward = getattr(forward, "__func__", forward)
-        home = str(getattr(forward, "__globals__", {}).get("__name__") or type(forward).__module__)
         inside = getattr(forward, "__wrapped__", None)
-        if inside is None or home.partition(".")[0] not in _WRAPPERS:
+        if inside is None or _home(forward).partition(".")[0] not in _WRAPPERS:
             return forward
         forward = inside
 
