@@ -69,5 +69,4 @@ def test_no_further_from_fp32_than_eager(family, mode, side):
     told = tunecompile.report(model)
     assert not find(told, *EAGER) and flattened(model) == (2 if side else 0), told
     found = {name for region in told.regions for name in region.providers}
-    by = "triton" if op == "gated_delta_rule" else "reference"
-    assert {f"{op}: {by}", f"{op}_backward: {by}"} <= found, told
+    assert {f"{op}: triton", f"{op}_backward: triton"} <= found, told

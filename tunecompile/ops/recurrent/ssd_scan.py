@@ -2,11 +2,13 @@
 
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note
 from tunecompile.ops.recurrent.delta_chunks import CHUNK
-from tunecompile.ops.recurrent.gated_delta_rule import delta_chunks, delta_chunks_backward
+from tunecompile.ops.recurrent.gated_delta_rule import delta_chunks, delta_chunks_backward, documents_in, refuse
 
 __all__ = ["ssd_scan", "ssd_scan_backward"]
 
@@ -51,6 +53,22 @@ def ssd_scan(
     return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
 
 
+def _refuse(c: Tensor, b: Tensor, x: Tensor, initial: Tensor | None) -> Note | None:
+    return refuse(c, b, x, initial)
+
+
+@ssd_scan.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states in registers",
+)
+def _(c, b, x, g, dt, initial, offsets):
+    from tunecompile.templates import delta_rule
+
+    documents = documents_in(c, offsets)
+    return delta_rule.forward(c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False)
+
+
 @ssd_scan.backward(
     saves=("c", "b", "x", "g", "dt", "initial", "offsets"),
     gives=("c", "b", "x", "g", "dt", "initial"),
@@ -78,3 +96,29 @@ def ssd_scan_backward(
         [dc, db, dx, dg, ddt, dinitial], with shape and dtype of the inputs.
     """
     return delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
+
+
+@ssd_scan_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states' gradients in registers",
+)
+def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
+    from tunecompile.templates import delta_rule_backward
+
+    made = delta_rule_backward.backward(
+        grad,
+        grad_final.contiguous(),
+        c,
+        b,
+        x,
+        g.contiguous(),
+        dt.contiguous(),
+        offsets,
+        documents_in(c, offsets),
+        scale=1.0,
+        delta=False,
+    )
+    for i, groups in ((0, c.shape[2]), (1, b.shape[2])):
+        made[i] = made[i].unflatten(2, (groups, -1)).to(torch.float32).sum(3)
+    return [*(y.to(like.dtype) for like, y in zip((c, b, x, g, dt), made)), None]
