@@ -36,18 +36,22 @@ def is_tracing(args: Sequence[Any] = ()) -> bool:
     return any(isinstance(a, torch.Tensor) and type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args)
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, **constexprs: Any) -> None:
+def launch(kernel: Any, grid: Grid, *args: Any, fuse_products: bool = True, **constexprs: Any) -> None:
     """Start a kernel, on the device of the first tensor among its arguments; or record it, where the call is traced.
 
     Args:
         kernel: what ``triton.jit`` made.
         grid: numbers of programs, or a function that gives them, of the constexprs.
         args: tensors and integers. A float goes among the constexprs: Inductor would pass it as fp64.
+        fuse_products: whether the compiler may fuse products into sums where it likes. Which ones it does depends on
+            what else a kernel computes. Inductor takes no such option, so traced launches leave it at the default.
         constexprs: by name, ``num_warps`` and ``num_stages`` among them.
     """
     if is_tracing(args):
         torch.library.wrap_triton(kernel)[grid](*args, **constexprs)
         return
+    if not fuse_products:
+        constexprs["enable_fp_fusion"] = False
     first = next(a for a in args if isinstance(a, torch.Tensor))
     if first.is_cuda:  # triton launches on the current device, which need not be the tensors'
         with torch.cuda.device(first.device):

@@ -7,7 +7,11 @@ reads and one write of the logits are the least there can be, and no fp32 copy o
 At full memory rate an SM has some 40 instructions for an element, both passes together. So: every group of 8 lanes
 (16 bytes, all in one thread) keeps its own running maximum and sum, and the loop has no reduction over threads, no
 barrier and an eighth of the rescaling; exponentials are base 2, a multiply-add and one instruction; padding is loaded
-as -inf, not masked; and the label's own element is stored once at the end, not compared for in every lane."""
+as -inf, not masked; and the label's own element is stored once at the end, not compared for in every lane.
+
+A row's loss has the same bits whichever outputs are wanted beside it: the policy that is trained and its copy that only
+scores have to agree. So the compiler may not fuse a product into a sum where it likes; the sums that are worth it ask
+for it by ``tl.fma``."""
 
 from __future__ import annotations
 
@@ -32,11 +36,16 @@ def _scaled(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """z = softcap * tanh(scale * x / softcap), or scale * x, and dz/dx."""
     if SOFTCAP > 0:
         s = 1.0 / (1.0 + tl.exp2(x * (-2.0 * LOG2E * SCALE / SOFTCAP)))
-        return SOFTCAP * (2.0 * s - 1.0), (4.0 * SCALE) * s * (
-            1.0 - s
-        )  # tanh(u) = 2 s(2u) - 1; 1 - tanh(u)^2 = 4 s (1 - s)
+        # tanh(u) = 2 s(2u) - 1; 1 - tanh(u)^2 = 4 s (1 - s)
+        return SOFTCAP * (2.0 * s - 1.0), (4.0 * SCALE) * s * (1.0 - s)
     else:
         return x * SCALE, SCALE
+
+
+@triton.jit
+def _exp(z, by):
+    """2^(z LOG2E - by)."""
+    return tl.exp2(tl.fma(z, LOG2E, -by))
 
 
 @triton.jit
@@ -104,12 +113,12 @@ def loss_and_grad_kernel(
                 before = tl.maximum(before, tl.max(tl.where(start + lane < label, z, -1.0e38), 1))
             new = tl.maximum(top, tl.max(z, 1))
             shrink = tl.exp2((top - new) * LOG2E)
-            e = tl.exp2(z * LOG2E - (new * LOG2E)[:, None])
-            total = total * shrink + tl.sum(e, 1)
+            e = _exp(z, (new * LOG2E)[:, None])
+            total = tl.fma(total, shrink, tl.sum(e, 1))
             if ENTROPY:
-                weighted = weighted * shrink + tl.sum(e * tl.where(inside, z, 0.0), 1)
+                weighted = tl.fma(weighted, shrink, tl.sum(e * tl.where(inside, z, 0.0), 1))
             if SQUARES:
-                squared = squared * (shrink * shrink) + tl.sum(e * e, 1)
+                squared = tl.fma(squared, shrink * shrink, tl.sum(e * e, 1))
             top = new
         # A label out of range gives a NaN loss, not an access out of bounds. Read before the row is overwritten.
         in_range = (label >= 0) & (label < V)
@@ -150,13 +159,14 @@ def loss_and_grad_kernel(
                 inside = column < V
                 x = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32)
                 z, slope = _scaled(x, SCALE, SOFTCAP)
-                g = tl.exp2(z * LOG2E - lse * LOG2E) * weight
+                p = _exp(z, lse * LOG2E)
+                g = p * weight
                 if SMOOTHING > 0:
                     g -= SMOOTHING / V
                 g = g * factor
                 if ENTROPY_GRAD:  # d entropy / dz = -p (log p + entropy)
                     logp = tl.where(inside, z - lse, 0.0)
-                    g -= rise * tl.exp2(z * LOG2E - lse * LOG2E) * (logp + entropy)
+                    g -= rise * p * (logp + entropy)
                 tl.store(row + column, (g * slope).to(logits.dtype.element_ty), mask=inside)
             tl.debug_barrier()  # every thread has written its part: now the label's element
             g = (tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V) * factor
@@ -295,6 +305,7 @@ def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=
         labels if entropy_factors is None else entropy_factors,
         logits.stride(0),
         ignore_index,
+        fuse_products=False,
         V=vocabulary,
         SCALE=float(scale),
         SOFTCAP=float(softcap or 0.0),

@@ -250,6 +250,7 @@ def compile_for(architectures, modules):
             function(*args)
             ((kernel, args, options),) = launches
             warps, stages = options.pop("num_warps"), options.pop("num_stages", 3)
+            fuses = options.pop("fuse_products", True)
             signature, constants, attributes = {}, dict(options), {}
             for i, (argument, value) in enumerate(zip(kernel.arg_names, args)):
                 if value is None or isinstance(value, int) and value == 1:
@@ -261,7 +262,9 @@ def compile_for(architectures, modules):
             signature = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
             source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
             compiled = triton.compile(
-                source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps, "num_stages": stages}
+                source,
+                target=GPUTarget("cuda", cc, 32),
+                options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
             )
             ptx = compiled.asm["ptx"]
             print(

@@ -100,7 +100,7 @@ def test_no_tensor_holds_all_logits_and_gradients_change_no_bit():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("uses", [("log_probs",), ("log_probs", "entropy")], ids="+".join)
-@pytest.mark.parametrize("options", [{}, {"scale": 2.0, "softcap": 15.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 1.7}, {"scale": 2.0, "softcap": 15.0}], ids=str)
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_on_a_gpu_as_near_to_fp32_as_torch(trains_head, options, uses, monkeypatch):
     """By the kernel, in bf16, with several chunks; logits in bf16 are the yardstick."""
