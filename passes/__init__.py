@@ -53,6 +53,8 @@ PIPELINE = [
     recognize.grouped_linear,  # base, then base + adapter, then siblings that share x, by what reads them
     recognize.lora_nf4,  # and all of them as one, where a template can write the weights where they are read
     recognize.rope,
+    recognize.layer_norm,  # before the other norm, which knows the root of a mean of squares too
+    recognize.add_layer_norm,
     recognize.rms_norm,
     recognize.add_rms_norm,  # the sum that ends a rotation is not a residual, if it is normed
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward

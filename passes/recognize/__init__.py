@@ -5,6 +5,8 @@ from tunecompile.passes.recognize.document_attention import PASS as document_att
 from tunecompile.passes.recognize.dora import PASS as dora
 from tunecompile.passes.recognize.experts import expert_biases, expert_masks, expert_rows, experts
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
+from tunecompile.passes.recognize.layer_norm import ADD as add_layer_norm
+from tunecompile.passes.recognize.layer_norm import PASS as layer_norm
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora
 from tunecompile.passes.recognize.lora_mlp import PASS as lora_mlp
@@ -15,6 +17,7 @@ from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
     "document_attention",
     "dora",
@@ -23,6 +26,7 @@ __all__ = [
     "expert_rows",
     "experts",
     "grouped_linear",
+    "layer_norm",
     "linear_cross_entropy",
     "lora",
     "lora_mlp",

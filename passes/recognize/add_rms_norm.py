@@ -9,10 +9,11 @@ from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.rewrite import apply, rewrite
 from tunecompile.ops import add_rms_norm, rms_norm
 
-__all__ = ["PASS"]
+__all__ = ["PASS", "alike"]
 
 
-def _alike(match: Match) -> str | None:
+def alike(match: Match) -> str | None:
+    """Why x and residual of a match cannot be the summands of one op, or None."""
     x, residual = value(match.bound["x"]), value(match.bound["residual"])
     if not isinstance(x, torch.Tensor) or not isinstance(residual, torch.Tensor):
         return "a summand is a constant"
@@ -30,7 +31,7 @@ def _build(x, residual, weight, eps, offset, round_first):
     return made[0], made[1]
 
 
-@rewrite("add_rms_norm", to=_build, where=_alike)
+@rewrite("add_rms_norm", to=_build, where=alike)
 def residual_norm(x, residual, weight, eps, offset, round_first):
     total = x + residual
     return rms_norm(total, weight, eps, offset, round_first), total

@@ -23,6 +23,7 @@ NARROW = {
     "grouped_linear": (3, 3),
 }  #: an MLP of two linears, or whose first are one
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
+NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
 EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3)}  #: both products, ways there and back, and of routing weights
 MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
@@ -44,9 +45,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "qwen3_5": LLAMA
         | {"lora": (15, 15), "grouped_linear": (10, 10), "swiglu": (3, 3), "rms_norm": (7, 7)}
         | {"add_rms_norm": (2, 2)},
-        **dict.fromkeys(
-            ("cohere", "cohere2"), ADAPTED | {"rms_norm": (1, 0), "rope": (2, 2), "swiglu": (1, 1)}
-        ),  # a mean is taken off
+        **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"layer_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}),
         "gemma2": LLAMA | {"rms_norm": (4, 4)},
         "gemma3": LLAMA | {"rms_norm": (6, 6)},
         "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
@@ -56,12 +55,12 @@ GOLDEN: dict[int, dict[str, Row]] = {
         | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
         "glm4": NARROW
         | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
-        "starcoder2": NARROW | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
-        "stablelm": ADAPTED | {"rope": (2, 2), "swiglu": (1, 1)},
-        "nemotron": NARROW | {"rope": (2, 2)},
+        "starcoder2": NARROW | NORMS | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
+        "stablelm": ADAPTED | NORMS | {"rope": (2, 2), "swiglu": (1, 1)},
+        "nemotron": NARROW | NORMS | {"rope": (2, 2)},
         "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
         "apertus": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2)},
-        "opt": NARROW,
+        "opt": NARROW | {"layer_norm": (2, 2)},  # its sums are of rows, and views of them
         **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
         "mixtral": MOE,
         "gpt_oss": MOE | {"document_attention": (1, 1), "expert_biases": (2, 2)},  # its attention is written out
@@ -93,14 +92,22 @@ GOLDEN: dict[int, dict[str, Row]] = {
             },
         ),
         "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight
-        "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2)},
-        "gpt_neox": {"linear_cross_entropy": (1, 1), "lora": (4, 4), "rope": (2, 2), "swiglu": (1, 0)},
-        "gpt2": {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
+        "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2), "layer_norm": (1, 1)},
+        "gpt_neox": {
+            "linear_cross_entropy": (1, 1),
+            "lora": (4, 4),
+            "rope": (2, 2),
+            "swiglu": (1, 0),
+            "layer_norm": (2, 2),
+        },
+        "gpt2": NORMS
+        | {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
         "falcon": {
             "linear_cross_entropy": (1, 1),
             "lora": (4, 4),
             "rope": (2, 2),
             "swiglu": (1, 0),
+            "layer_norm": (2, 2),
         },  # a product with a transposed weight
     }
 }

@@ -28,8 +28,10 @@ from tests.support.planted_functions import (
     dequantised,
     gemma_norm,
     head,
+    layer_norm,
     norm,
     quantised,
+    residual_layer_norm,
     residual_norm,
     rotated,
     rotated_in_pairs,
@@ -219,7 +221,7 @@ def a_lora(**options) -> dict[str, Any]:
 
 def a_norm(spelled, offset, first, model, dtype=torch.float32) -> Subject:
     return Subject(
-        "rms_norm",
+        "norms/rms_norm",
         "rms_norm",
         spelled,
         lambda op, x, w: op(x, w, 0.1, offset, first),
@@ -228,6 +230,22 @@ def a_norm(spelled, offset, first, model, dtype=torch.float32) -> Subject:
         ("rms_norm",),
         model,
         dtype=dtype,
+    )
+
+
+def a_layer_norm(name, spelled, inputs, model=None) -> Subject:
+    return Subject(
+        "norms/layer_norm",
+        name,
+        spelled,
+        lambda op, *args: op(*args, 0.1),
+        lambda dtype: [
+            *(random(3, 6, dtype=dtype) for _ in range(inputs)),
+            *(random(6, dtype=dtype) for _ in range(2)),
+        ],
+        ((f"{RECOGNIZE}.layer_norm", name),),
+        ("layer_norm", "add_layer_norm"),
+        model,
     )
 
 
@@ -294,7 +312,7 @@ SUBJECTS = {
     "norm": a_norm(norm, 0.0, True, lambda: model(full=True)),
     "Gemma's norm": a_norm(gemma_norm, 1.0, False, lambda: model("gemma2", full=True), torch.bfloat16),
     "residual norm": Subject(
-        "rms_norm",
+        "norms/rms_norm",
         "add_rms_norm",
         residual_norm,
         lambda op, x, r, w: op(x, r, w, 0.1, 0.0, True),
@@ -303,6 +321,8 @@ SUBJECTS = {
         ("rms_norm", "add_rms_norm"),
         lambda: model(full=True),
     ),
+    "layer norm": a_layer_norm("layer_norm", layer_norm, 1, lambda: model("phi", full=True)),
+    "residual layer norm": a_layer_norm("add_layer_norm", residual_layer_norm, 2),
     "SwiGLU": a_gate("silu", model),
     "GeGLU": a_gate("gelu_tanh", lambda: model("gemma2")),
     "clamped gate": a_clamped_gate(),

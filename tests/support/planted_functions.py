@@ -22,6 +22,15 @@ def residual_norm(x, residual, weight):
     return norm(total, weight), total
 
 
+def layer_norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 0.1)
+
+
+def residual_layer_norm(x, residual, weight, bias):
+    total = x + residual
+    return layer_norm(total, weight, bias), total
+
+
 def rotated(x, cos, sin):
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

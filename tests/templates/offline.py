@@ -23,6 +23,7 @@ def cases(
     delta_rule,
     delta_rule_backward,
     delta_rule_gradients,
+    layer_norm,
 ):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
@@ -160,6 +161,10 @@ def cases(
         "rms_norm_heads": (
             lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
             [q, q, e(128)],
+        ),
+        "layer_norm_backward": (
+            lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
+            [x, x, w, x],
         ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
@@ -316,6 +321,7 @@ if __name__ == "__main__":
         delta_rule_gradients,
         experts,
         fp8,
+        layer_norm,
         lora,
         lora_mlp,
         nf4,
@@ -335,5 +341,6 @@ if __name__ == "__main__":
         delta_rule,
         delta_rule_backward,
         delta_rule_gradients,
+        layer_norm,
     )
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -53,6 +53,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "rms_norm_wide": ["y"],
         "rms_norm_backward": ["dweight", "dx"],
         "rms_norm_heads": ["dx"],
+        "layer_norm_backward": ["dbias", "dweight", "dx"],
         "fp8_quantize": ["out", "scales"],
         "fp8_quantize_wide": ["out", "scales"],
         "fp8_adapter": ["out", "scales"],

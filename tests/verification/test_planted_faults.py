@@ -11,6 +11,15 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAULTS = [
+    Fault(
+        "layer norm",
+        "lost mean of the gradient",
+        "inverse * (scaled - scaled.mean(-1, keepdim=True) - ",
+        "inverse * (scaled - ",
+    ),
+    Fault("layer norm", "dropped bias", "made if bias is None else made + bias.to(made.dtype)", "made"),
+    Fault("layer norm", "a mean that stays", "centred = wide - wide.mean(-1, keepdim=True)", "centred = wide"),
+    Fault("residual layer norm", "lost residual gradient", "(dx + grad_total).to(out1.dtype)", "dx.to(out1.dtype)"),
     Fault("norm", "wrong sign of the projection", "dx = r * (scaled - normed", "dx = r * (scaled + normed"),
     Fault("norm", "lost 1/rms", "dx = r * (scaled", "dx = (scaled"),
     Fault("norm", "dropped projection", "(scaled - normed * (scaled * normed).mean(-1, keepdim=True))", "scaled"),

@@ -216,6 +216,13 @@ def _rms_norm(node: Node) -> Spelling | None:
     return "call_function", F.rms_norm, tuple(found), {}
 
 
+def _layer_norm(node: Node) -> Spelling | None:
+    """By position, whether it was called with `torch.layer_norm`, which may end in the use of cuDNN, or without."""
+    own = {} if node.target is F.layer_norm else {"cudnn_enable": True}
+    found = _arguments(node, input=..., normalized_shape=..., weight=None, bias=None, eps=1e-5, **own)
+    return None if found is None else ("call_function", F.layer_norm, tuple(found[:5]), {})
+
+
 def _activation(target: Callable) -> Spell:
     def spell(node: Node) -> Spelling | None:
         found = _arguments(node, input=..., inplace=False)
@@ -281,6 +288,8 @@ TABLE.update(
         F.dropout: _dropout,
         F.rms_norm: _rms_norm,
         torch.rms_norm: _rms_norm,
+        F.layer_norm: _layer_norm,
+        torch.layer_norm: _layer_norm,
         F.relu: _activation(F.relu),
         torch.relu: _activation(F.relu),
         "relu": _activation(F.relu),

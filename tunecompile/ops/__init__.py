@@ -22,14 +22,15 @@ from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tunecompile.ops.recurrent import gated_delta_rule, short_convolution, ssd_scan
-from tunecompile.ops.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation
 
 __all__ = [
     "adapted_norm",
     "adapted_stack",
+    "add_layer_norm",
     "add_rms_norm",
     "clamped_gate",
     "collect_rows",
@@ -41,6 +42,7 @@ __all__ = [
     "gathered_lora_linear_backward",
     "grouped_lora_linear",
     "inverse_order",
+    "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_rows",
     "lora_linear",

@@ -22,7 +22,7 @@ from tunecompile.ops.lora_mlp import (
     lora_mlp,
     lora_mlp_backward,
 )
-from tunecompile.ops.rms_norm import compute_dtype
+from tunecompile.ops.norms import compute_dtype
 
 __all__ = ["lora_mlp_tiled", "lora_mlp_tiled_backward", "pieces"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops.rms_norm import compute_dtype
+from tunecompile.ops.norms import compute_dtype
 
 __all__ = ["clamped_gate", "clamped_gate_backward", "gated_activation", "gated_activation_backward"]
 

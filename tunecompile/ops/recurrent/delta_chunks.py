@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.ops.rms_norm import compute_dtype
+from tunecompile.ops.norms import compute_dtype
 
 __all__ = ["CHUNK", "Chunks", "Unit", "in_chunks", "out_of_chunks", "unit"]
 

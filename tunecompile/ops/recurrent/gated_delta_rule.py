@@ -8,9 +8,9 @@ from torch import Tensor
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
+from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunks, out_of_chunks, unit
 from tunecompile.ops.recurrent.documents import document_of
-from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = [
     "delta_chunks",

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
+from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
-from tunecompile.ops.rms_norm import compute_dtype
 
 __all__ = ["short_convolution", "short_convolution_backward"]
 

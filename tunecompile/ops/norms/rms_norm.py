@@ -6,7 +6,7 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 
-__all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "rms_norm", "rms_norm_backward"]
+__all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "refuse_norm", "rms_norm", "rms_norm_backward"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +110,8 @@ def add_rms_norm_backward(
     return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
 
 
-def _refuse(*tensors: Tensor) -> Note | None:
+def refuse_norm(*tensors: Tensor) -> Note | None:
+    """Why the template of a norm's backward does not take these tensors, [..., H]; None where it does."""
     if reason := refuse_gpu(*tensors):
         return reason
     if any(t.stride(-1) != 1 for t in tensors):
@@ -120,7 +121,7 @@ def _refuse(*tensors: Tensor) -> Note | None:
 
 
 @rms_norm_backward.provider(
-    "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: _refuse(x, grad)
+    "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: refuse_norm(x, grad)
 )
 def _(grad, x, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template
@@ -134,7 +135,7 @@ def _(grad, x, weight, eps, offset, round_first, *, used):
 @add_rms_norm_backward.provider(
     "triton",
     because="one pass for both paths' dX and the weight's partial sums",
-    refuses=lambda grad, grad_total, out1, *_: _refuse(out1, grad, grad_total),
+    refuses=lambda grad, grad_total, out1, *_: refuse_norm(out1, grad, grad_total),
 )
 def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
     from tunecompile.templates import rms_norm as template

@@ -1,0 +1,126 @@
+"""LayerNorm: torch's own, also between casts, and written out (Cohere); and the residual add whose sum is normed."""
+
+import torch
+import torch.nn.functional as F
+
+from tunecompile.compiler.pass_manager import Context, MatchCount, Pass, recognize
+from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.match import Match, cast
+from tunecompile.ir.rewrite import apply, rewrite
+from tunecompile.ops import add_layer_norm, layer_norm
+from tunecompile.ops.norms import compute_dtype
+from tunecompile.passes.recognize.add_rms_norm import alike
+
+__all__ = ["ADD", "PASS"]
+
+
+def _once_rounded(match: Match) -> str | None:
+    """The result has x's dtype, what scales it is as long as x's last dimension, and eps is a number."""
+    x, out = match.bound["x"], match.outputs[0]
+    if not isinstance(match.bound["eps"], float):
+        return "eps is not a constant"
+    if dtype_of(out) != dtype_of(x):
+        return f"the result is {dtype_of(out)}, x is {dtype_of(x)}"
+    for name in ("weight", "bias"):
+        given = match.bound.get(name)
+        if given is not None and tuple(value(given).shape) != (value(x).shape[-1],):
+            return f"the {name} is no vector over the last dimension"
+    return None if len(match.bound.get("shape", (0,))) == 1 else "normalised over several dimensions"
+
+
+def _in_fp32(match: Match) -> str | None:
+    x, norm = match.bound["x"], match.node("layer_norm")
+    if dtype_of(norm) != compute_dtype(dtype_of(x)):
+        return f"statistics are computed in {dtype_of(norm)}"
+    return _once_rounded(match)
+
+
+def _written_in_fp32(match: Match) -> str | None:
+    root = match.node("rsqrt")
+    if dtype_of(root) != compute_dtype(dtype_of(match.bound["x"])):
+        return f"statistics are computed in {dtype_of(root)}"
+    return _once_rounded(match)
+
+
+@rewrite("layer_norm_of_casts", to=layer_norm, where=_in_fp32)
+def between_casts(x, wide, shape, weight, bias, eps, dtype):
+    return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(dtype)
+
+
+@rewrite("layer_norm", to=layer_norm, where=_once_rounded)
+def torch_norm(x, shape, weight, bias, eps):
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def _scaled(centred, other, weight, eps):
+    return cast(weight) * (centred * torch.rsqrt(other.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _written(x, weight, eps):
+    """The mean is taken off twice, as Cohere does, so that each is a node of its own."""
+    wide = cast(x)
+    mean = wide.mean(-1, keepdim=True)
+    return _scaled(wide - mean, wide - mean, weight, eps)
+
+
+def _shared(x, weight, eps):
+    wide = cast(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    return _scaled(centred, centred, weight, eps)
+
+
+def _without_bias(x, weight, eps):
+    return layer_norm(x, weight, None, eps)
+
+
+_WRITTEN = [
+    rewrite("written_out_then_rounded", to=_without_bias, where=_written_in_fp32)(
+        lambda x, weight, eps, dtype: _written(x, weight, eps).to(dtype)
+    ),
+    rewrite("written_out", to=_without_bias, where=_written_in_fp32)(_written),
+    rewrite("shared_then_rounded", to=_without_bias, where=_written_in_fp32)(
+        lambda x, weight, eps, dtype: _shared(x, weight, eps).to(dtype)
+    ),
+    rewrite("shared", to=_without_bias, where=_written_in_fp32)(_shared),
+]
+
+
+def anchors(graph):
+    """torch's calls, and roots of variances: of a mean of squares of what a mean was taken off."""
+    return [node for node in graph.nodes if node.op == "call_function" and _is_anchor(node)]
+
+
+def _is_anchor(node):
+    if node.target is F.layer_norm:
+        return True
+    if node.target is not torch.rsqrt:
+        return False
+    for names in (("add",), ("mean",), ("pow",), ("sub",)):
+        node = node.args[0]
+        if not isinstance(node, torch.fx.Node) or getattr(node.target, "__name__", node.target) not in names:
+            return False
+    return True
+
+
+def _build(x, residual, weight, bias, eps):
+    made = add_layer_norm(x, residual, weight, bias, eps)
+    return made[0], made[1]
+
+
+@rewrite("add_layer_norm", to=_build, where=alike)
+def residual_norm(x, residual, weight, bias, eps):
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
+def _run_add(graph, context: Context) -> None:
+    total = residual_norm.pattern.outputs[1].target
+    sums = [n for n in graph.nodes if n.target is layer_norm.overload and n.args[0].target is total]
+    places, refused = apply(residual_norm, graph)
+    context.tallies.append(MatchCount("add_layer_norm", len(sums), len(places), refused, places))
+
+
+PASS = recognize("layer_norm", [between_casts, torch_norm, *_WRITTEN], anchors)
+ADD = Pass(
+    "add_layer_norm", "recognize", _run_add, requires=frozenset({"layer_norm"}), provides=frozenset({"add_layer_norm"})
+)

@@ -1,0 +1,145 @@
+"""The backward pass of layer norm of the last dimension, optionally joined with the residual path's gradient.
+
+LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias. x is read again, and mean and deviation
+are computed again. The forward pass is left to Inductor, which fuses it with what stands before it.
+
+Inputs may be strided in their (up to three) leading dimensions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import launch, multiprocessors, next_power_of_2
+from .rms_norm import _rows, _start_of
+
+__all__ = ["backward"]
+
+
+@triton.jit
+def backward_kernel(
+    grad,
+    x,
+    residual_grad,
+    weight,
+    dx,
+    dweight,
+    dbias,  # residual_grad, weight, dweight, dbias: may be None
+    n_rows,
+    n1,
+    n2,
+    gs0,
+    gs1,
+    gs2,
+    xs0,
+    xs1,
+    xs2,
+    rs0,
+    rs1,
+    rs2,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    PARAMETER_GRADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program takes every num_programs-th group of ROWS rows and sums the parameters' gradients in registers."""
+    column = tl.arange(0, BLOCK)
+    scale = tl.full([BLOCK], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    biases = tl.zeros([BLOCK], tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        row = group * ROWS + tl.arange(0, ROWS)
+        inside = (column < N)[None, :]
+        mask = (row < n_rows)[:, None] & inside
+        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        centred = tl.where(inside, value - (tl.sum(value, 1) / N)[:, None], 0.0)
+        inverse = tl.rsqrt(tl.sum(centred * centred, 1) / N + EPS)[:, None]
+        xhat = centred * inverse
+        if PARAMETER_GRADS:
+            weights += tl.sum(g * xhat, 0)
+            biases += tl.sum(g, 0)
+        g = g * scale[None, :]
+        result = inverse * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
+        if HAS_RESIDUAL:
+            where = _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
+            result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
+    if PARAMETER_GRADS:
+        place = tl.program_id(0).to(tl.int64) * N + column
+        tl.store(dweight + place, weights, mask=column < N)
+        tl.store(dbias + place, biases, mask=column < N)
+
+
+def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_grads=False, tile=None):
+    """The gradients of (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; fp32 inside.
+
+    Args:
+        grad: of the result, [..., N]. This, x and residual_grad have one shape, and leading strides of their own.
+        x: what was normed, bf16, fp16 or fp32 (the sum, where a residual was added).
+        weight: [N], any floating dtype; or None.
+        eps: added to the variance, in the units of x².
+        residual_grad: what reaches x by the residual path, which is added to dx; or None.
+        need_parameter_grads: whether the gradients of weight and bias are returned.
+        tile: a ``_tiles.Tile`` in place of the table's.
+
+    Returns:
+        dx, contiguous, in x's dtype; with ``need_parameter_grads``: (dx, dweight, dbias), these two fp32 [N], summed
+        in a fixed order.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    n = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if grad.shape != x.shape or (residual_grad is not None and residual_grad.shape != x.shape):
+        raise ValueError(f"gradients must have x's shape, {tuple(x.shape)}")
+    if weight is not None and weight.shape != (n,):
+        raise ValueError(f"weight {tuple(weight.shape)} for rows of {n}")
+    grad, _, grad_strides = _rows(grad)
+    x, (n1, n2), strides = _rows(x)
+    residual_grad, _, residual_strides = (None, None, (0, 0, 0)) if residual_grad is None else _rows(residual_grad)
+    rows = x.numel() // n
+    tile = tile or _tiles.pick("rms_norm", x, n)
+    programs, weights, biases = triton.cdiv(rows, tile.rows), None, None
+    if need_parameter_grads:  # few programs, so that few partial sums are left: those that fit on the GPU at once
+        programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
+        weights, biases = (torch.empty((programs, n), dtype=torch.float32, device=x.device) for _ in range(2))
+    launch(
+        backward_kernel,
+        (programs,),
+        grad,
+        x,
+        residual_grad,
+        weight,
+        dx,
+        weights,
+        biases,
+        rows,
+        n1,
+        n2,
+        *grad_strides,
+        *strides,
+        *residual_strides,
+        N=n,
+        EPS=float(eps),
+        HAS_RESIDUAL=residual_grad is not None,
+        HAS_WEIGHT=weight is not None,
+        PARAMETER_GRADS=need_parameter_grads,
+        ROWS=tile.rows,
+        BLOCK=next_power_of_2(n),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return dx if weights is None else (dx, weights.sum(0), biases.sum(0))

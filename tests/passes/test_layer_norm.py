@@ -1,0 +1,141 @@
+"""LayerNorm in the spellings of real models, near misses, and the residual add before it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.passes.run import check, family, random
+
+PASSES = family("layer_norm", "add_layer_norm", "rms_norm")
+EPS = 1e-3
+
+
+def functional(x, w, b):
+    return F.layer_norm(x, (x.shape[-1],), w, b, EPS)
+
+
+def keywords(x, w, b):
+    return F.layer_norm(x, normalized_shape=(x.shape[-1],), weight=w, bias=b, eps=EPS)
+
+
+def torchs(x, w, b):
+    return torch.layer_norm(x, (x.shape[-1],), w, b, EPS, True)
+
+
+def without_bias(x, w, b):
+    return F.layer_norm(x, x.shape[-1:], w, None, EPS)
+
+
+def one_plus(x, w, b):
+    """As Nemotron has it."""
+    return F.layer_norm(x, x.shape[-1:], w + 1, b, EPS)
+
+
+def bare_in_fp32(x, w, b):
+    """As OLMo has it."""
+    return F.layer_norm(x.to(torch.float32), x.shape[-1:], None, None, eps=EPS).to(x.dtype)
+
+
+def in_fp32(x, w, b):
+    return F.layer_norm(x.float(), x.shape[-1:], w.float(), b.float(), EPS).type_as(x)
+
+
+def cohere(x, w, b):
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    x = (x - mean) * torch.rsqrt(variance + EPS)
+    return (w.to(torch.float32) * x).to(dtype)
+
+
+def shared(x, w, b):
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    return (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS) * w.float()).to(x.dtype)
+
+
+SPELLINGS = [functional, keywords, torchs, without_bias, one_plus, bare_in_fp32, in_fp32, cohere, shared]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_matches(spelling, dtype):
+    args = random(2, 3, 8, dtype=dtype), random(8, dtype=dtype), random(8, dtype=dtype)
+    tol = 1e-5 if dtype == torch.float32 else 1.2e-2
+    check(spelling, *args, passes=PASSES, expect={"layer_norm": 1}, tol=tol)
+
+
+def test_module_and_changing_sizes():
+    module = nn.LayerNorm(8)
+    parameters = list(module.parameters())
+    check(module, random(2, 3, 8), passes=PASSES, parameters=parameters, expect={"layer_norm": 1}, dynamic=True)
+
+
+def two_dims(x, w, b):
+    return F.layer_norm(x, x.shape[-2:], None, None, EPS)
+
+
+def of_another(x, w, b):
+    mean = x.mean(-1, keepdim=True)
+    return w * ((x - mean) * torch.rsqrt((x.sin() - mean).pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def another_mean(x, w, b):
+    return w * (
+        (x - x.mean(-1, keepdim=True)) * torch.rsqrt((x - x.mean(-2, keepdim=True)).pow(2).mean(-1, True) + EPS)
+    )
+
+
+def unbiased(x, w, b):
+    return w * ((x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS))
+
+
+def result_in_fp32(x, w, b):
+    return F.layer_norm(x.float(), x.shape[-1:], w.float(), b.float(), EPS).double()
+
+
+def statistics_read(x, w, b):
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.pow(2).mean(-1, keepdim=True)
+    return w * (centred * torch.rsqrt(variance + EPS)) + variance
+
+
+@pytest.mark.parametrize("mutation", [two_dims, of_another, another_mean, unbiased, statistics_read])
+def test_does_not_match(mutation):
+    check(mutation, random(8, 8), random(8), random(8), passes=PASSES, expect={})
+
+
+def test_of_another_dtype():
+    """Whether it matches or not: values and dtypes are eager's."""
+    for fn in (functional, result_in_fp32):
+        x, w, b = random(2, 8, dtype=torch.bfloat16), random(8), random(8)
+        check(fn, x, w, b, passes=PASSES, tol=1.2e-2)
+
+
+def test_weight_of_heads_does_not_match():
+    """Cohere's queries and keys have a row of weights each."""
+    check(cohere, random(2, 3, 8), random(3, 8), random(8), passes=PASSES, expect={})
+
+
+def residual(x, r, w, b):
+    total = x + r
+    return functional(total, w, b), total
+
+
+def test_residual():
+    four = random(2, 3, 8), random(2, 3, 8), random(8), random(8)
+    check(residual, *four, passes=PASSES, expect={"add_layer_norm": 1})
+    check(lambda *args: residual(*args)[0], *four, passes=PASSES, expect={"add_layer_norm": 1})
+    check(residual, random(2, 3, 8), random(8), random(8), random(8), passes=PASSES, expect={"layer_norm": 1})
+
+
+def test_never_across_a_mutation():
+    def fn(x, w, b):
+        y = x * 1.0
+        mean = y.mean(-1, keepdim=True)
+        y.add_(1)
+        return w * ((y - mean) * torch.rsqrt((y - mean).pow(2).mean(-1, keepdim=True) + EPS))
+
+    check(fn, *(random(*shape, grad=False) for shape in ((4, 8), (8,), (8,))), passes=PASSES, expect={})

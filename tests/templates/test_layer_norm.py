@@ -1,0 +1,60 @@
+"""The backward of layer norm against fp64 autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from tunecompile.templates import layer_norm  # noqa: E402
+from tunecompile.templates._tiles import Tile  # noqa: E402
+
+
+def make(shape, device, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def reference(x, weight, grad, eps):
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    bias = torch.zeros_like(weight).requires_grad_()
+    return torch.autograd.grad(F.layer_norm(x, weight.shape, weight, bias, eps), (x, weight, bias), grad.double())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32))
+@pytest.mark.parametrize("residual", (False, True), ids=("plain", "residual"))
+def test_against_fp64(device, error, bound, dtype, residual):
+    """A mean far from 0: the variance is of what is left without it."""
+    x = (make((2, 3, 576), device, torch.float32) * 3 + 20).to(dtype)
+    weight, grad = make((576,), device, dtype, 1), make((2, 3, 576), device, dtype, 2)
+    other = make((2, 3, 576), device, dtype, 3) if residual else None
+    dx, *wanted = reference(x, weight, grad, 1e-3)
+    dx = dx if other is None else dx + other.double()
+    got = layer_norm.backward(grad, x, weight, 1e-3, residual_grad=other, need_parameter_grads=True)
+    assert error(got[0], dx) < bound(dtype)
+    assert all(
+        error(mine, exact) < bound(dtype) and mine.dtype == torch.float32 for mine, exact in zip(got[1:], wanted)
+    )
+    assert torch.equal(layer_norm.backward(grad, x, weight, 1e-3, residual_grad=other), got[0])
+
+
+@pytest.mark.parametrize("shape", [(5, 7), pytest.param((2, 1025), marks=pytest.mark.slow), (2, 2, 3, 96)])
+def test_odd_shapes_and_strides(device, error, shape):
+    x, grad = (make((*shape[:-1], 2 * shape[-1]), device, torch.float32, seed)[..., : shape[-1]] for seed in (0, 2))
+    weight = make(shape[-1:], device, torch.float32, 1)
+    got = layer_norm.backward(grad, x, weight, 1e-5, need_parameter_grads=True)
+    assert all(error(mine, exact) < 2e-6 for mine, exact in zip(got, reference(x, weight, grad, 1e-5)))
+    ones = torch.ones_like(weight)
+    assert error(layer_norm.backward(grad, x, None, 1e-5), reference(x, ones, grad, 1e-5)[0]) < 2e-6
+
+
+def test_more_rows_than_programs(device, error):
+    x, weight, grad = (make(s, device, torch.float32, i) for i, s in enumerate(((70, 33), (33,), (70, 33))))
+    got = layer_norm.backward(grad, x, weight, 1e-6, need_parameter_grads=True, tile=Tile(0, rows=2, num_warps=32))
+    assert all(error(mine, exact) < 2e-6 for mine, exact in zip(got, reference(x, weight, grad, 1e-6)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 4096), (4096, 8192), (1000, 768), (64, 28672)])
+def test_real_size(gpu_only, device, error, bound, shape):
+    x, weight, grad = (make(s, device, torch.bfloat16, i) for i, s in enumerate((shape, shape[-1:], shape)))
+    got = layer_norm.backward(grad, x, weight, 1e-6, need_parameter_grads=True)
+    assert all(error(mine, exact) < bound(torch.bfloat16) for mine, exact in zip(got, reference(x, weight, grad, 1e-6)))
