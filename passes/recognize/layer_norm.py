@@ -42,12 +42,16 @@ def _written_in_fp32(match: Match) -> str | None:
     return _once_rounded(match)
 
 
-@rewrite("layer_norm_of_casts", to=layer_norm, where=_in_fp32)
+def _as_op(x, weight, bias, eps):
+    return layer_norm(x, weight, bias, eps)  # by position, as passes read its arguments
+
+
+@rewrite("layer_norm_of_casts", to=_as_op, where=_in_fp32)
 def between_casts(x, wide, shape, weight, bias, eps, dtype):
     return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(dtype)
 
 
-@rewrite("layer_norm", to=layer_norm, where=_once_rounded)
+@rewrite("layer_norm", to=_as_op, where=_once_rounded)
 def torch_norm(x, shape, weight, bias, eps):
     return F.layer_norm(x, shape, weight, bias, eps)
 
