@@ -1,6 +1,7 @@
 """Attention under a document mask: by offsets, without the mask.
 
-Padded and packed batches reach a layer as one row of documents, whose mask is the op `document_mask`. What a model's
+Padded and packed batches reach a layer as one row of documents, and images a tower as one row of patches. Its mask is
+the op `document_mask`. What a model's
 code does with it is in the graph: attention that only reads it becomes `varlen_attention`.
 """
 
@@ -40,7 +41,8 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> str | None:
-    offsets, longest, _, window = mask.args
+    offsets, longest, _, window, *rest = mask.args
+    causal = rest[0] if rest else True
     dtype, width = value(node).dtype, value(call.query).shape[-1]
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
@@ -48,7 +50,7 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any) -> Any:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
-        return varlen_attention(*rows, offsets, longest, scale, window, sinks)[0].transpose(0, 1).unsqueeze(0)
+        return varlen_attention(*rows, offsets, longest, scale, window, sinks, causal)[0].transpose(0, 1).unsqueeze(0)
 
     heads = [unrepeated(key) for key in (call.key, call.value)]
     if value(heads[0]).shape[1] != value(heads[1]).shape[1]:

@@ -38,12 +38,18 @@ def test_gradients_are_those_of_eager(make):
     assert not find(report, *EAGER, "weights-outside-layers"), report.notes
 
 
-def test_what_layers_of_all_models_share_has_as_many_graphs_as_it_may():
-    """transformers wraps each layer's forward in one function, which is compiled by itself where a layer is in pieces."""
+def test_what_layers_of_all_models_share_has_as_many_graphs_as_it_may(monkeypatch):
+    """transformers wraps each layer's forward in one function, which is compiled by itself where a layer is in pieces.
+
+    A tower is in pieces where attention is a function of the user's, which is called image by image."""
+    monkeypatch.setitem(
+        tf.AttentionInterface._global_mapping, "mine", lambda *a, **k: tf.AttentionInterface()["sdpa"](*a, **k)
+    )
     for make, limit in ((qwen2_5_vl, 8), (qwen3_vl, 1)):
         # (pytest's monkeypatch would delete what a config module keeps outside of its `__dict__`)
         with torch._dynamo.config.patch(recompile_limit=limit):
             model, inputs = adapted(make)
+            model.get_base_model().model.visual.config._attn_implementation = "mine"
             (loss, gradients), _ = zoo.step(model, inputs), tunecompile.optimize(model, executor="eager")
             again, got = zoo.step(model, inputs)
             found = (

@@ -19,13 +19,13 @@ def inputs(lengths, heads=4, shared=2, dim=8, dtype=torch.float64, layout="conti
     return [tensor((total, h, dim), layout, dtype) for h in (heads, shared, shared)]
 
 
-def dense(q, k, v, lengths, scale, window) -> torch.Tensor:
+def dense(q, k, v, lengths, scale, window, causal=True) -> torch.Tensor:
     """Sequence by sequence, with torch's own attention."""
     parts = []
     for q1, k1, v1 in zip(*(x.split(list(lengths)) for x in (q, k, v))):
         places = torch.arange(q1.shape[0])
         distance = places[:, None] - places
-        mask = (distance >= 0) & (distance < (window or q1.shape[0] + 1))
+        mask = ((distance >= 0) | (not causal)) & (distance < (window or q1.shape[0] + 1))
         k1, v1 = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k1, v1))
         parts.append(
             F.scaled_dot_product_attention(
@@ -36,18 +36,17 @@ def dense(q, k, v, lengths, scale, window) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(3,), (1, 4), (2, 0, 1)])
-@pytest.mark.parametrize("window", [0, 2])
-def test_gradcheck(lengths, window):
+@pytest.mark.parametrize(("window", "causal"), [(0, True), (2, True), (0, False)])
+def test_gradcheck(lengths, window, causal):
     q, k, v = (x.requires_grad_() for x in inputs(lengths, dim=3))
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: varlen_attention(q, k, v, offsets(lengths), max(lengths), 0.7, window, None)[0], (q, k, v)
-    )
+    rest = (offsets(lengths), max(lengths) + 1, 0.7, window, None, causal)
+    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, *rest)[0], (q, k, v))
 
 
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum),
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2)]),
-    window=st.sampled_from([0, 1, 3, 20]),
+    window=st.sampled_from([0, 1, 3, 20, None]),
     more=st.integers(0, 5),
     dtype=DTYPES,
     layout=st.sampled_from(["contiguous", "strided", "transposed"]),
@@ -56,12 +55,13 @@ def test_gradcheck(lengths, window):
 def test_every_sequence_is_alone(lengths, heads, window, more, dtype, layout):
     torch.manual_seed(0)
     q, k, v = inputs(lengths, *heads, dtype=dtype, layout=layout)
-    arguments = (offsets(lengths), max(lengths) + more, 0.4, window, None)
+    causal, window = window is not None, window or 0
+    arguments = (offsets(lengths), max(lengths) + more, 0.4, window, None, causal)
     assert_fake_is_real(varlen_attention, q, k, v, *arguments)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     got, logsumexp = varlen_attention(*leaves, *arguments)
     exact_leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = dense(*exact_leaves, lengths, 0.4, window)
+    exact = dense(*exact_leaves, lengths, 0.4, window, causal)
     grad = tensor(tuple(got.shape), dtype=dtype)
     assert got.dtype == dtype and logsumexp.shape == (heads[0], sum(lengths)) and logsumexp.dtype == torch.float32
     assert error(got, exact) < 4 * torch.finfo(dtype).eps
@@ -78,11 +78,13 @@ def test_opcheck():
     torch.library.opcheck(varlen_attention.overload, (q, k, v, offsets((3, 2)), 4, 0.5, 0, None))
 
 
-def test_scores_far_apart():
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_far_apart(causal):
     """A place without a token has some other token's logsumexp, from which its own score may be hundreds away."""
     torch.manual_seed(0)
     q, k, v = ((torch.randn(12, 2, 8) * s).requires_grad_() for s in (6, 6, 1))
-    varlen_attention(q, k, v, torch.tensor([0, 4, 12, 12], dtype=torch.int32), 8, 1.0, 0, None)[0].sum().backward()
+    ends = torch.tensor([0, 4, 12, 12], dtype=torch.int32)
+    varlen_attention(q, k, v, ends, 8, 1.0, 0, None, causal)[0].sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 

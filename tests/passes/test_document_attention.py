@@ -49,11 +49,16 @@ def grouped(q, k, v, offsets):
     return F.scaled_dot_product_attention(heads(q), k, v, mask, 0.0, False, scale=0.5, enable_gqa=True)
 
 
+def images(q, k, v, offsets):
+    mask = document_mask(offsets, LONGEST, TOTAL, 0, False)
+    return F.scaled_dot_product_attention(heads(q), heads(k), heads(v), mask, is_causal=False)
+
+
 def inputs(dtype=torch.float32):
     return [random(1, TOTAL, HEADS * WIDTH, dtype=dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize("spelling", [whole, shared_keys, sliced_mask, grouped])
+@pytest.mark.parametrize("spelling", [whole, shared_keys, sliced_mask, grouped, images])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_spellings(spelling, dtype):
     check(spelling, *inputs(dtype), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})

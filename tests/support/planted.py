@@ -296,12 +296,12 @@ def a_clamped_gate() -> Subject:
     )
 
 
-def an_attention(window, model) -> Subject:
+def an_attention(window, model, causal=True) -> Subject:
     return Subject(
         "attention",
         "varlen_attention",
-        lambda q, k, v: attention(q, k, v, window),
-        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window, None)[0],
+        lambda q, k, v: attention(q, k, v, window, causal=causal),
+        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window, None, causal)[0],
         lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
         ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=model,
@@ -360,6 +360,7 @@ SUBJECTS = {
         ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=lambda: (model("gpt_oss", full=True)[0], padded()),
     ),
+    "attention of images": an_attention(0, None, causal=False),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
 

@@ -54,12 +54,12 @@ def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * 0.37
 
 
-def attention(q, k, v, window, sinks=None):
+def attention(q, k, v, window, sinks=None, causal=True):
     parts = []
     for rows in (slice(0, 3), slice(3, 8)):
         places = torch.arange(rows.stop - rows.start)
         distance = places[:, None] - places
-        mask = (distance >= 0) & (distance < (window or 99))
+        mask = ((distance >= 0) | (not causal)) & (distance < (window or 99))
         if sinks is not None:  # one key more, of which the score is the sink, and the value nothing
             parts.append(_beside_sinks(q[rows], k[rows], v[rows], mask, sinks))
             continue

@@ -254,6 +254,13 @@ FAULTS = [
     Fault("attention", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
     Fault("attention with sinks", "dropped sinks", "if sinks is not None:", "if False:"),
     Fault("attention with sinks", "lost share of a sink", "return -(shares * ", "return -("),
+    Fault("attention of images", "each sees what stands before it", "if self.causal else", "if True else"),
+    Fault(
+        "attention of images",
+        "places without a patch are seen",
+        "self.taken[:, None] | (",
+        "self.taken[:, None] | True | (",
+    ),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
 CAUGHT_BY_A_MODEL = {fault.of: fault for fault in reversed(FAULTS)}  #: one for each subject; the others are slow

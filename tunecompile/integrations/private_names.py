@@ -28,7 +28,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_TRANSFORMERS,
     ),
     *group(
-        "context parallelism ends with an error",
+        "context parallelism ends with an error, and attention of towers is a loop over images",
         "transformers.integrations.sdpa_attention.sdpa_attention_forward",
         **_TRANSFORMERS,
     ),
@@ -36,6 +36,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "transformers' gradient checkpointing recomputes around compiled layers, beside their own plan",
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",
         **_TRANSFORMERS,
+    ),
+    *group(
+        "attention of towers is a loop over images, with graph breaks",
+        "transformers.utils.generic.is_flash_attention_requested",
+        "transformers.utils.generic.get_max_seqlen",
+        since="5.17",
+        last_checked=("5.17", "5.23"),
     ),
     *group(
         "models that return hidden states keep their padding, and FSDP2's layers are not repeated when memory runs out",

@@ -1,4 +1,6 @@
-"""Causal attention over concatenated sequences, without padding (FlashAttention: Dao et al., arXiv:2205.14135)."""
+"""Attention inside concatenated sequences, without padding (FlashAttention: Dao et al., arXiv:2205.14135).
+
+Documents are causal; images, of whose patches a tower has one row, are not."""
 
 from typing import Optional
 
@@ -12,8 +14,8 @@ __all__ = ["document_mask", "varlen_attention", "varlen_attention_backward"]
 
 
 @op(cost=Cost.POINTWISE)
-def document_mask(offsets: Tensor, longest: int, total: int, window: int) -> Tensor:
-    """The mask of causal attention inside documents: each token sees itself and what stands before it in its own.
+def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal: bool = True) -> Tensor:
+    """The mask of attention inside documents: each token sees itself and what stands before it in its own, or all.
 
     Attention under it is `varlen_attention`, which reads offsets and makes no mask.
 
@@ -22,13 +24,17 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int) -> Ten
         longest: tokens of the longest document, or more: kernels are launched for so many.
         total: N.
         window: how many tokens a token sees, itself included; 0 for all.
+        causal: whether a token sees none behind it. If not, there is no window.
 
     Returns:
         bool [1, 1, N, N], True where the query of the third dimension sees the key of the fourth."""
     place = torch.arange(total, device=offsets.device)
     document = torch.searchsorted(offsets[1:].long(), place, right=True)
+    seen = document[:, None] == document
+    if not causal:
+        return seen[None, None]
     back = place[:, None] - place
-    seen = (document[:, None] == document) & (back >= 0)
+    seen = seen & (back >= 0)
     return (seen & (back < window) if window else seen)[None, None]
 
 
@@ -42,8 +48,11 @@ def varlen_attention(
     scale: float,
     window: int,
     sinks: Optional[Tensor],
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
+
+    Not causal, it attends to the whole of its own sequence.
 
     Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135). Sinks are numbers beside the scores in the
     softmax, without a value: with lse of the scores alone, softmax and sinks give exp(lse - logaddexp(lse, sink)) times
@@ -58,11 +67,12 @@ def varlen_attention(
         scale: of the scores, mostly 1 / sqrt(D).
         window: how many tokens a token sees, itself included; 0 for all.
         sinks: [H], any floating dtype, or None.
+        causal: whether a token sees none behind it. If not, there is no window.
 
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
-    places = _Places(offsets, longest, q.shape[0])
+    places = _Places(offsets, longest, q.shape[0], causal)
     scores = places.scores(q, k, scale, window)
     logsumexp = scores.logsumexp(-1)
     if sinks is not None:
@@ -72,7 +82,7 @@ def varlen_attention(
 
 
 @varlen_attention.backward(
-    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "out0", "out1"),
+    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "causal", "out0", "out1"),
     gives=("q", "k", "v", "sinks"),
 )
 def varlen_attention_backward(
@@ -85,6 +95,7 @@ def varlen_attention_backward(
     scale: float,
     window: int,
     sinks: Optional[Tensor],
+    causal: bool,
     out0: Tensor,
     out1: Tensor,
 ) -> list[Tensor]:
@@ -98,7 +109,7 @@ def varlen_attention_backward(
     Returns:
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
-    places, heads = _Places(offsets, longest, q.shape[0]), q.shape[1]
+    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
     relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
     probabilities = relative.masked_fill(
         ~places.taken[:, None, :, None], float("-inf")
@@ -127,9 +138,10 @@ def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor 
 
 class _Places:
     """The same tokens as rows of equal length, [S, longest]: beyond its sequence's end a place repeats some token. No
-    token sees those places, which all come later, so causality alone keeps them out."""
+    token sees those places, which all come later, so causality alone keeps them out. Where it is not causal, a place
+    beyond the end sees itself alone."""
 
-    def __init__(self, offsets: Tensor, longest: int, total: int):
+    def __init__(self, offsets: Tensor, longest: int, total: int, causal: bool):
         begin, end = offsets[:-1].long(), offsets[1:].long()
         place = torch.arange(longest, device=offsets.device)
         token = torch.arange(total, device=offsets.device)
@@ -138,6 +150,7 @@ class _Places:
         self.sequence = torch.searchsorted(end, token, right=True)  # [N]: where each token stands
         self.place = token - begin[self.sequence]
         self.distance = place[:, None] - place  # [L, L]
+        self.causal = causal
 
     def heads_first(self, x: Tensor, heads: int) -> Tensor:
         """[N, K, D] -> [S, heads, L, D] in the dtype of the arithmetic; heads that share a key each get it."""
@@ -147,7 +160,7 @@ class _Places:
     def scores(self, q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
         """[S, H, L, L]: minus infinity where a query does not see a key."""
         heads = q.shape[1]
-        seen = self.distance >= 0
+        seen = self.distance >= 0 if self.causal else (self.taken[:, None] | (self.distance == 0))[:, None]
         if window:
             seen = seen & (self.distance < window)
         return (self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale).masked_fill(
@@ -178,7 +191,7 @@ def _window(window: int) -> dict[str, int]:
 
 
 @varlen_attention.provider("flash", because=_FLASH, refuses=lambda q, k, v, *_: _refuse_flash(q, k, v))
-def _(q, k, v, offsets, longest, scale, window, sinks):
+def _(q, k, v, offsets, longest, scale, window, sinks, causal):
     made = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
@@ -188,7 +201,7 @@ def _(q, k, v, offsets, longest, scale, window, sinks):
         longest,
         longest,
         0.0,
-        True,
+        causal,
         False,
         scale=scale,
         **_window(window),
@@ -201,7 +214,7 @@ def _(q, k, v, offsets, longest, scale, window, sinks):
 
 
 @varlen_attention_backward.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
-def _(grad, q, k, v, offsets, longest, scale, window, sinks, out0, out1):
+def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
     return [
         *torch.ops.aten._flash_attention_backward(
@@ -216,7 +229,7 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, out0, out1):
             longest,
             longest,
             0.0,
-            True,
+            causal,
             unread,
             unread,
             scale=scale,

@@ -32,6 +32,7 @@ from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
+from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.variant import Variant, unchanged
 
@@ -62,6 +63,7 @@ class LayerSlot:
         #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
         self.placement: LayerHost | None = None
         self.states: PackedStates | None = None  #: gives gathered weights their quantisation state
+        self.images: ImageBounds | None = None  #: for a layer of a tower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._mode()
@@ -158,6 +160,7 @@ class LayerSlot:
         """At the first step, when adapters are in place and devices are chosen."""
         self.placement = place(self.layer) or gathered(self.layer) or unit(self.layer)
         self.states = put_states_back(self.layer)
+        self.images = ImageBounds.of(self.layer)
         if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
             # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
@@ -218,6 +221,8 @@ class LayerSlot:
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         notice_hooks()
+        if self.images is not None:
+            args, kwargs = self.images.tell(args, kwargs)
         kind, sizes = self._kind(args, kwargs)
         budget = self.budget
         if self.region.kept is not None:
@@ -256,6 +261,8 @@ class LayerSlot:
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
+        if self.images is not None:
+            args, kwargs = self.images.tell(args, kwargs)
         self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0])
         return self._call(args, kwargs)
 

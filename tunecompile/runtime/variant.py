@@ -27,14 +27,18 @@ from tunecompile.compiler.backend import Backend, CompiledAs, WeakBackend, own_c
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
-from tunecompile.integrations.kernel_functions import DOCUMENTS
+from tunecompile.integrations.kernel_functions import BOUNDS, DOCUMENTS
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
+from tunecompile.runtime.unpad.image_bounds import IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, without_bounds
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    told = kwargs
+    if LONGEST_IMAGE in told:
+        kwargs = without_bounds(told)
     if (
         not torch.compiler.is_dynamo_compiling()
     ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
@@ -44,6 +48,8 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         slot_of(layer).note_eager()
     offsets = kwargs.get(OFFSETS)
     args, kwargs = with_document_mask(args, kwargs)
+    if LONGEST_IMAGE in told:
+        return _by_bounds(layer, told, args, kwargs)
     if offsets is None:
         return call_original(layer, *args, **kwargs)
     DOCUMENTS.offsets = offsets
@@ -51,6 +57,14 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call_original(layer, *args, **kwargs)
     finally:
         DOCUMENTS.offsets = None
+
+
+def _by_bounds(layer: nn.Module, told: dict, args: tuple, kwargs: dict) -> Any:
+    BOUNDS.given, BOUNDS.offsets, BOUNDS.longest = told[IMAGE_BOUNDS], told[IMAGE_OFFSETS], told[LONGEST_IMAGE].shape[0]
+    try:
+        return call_original(layer, *args, **kwargs)
+    finally:
+        BOUNDS.given = BOUNDS.offsets = BOUNDS.longest = None
 
 
 class Variant:
@@ -111,7 +125,7 @@ class Variant:
             raise NotTokenWise(note("runs-eagerly"))
         meet(None)
         output = call_original(
-            layer, *args, **kwargs
+            layer, *args, **without_bounds(kwargs)
         )  # a mistake of the caller's raises here as well, and is forgotten
         slot_of(layer).note_eager()
         self.refused = refused

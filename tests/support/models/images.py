@@ -43,6 +43,40 @@ def qwen_images() -> dict:
     return {**made, "mm_token_type_ids": (made["input_ids"] == IMAGE).int()}
 
 
+def images_of(grids: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> dict:
+    """A batch with an image of (frames, height, width) patches in each row."""
+    features = [frames * height * width // 4 for frames, height, width in grids]
+    generator = torch.Generator().manual_seed(sum(features))
+    ids = torch.randint(3, 200, (len(grids), max(features) + 14), generator=generator)
+    labels = ids.clone()
+    for row, count in enumerate(features):
+        ids[row, 2 : count + 4] = torch.tensor([252, *[IMAGE] * count, 253])
+        labels[row, : count + 4] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "pixel_values": torch.randn(4 * sum(features), 96, generator=generator).to(dtype),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+#: images of ten sizes, two or one in a batch
+GRIDS = [
+    [(1, 4, 4)] * 2,
+    [(1, 6, 4), (1, 4, 8)],
+    [(1, 8, 8), (1, 2, 2)],
+    [(1, 2, 4), (1, 4, 2)],
+    [(2, 4, 4), (1, 6, 6)],
+    [(1, 12, 6), (1, 4, 4)],
+    [(1, 2, 2)] * 2,
+    [(1, 6, 10)],
+    [(1, 10, 10), (1, 2, 6)],
+    [(1, 16, 4), (2, 4, 2)],
+]
+
+
 def modernbert():
     config = tf.ModernBertConfig(
         hidden_size=64,

@@ -2,10 +2,22 @@
 
 transformers writes such functions in plain PyTorch, in each model's file, and calls a kernel of fla, causal_conv1d or
 its hub where one is installed. Neither can be compiled: the kernels break the graph, and the loop over chunks is
-unrolled, once for every length.
+unrolled, once for every length. So is the loop over images of a tower's attention.
 """
 
+from tunecompile.integrations.kernel_functions.bounds import BOUNDS, forks_in, takes_bounds, trace_by_bounds
+from tunecompile.integrations.kernel_functions.fork import Fork
 from tunecompile.integrations.kernel_functions.meanings import DOCUMENTS
 from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
 
-__all__ = ["DOCUMENTS", "Substitution", "knows_documents", "substitute"]
+__all__ = [
+    "BOUNDS",
+    "DOCUMENTS",
+    "Fork",
+    "Substitution",
+    "forks_in",
+    "knows_documents",
+    "substitute",
+    "takes_bounds",
+    "trace_by_bounds",
+]

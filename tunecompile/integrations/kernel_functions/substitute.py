@@ -19,7 +19,7 @@ from tunecompile._torch.fake_tensors import dispatch_mode
 from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
 from tunecompile.notes import Note, note
 
-__all__ = ["Substitution", "knows_documents", "substitute"]
+__all__ = ["HOME", "Substitution", "is_own", "knows_documents", "substitute"]
 
 HOME = "transformers."  #: whose functions are known
 WRAPPER = "transformers.integrations.hub_kernels"  #: which calls a kernel that is installed
@@ -93,7 +93,7 @@ def _register(function: Any, file: str, name: str) -> Note | None:
     Returns:
         Why it is traced as it is, or None.
     """
-    if not _is_own(function, sys.modules[file]):
+    if not is_own(function, sys.modules[file]):
         return note("kernel-function-replaced", f"{file}.{name}")
     meaning = MEANINGS[name]
     if not agrees(inspect.unwrap(function), meaning):
@@ -109,8 +109,8 @@ def _register(function: Any, file: str, name: str) -> Note | None:
     return None
 
 
-def _is_own(function: Any, module: types.ModuleType) -> bool:
-    """Whether a function is as transformers wrote it in this file, or with transformers' wrapper around it."""
+def is_own(function: Any, module: types.ModuleType) -> bool:
+    """Return whether a function is as transformers wrote it in this file, or with transformers' wrapper around it."""
     written = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or getattr(written, "__globals__", None) is not vars(module):
         return False

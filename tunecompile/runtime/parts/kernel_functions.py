@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunecompile.integrations.kernel_functions import Substitution, substitute
+from tunecompile.integrations.kernel_functions import Substitution, substitute, trace_by_bounds
 from tunecompile.notes import Note
 from tunecompile.runtime.model_state import Part, State
 
@@ -18,7 +18,9 @@ class KernelFunctions(Part):
 
     def follow(self, state: State) -> None:
         if self.found is None:
-            self.found = substitute({type(module) for module in state.model.modules()})
+            kinds = {type(module) for module in state.model.modules()}
+            found = substitute(kinds)
+            self.found = None if found is None else [*found, *trace_by_bounds(kinds)]
 
     def notes(self, state: State) -> list[Note]:
         return [each.refused for each in self.found or () if each.refused is not None]

@@ -1,0 +1,198 @@
+"""Towers that transformers runs image by image: in one graph by the bounds of images, whatever their sizes."""
+
+import copy
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.compare import assert_close
+from tests.support.models.images import GRIDS, adapted, images_of, qwen2_5_vl, qwen3_vl
+from tests.support.notes import fell_back
+from tunecompile.integrations.kernel_functions.fork import Fork, fork_of
+from tunecompile.runtime.unpad.image_bounds import read_bounds
+
+tf = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EDGES = [[(1, 4, 4)] * 2, [(1, 6, 4), (1, 2, 2)], [(1, 8, 8)], [(2, 4, 4), (1, 4, 12), (1, 2, 6)]]
+
+
+class Tower(nn.Module):
+    """A tower alone, and a loss of each feature."""
+
+    def __init__(self, make, implementation: str = "sdpa", adapts: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = make()[0].model.visual
+        self.tower.set_attn_implementation(implementation)
+        self.tower = zoo.adapt(self.tower, target_modules=["qkv", "proj"], task_type=None) if adapts else self.tower
+
+    def forward(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **_) -> SimpleNamespace:
+        made = self.tower(pixel_values, image_grid_thw)
+        made = made.pooler_output
+        return SimpleNamespace(loss=made.sin().mul(torch.arange(made.shape[-1])).mean())
+
+
+def optimized(model: nn.Module) -> nn.Module:
+    return tunecompile.optimize(copy.deepcopy(model), executor="eager")
+
+
+@pytest.mark.parametrize(
+    ("make", "implementation"),
+    [
+        (qwen2_5_vl, "sdpa"),
+        pytest.param(qwen2_5_vl, "eager", marks=pytest.mark.slow),
+        pytest.param(qwen3_vl, "sdpa", marks=pytest.mark.slow),
+        pytest.param(qwen3_vl, "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
+    """Windows, whole images, frames of a video, one image alone."""
+    model = Tower(make, implementation).double()
+    ours, eps = optimized(model), 1e-9 if implementation == "sdpa" else 1e-7  # eager's softmax is in fp32
+    for grids in EDGES:
+        batch = images_of(grids, torch.float64)
+        assert_close(zoo.step(ours, batch), zoo.step(model, batch), loss=eps, limit=1e3 * eps, floor=1e-6)
+    report = tunecompile.report(ours)
+    region = report.regions[0]
+    assert not fell_back(ours) and region.compiles == 2, report
+    assert region.providers["varlen_attention: reference"] == 1, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl])
+def test_whole_models_with_images_of_ten_sizes(make):
+    model, _ = adapted(make)
+    ours = optimized(model)
+    for grids in GRIDS:
+        batch = images_of(grids)
+        assert_close(zoo.step(ours, batch), zoo.step(model, batch), limit=1e-4)
+    report = tunecompile.report(ours)
+    assert not fell_back(ours) and all(region.compiles <= 3 for region in report.regions), report
+
+
+def test_a_frozen_tower_saves_nothing():
+    model = Tower(qwen2_5_vl, adapts=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("merger" in name)
+    ours, batch = optimized(model), images_of(EDGES[1])
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        ours.train()(**batch)
+    blocks = tunecompile.report(ours).regions[0]
+    patches = sum(t * h * w for t, h, w in EDGES[1])
+    assert blocks.compiles == 1 and blocks.saved_bytes == [0], blocks
+    assert not any(tensor.shape[:1] == (patches,) and tensor.shape[-1] > 32 for tensor in saved)
+    assert_close(zoo.step(ours, batch), zoo.step(model, batch))
+
+
+def test_other_calls_and_configs_are_as_they_were():
+    model = Tower(qwen2_5_vl)
+    ours, batch = optimized(model), images_of(EDGES[1])
+    before = {name: getattr(config, "_attn_implementation", "") for name, config in configs(ours)}
+    zoo.step(ours, batch)
+    assert {name: getattr(config, "_attn_implementation", "") for name, config in configs(ours)} == before
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(**batch).loss, model.eval()(**batch).loss)
+    again = copy.deepcopy(model).train()
+    torch.testing.assert_close(torch.compile(again, backend="eager")(**batch).loss, model.train()(**batch).loss)
+
+
+def configs(model: nn.Module):
+    return [(name, module.config) for name, module in model.named_modules() if hasattr(module, "config")]
+
+
+@pytest.mark.slow
+def test_a_function_of_the_users_is_called_image_by_image(monkeypatch):
+    lengths = []
+    stock = tf.AttentionInterface()["sdpa"]
+
+    def mine(module, query, *args, **kwargs):
+        lengths.append(query.shape[2])
+        return stock(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(tf.AttentionInterface._global_mapping, "mine", mine)
+    model = Tower(qwen2_5_vl, "mine")
+    ours, batch = optimized(model), images_of(EDGES[1])
+    expected = zoo.step(model, batch)
+    before, lengths[:] = list(lengths), []
+    assert_close(zoo.step(ours, batch), expected)
+    assert lengths and set(lengths) == set(before)
+
+
+def test_bounds_that_are_none_are_eagers():
+    model = Tower(qwen2_5_vl)
+    block = optimized(model).tower.blocks[0].train()
+    hidden, tables = torch.randn(12, 32), (torch.ones(12, 16), torch.zeros(12, 16))
+    for bounds in ([0, 4, 10], [0, 8, 4, 12]):
+        with pytest.raises((RuntimeError, ValueError)):
+            block(hidden, cu_seqlens=torch.tensor(bounds), position_embeddings=tables)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest"),
+    [
+        ([0, 4, 12], 129),
+        ([0, 12], 129),
+        ([0, 4, 4, 12], 129),
+        ([0, 4, 10], 0),
+        ([1, 12], 0),
+        ([0, 8, 4, 12], 0),
+        ([0], 0),
+    ],
+)
+def test_bounds_are_read(bounds, longest):
+    read = read_bounds(torch.tensor(bounds), 12)
+    assert (read is not None) == bool(longest)
+    if read is not None:
+        assert read[0].tolist() == [*bounds, 12] and read[1].shape == (longest, 0) and read[0].dtype == torch.int32
+
+
+def test_bounds_are_read_again_when_they_were_written_to():
+    bounds = torch.tensor([0, 4, 12])
+    read = read_bounds(bounds, 12)
+    assert read_bounds(bounds, 12) is read
+    bounds[1] = 7
+    assert read_bounds(bounds, 12)[0].tolist() == [0, 7, 12, 12] and read_bounds(bounds, 11) is None
+
+
+def test_the_fork_is_found_in_towers():
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    assert fork_of(qwen.Qwen2_5_VLVisionAttention.forward) == Fork("cu_seqlens", False)
+    assert fork_of(qwen.Qwen2_5_VLAttention.forward) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_causal=False", "is_causal=True"),
+        ("attention_mask=None", "attention_mask=position_embeddings"),
+        ("cu_seq_lens_k=cu_seqlens", "cu_seq_lens_k=max_seqlen"),
+        ("cu_seqlens[1:] - cu_seqlens[:-1]", "cu_seqlens[1:] - cu_seqlens[:-1] - 1"),
+        ("scaling=self.scaling,\n                    ", "scaling=1.0,\n                    "),
+        ("is_flash_attention_requested(self.config)", "is_flash_attention_requested(self.config) and max_seqlen"),
+        (
+            "            max_seqlen = get_max",
+            "            query_states = query_states * 2\n            max_seqlen = get_max",
+        ),
+        ("torch.cat(attn_outputs, dim=1)", "torch.cat(attn_outputs[::-1], dim=1)"),
+        ("for q, k, v in zip", "for k, q, v in zip"),
+        ("(query_states, key_states, value_states)\n", "(query_states, key_states, key_states)\n"),
+    ],
+)
+def test_another_fork_is_none(old, new, tmp_path):
+    """Ways that may differ in more than the loop."""
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    source = inspect.getsource(qwen.Qwen2_5_VLVisionAttention)
+    assert source.count(old) >= 1, old
+    path = tmp_path / "changed.py"
+    path.write_text(source.replace(old, new))
+    namespace = dict(vars(qwen))
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    assert fork_of(namespace["Qwen2_5_VLVisionAttention"].forward) is None
