@@ -5,9 +5,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.ops.checks import DTYPES, QUICK, assert_fake_is_real, error, tensor
-from tunecompile.ops import varlen_attention
+from tunecompile._torch.fake_tensors import trace
+from tunecompile.ir.op import OPS
+from tunecompile.ops import attention, varlen_attention
 
 
 def offsets(lengths) -> torch.Tensor:
@@ -114,3 +117,23 @@ def test_sinks(lengths, window):
     grad = torch.randn_like(got)
     for mine, right in zip(torch.autograd.grad(got, ours, grad), torch.autograd.grad(exact, theirs, grad)):
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
+
+
+def test_tracing_runs_none_of_its_code(monkeypatch):
+    """Shapes are known without it, and on a CPU it is one call in a layer's graph: its steps are most of a trace."""
+    monkeypatch.setattr(attention, "_forward", None)
+    monkeypatch.setattr(attention, "_backward", None)
+    with FakeTensorMode() as mode:
+        q, k, v, *rest = (mode.from_tensor(x) for x in (*inputs((3, 2)), offsets((3, 2)), torch.randn(4)))
+        arguments = (rest[0], 3, 0.5, 0, rest[1], True)
+        out, logsumexp = varlen_attention(q, k, v, *arguments)
+        gradients = varlen_attention.backward_op(out, q, k, v, *arguments, out, logsumexp)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape, (4,)]
+
+    def forth_and_back(q, k, v):
+        out, logsumexp = varlen_attention.reference(q, k, v, *arguments)
+        return varlen_attention.backward_op.reference(out, q, k, v, *arguments, out, logsumexp)
+
+    graph = trace(forth_and_back, (q, k, v), mode).graph
+    calls = [OPS[node.target] for node in graph.nodes if node.target in OPS]
+    assert calls == [attention.attention_in_rows, attention.attention_in_rows_backward]

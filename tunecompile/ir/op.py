@@ -20,7 +20,8 @@ before the joint graph, and could no longer be planned there.)
 - It chooses the dtypes in which it computes and returns; autocast is off inside. Elementwise arithmetic is in fp32
   (fp64 for fp64) and rounded once. A rewrite whose replacement has another shape or dtype than the original is
   refused.
-- It runs on fake tensors and symbolic sizes, as its own shape rule: no `.item()`, no shape that depends on values.
+- It runs on fake tensors and symbolic sizes, as its own shape rule (or has another one, `shapes`): no `.item()`, no
+  shape that depends on values.
 - It draws no random numbers, since it may be recomputed. Dropout stays in the graph, and its result is an input of the
   op: `inputs` of `tunecompile.ops.lora.lora_linear`.
 - Masks, offsets, labels and tables are ordinary inputs. An input without a gradient is left out of `gives`.
@@ -216,6 +217,7 @@ class Op:
         cost: Cost | None = None,
         flops: Callable[..., int] | None = None,
         opaque: bool = False,
+        shapes: Callable | None = None,
     ) -> Callable[[Callable], Op]:
         """Register the backward as an op: `(*gradients, *saves) -> [a gradient for each name in gives]`.
 
@@ -231,6 +233,7 @@ class Op:
             cost: how expensive the backward is to recompute; None for the cost of the op.
             flops: takes the backward's arguments; floating point operations of one call.
             opaque: whether it is called as it is, and never traced into the graph.
+            shapes: as for `op`.
 
         Returns:
             A decorator that makes the function an `Op`, which also becomes this op's `backward_op`.
@@ -240,7 +243,7 @@ class Op:
         """
 
         def register(fn: Callable) -> Op:
-            made = op(cost=cost or self.cost, flops=flops, opaque=opaque)(fn)
+            made = op(cost=cost or self.cost, flops=flops, opaque=opaque, shapes=shapes)(fn)
             if made.parameters[outputs:] != tuple(saves):
                 raise InvalidOp(
                     name=self.name,
@@ -258,7 +261,9 @@ class Op:
 OPS: dict[Any, Op] = {}  #: every registered op, by its torch overload; the only registry
 
 
-def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False) -> Callable[[Callable], Op]:
+def op(
+    cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False, shapes: Callable | None = None
+) -> Callable[[Callable], Op]:
     """Register a function as a semantic op. It keeps the promises listed in `tunecompile.ir.op`.
 
     The annotations become the op's schema. Parameters are Tensor, Optional[Tensor], Sequence[Tensor], int, float, bool,
@@ -270,6 +275,8 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
             recomputation. None: torch's FLOP counter is run on the function.
         opaque: whether it is called as it is, and never traced into the graph (for instance a loop over chunks that
             runs once a step).
+        shapes: takes the op's arguments; returns empty tensors like its results. None: the function itself is run on
+            fake tensors, which takes long where it has many steps and sizes are symbols.
 
     Returns:
         A decorator that makes the function an `Op`.
@@ -288,7 +295,7 @@ def op(cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False
         kernel = _without_autocast(fn)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(kernel), lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(shapes or kernel), lib=_library)
         made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque)
         functools.update_wrapper(made, fn, updated=())
         OPS[made.overload] = made

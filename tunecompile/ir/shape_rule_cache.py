@@ -112,6 +112,11 @@ def remembered(rule: Callable) -> Callable:
     return run
 
 
+def contiguous_like(*tensors: Tensor) -> list[Tensor]:
+    """Return a new contiguous tensor for each one, of its shape, dtype and device: gradients, to shape rules."""
+    return [x.new_empty(x.shape) for x in tensors]
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a result can be made again: None, or a tensor with its own memory and no new symbols in its sizes."""
     return value is None or (

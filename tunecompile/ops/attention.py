@@ -2,12 +2,14 @@
 
 Documents are causal; images, of whose patches a tower has one row, are not."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
 __all__ = ["document_mask", "varlen_attention", "varlen_attention_backward"]
@@ -38,7 +40,98 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal
     return (seen & (back < window) if window else seen)[None, None]
 
 
-@op(cost=Cost.MATMUL)
+def _forward(q, k, v, offsets, longest, scale, window, sinks, causal) -> tuple[Tensor, Tensor]:
+    places = _Places(offsets, longest, q.shape[0], causal)
+    scores = places.scores(q, k, scale, window)
+    logsumexp = scores.logsumexp(-1)
+    if sinks is not None:
+        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
+    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+
+
+def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1) -> list[Tensor]:
+    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
+    relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
+    probabilities = relative.masked_fill(
+        ~places.taken[:, None, :, None], float("-inf")
+    ).exp()  # a free place has another token's logsumexp
+    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
+    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
+    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
+    dq = dscores @ places.heads_first(k, heads)
+    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
+    return [
+        places.tokens(dq).to(q.dtype),
+        places.tokens(dk, k.shape[1]).to(k.dtype),
+        places.tokens(dv, v.shape[1]).to(v.dtype),
+        _sinks_gradient(grad, out0, out1, sinks),
+    ]
+
+
+def _shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Empty tensors like the results: the code above takes long to run on sizes that are symbols."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+
+
+def _backward_shapes(grad, q, k, v, offsets, longest, scale, window, sinks, *_: Any) -> list[Tensor]:
+    return [*contiguous_like(q, k, v), grad.new_empty(0 if sinks is None else sinks.shape)]
+
+
+@op(cost=Cost.MATMUL, opaque=True, shapes=_shapes)
+def attention_in_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    sinks: Optional[Tensor],
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what `varlen_attention` does, for CPUs: as one call (arXiv:2205.14135).
+
+    Written out, it is a long graph of which nothing is fused, and most of the time to compile a layer.
+
+    Args:
+        q, k, v, offsets, longest, scale, window, sinks, causal: those of `varlen_attention`.
+
+    Returns:
+        (out, logsumexp), as `varlen_attention`.
+    """
+    return _forward(q, k, v, offsets, longest, scale, window, sinks, causal)
+
+
+@op(cost=Cost.MATMUL, opaque=True, shapes=_backward_shapes)
+def attention_in_rows_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    sinks: Optional[Tensor],
+    causal: bool,
+    out0: Tensor,
+    out1: Tensor,
+) -> list[Tensor]:
+    """Return what `varlen_attention_backward` does, for CPUs: as one call (arXiv:2205.14135).
+
+    Args:
+        grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1: those of
+            `varlen_attention_backward`.
+
+    Returns:
+        As `varlen_attention_backward`.
+    """
+    return _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1)
+
+
+@op(cost=Cost.MATMUL, shapes=_shapes)
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -72,18 +165,14 @@ def varlen_attention(
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
-    places = _Places(offsets, longest, q.shape[0], causal)
-    scores = places.scores(q, k, scale, window)
-    logsumexp = scores.logsumexp(-1)
-    if sinks is not None:
-        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
-    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+    compute = _forward if on_gpu(q) else attention_in_rows
+    return compute(q, k, v, offsets, longest, scale, window, sinks, causal)
 
 
 @varlen_attention.backward(
     saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "causal", "out0", "out1"),
     gives=("q", "k", "v", "sinks"),
+    shapes=_backward_shapes,
 )
 def varlen_attention_backward(
     grad: Tensor,
@@ -109,22 +198,8 @@ def varlen_attention_backward(
     Returns:
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
-    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
-    relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
-    probabilities = relative.masked_fill(
-        ~places.taken[:, None, :, None], float("-inf")
-    ).exp()  # a free place has another token's logsumexp
-    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
-    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
-    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
-    dq = dscores @ places.heads_first(k, heads)
-    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
-    return [
-        places.tokens(dq).to(q.dtype),
-        places.tokens(dk, k.shape[1]).to(k.dtype),
-        places.tokens(dv, v.shape[1]).to(v.dtype),
-        _sinks_gradient(grad, out0, out1, sinks),
-    ]
+    compute = _backward if on_gpu(q) else attention_in_rows_backward
+    return compute(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1)
 
 
 def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:

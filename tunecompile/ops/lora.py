@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.ops import fp8
 from tunecompile.ops.adapter_layout import on_diagonal, padded
 from tunecompile.ops.frozen_weights import FrozenWeights
@@ -28,7 +29,23 @@ def backward_flops(grad, *rest) -> int:
     return forward_flops(*rest)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+def shapes(x, a, b, dtype) -> tuple[Tensor, Tensor]:
+    """Return empty tensors like the results of `lora_linear`, for tracing: its code has a product for each sibling."""
+    tokens = _tokens(x).shape[0]
+    y = x.new_empty(*x.shape[:-1], sum(_rows(b)))
+    return y, x.new_empty(tokens, sum(m.shape[0] for m in a), dtype=dtype)
+
+
+def backward_shapes(x, inputs, biases, a, b) -> list[Tensor]:
+    """Return empty tensors like the results of `lora_linear_backward`."""
+    return contiguous_like(x, *inputs, *biases, *a, *b)
+
+
+@op(
+    cost=Cost.MATMUL,
+    flops=forward_flops,
+    shapes=lambda x, inputs, weights, biases, a, b, scales, dtype: shapes(x, a, b, dtype),
+)
 def lora_linear(
     x: Tensor,
     inputs: Sequence[Tensor],
@@ -153,6 +170,7 @@ def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: tor
     saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
     gives=("x", "inputs", "biases", "a", "b"),
     flops=backward_flops,
+    shapes=lambda grad, x, inputs, weights, biases, a, b, *_: backward_shapes(x, inputs, biases, a, b),
 )
 def lora_linear_backward(
     grad: Tensor,

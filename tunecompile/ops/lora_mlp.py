@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.adapter_layout import on_diagonal, padded
@@ -56,7 +57,17 @@ def backward_flops(grad, x, *rest) -> int:
     return forward_flops(x, *rest)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+def _shapes(x, weights, packed, absmax, code, scale, offset, a, b, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate_up, xa = lora.shapes(x, a[WIDE], b[WIDE], x.dtype)
+    y, xa_down = lora.shapes(x, a[DOWN], b[DOWN], x.dtype)
+    return y, gate_up, xa, xa_down
+
+
+def _backward_shapes(grad, x, weights, packed, absmax, code, scale, offset, a, b, *_) -> list[Tensor]:
+    return contiguous_like(x, *a, *b)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes)
 def lora_mlp(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -172,6 +183,7 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     saves=(*lora_mlp.parameters, "out1", "out2", "out3"),
     gives=("x", "a", "b"),
     flops=backward_flops,
+    shapes=_backward_shapes,
 )
 def lora_mlp_backward(
     grad: Tensor,

@@ -14,6 +14,7 @@ from tunecompile.ops import fp8
 from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
 from tunecompile.ops.lora import (
     adapter_gradients,
+    backward_shapes,
     base_gradient,
     base_gradient_in_fp8,
     extends,
@@ -21,6 +22,7 @@ from tunecompile.ops.lora import (
     forward_in_fp8,
     lora_linear,
     lora_linear_backward,
+    shapes,
     with_xa,
 )
 from tunecompile.ops.nf4 import BITSANDBYTES
@@ -46,7 +48,15 @@ def forward_flops(x, inputs, packed, *_) -> int:
     return 4 * (x.numel() // x.shape[-1]) * sum(p.numel() for p in packed)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+def _shapes(x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, *_) -> tuple[Tensor, Tensor]:
+    return shapes(x, a, b, dtype)
+
+
+def _backward_shapes(grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, *_) -> list[Tensor]:
+    return backward_shapes(x, inputs, biases, a, b)
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes)
 def lora_linear_nf4(
     x: Tensor,
     inputs: Sequence[Tensor],
@@ -123,6 +133,7 @@ def backward_flops(grad, x, inputs, packed, *_) -> int:
     saves=(*lora_linear_nf4.parameters, "out1"),
     gives=("x", "inputs", "biases", "a", "b"),
     flops=backward_flops,
+    shapes=_backward_shapes,
 )
 def lora_linear_nf4_backward(
     grad: Tensor,
