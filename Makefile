@@ -3,6 +3,7 @@
 # make lint    ruff and pyright; make format mends what they can mend by themselves
 # make docs    the pages of docs/ and all docstrings as a site, reports/docs/index.html
 # make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
+# make test-hosts HOST=lightning  the doors of tunecompile/trainers in the real package of a host (tests/hosts/), in an environment of its own
 # make test-gpu, make wheel, make clean
 #
 # Both make their own .venv on the first call. On a machine that has torch and the rest already (a GPU image without
@@ -15,6 +16,8 @@ TORCH_INDEX ?=
 SYSTEMS ?= eager,tunecompile
 OUT ?= reports/demo
 ARGS ?=
+HOSTS := $(basename $(notdir $(wildcard tests/hosts/*.txt)))
+HOST ?= $(HOSTS)
 
 PIP_FLAGS := --disable-pip-version-check -q
 
@@ -28,7 +31,7 @@ READY := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo docs format lint test test-all test-gpu test-versions wheel clean links
+.PHONY: all demo docs format lint test test-all test-gpu test-hosts test-versions wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
@@ -44,6 +47,14 @@ $(VENV)/.ready: constraints.txt pyproject.toml
 
 .venv-%/.ready: constraints-%.txt pyproject.toml
 	$(environment)
+
+# A host's own versions go before those of the tests' environment, which has the rest: no host brings a torch of its own.
+.venv-host-%/.ready: tests/hosts/%.txt pyproject.toml $(READY)
+	$(PY) -m venv $(@D)
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r $<
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	touch $@
 
 # What an installation does by its package mapping, done by two links that git ignores.
 links:
@@ -73,6 +84,9 @@ format: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict -f docs/mkdocs.yml -d ../reports/docs
+
+test-hosts: $(HOST:%=.venv-host-%/.ready)
+	$(foreach host,$(HOST),OMP_NUM_THREADS=1 .venv-host-$(host)/bin/python -m pytest tests/hosts/test_$(host).py $(ARGS) &&) true
 
 test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter-out tested,$(or $(ARGS),oldest newest)))
 	$(PY) -m tests._torch.versions $(ARGS)

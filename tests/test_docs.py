@@ -142,10 +142,10 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_the_callback_of_the_guide_runs(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from tunecompile.trainers import huggingface
+    from tunecompile.trainers import door
 
-    optimize = huggingface.optimize
-    monkeypatch.setattr(huggingface, "optimize", lambda model, **given: optimize(model, executor="eager", **given))
+    optimize = door.optimize
+    monkeypatch.setattr(door, "optimize", lambda model, **given: optimize(model, executor="eager", **given))
     cpu = functools.partial(transformers.TrainingArguments, use_cpu=not torch.cuda.is_available())
     monkeypatch.setattr(transformers, "TrainingArguments", cpu)
     (block,) = blocks("guides/switching-on.md")

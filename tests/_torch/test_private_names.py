@@ -120,6 +120,7 @@ def test_all_names_of_other_packages_are_there():
         "bitsandbytes",
         "deepspeed",
         "trl",
+        "lightning",
     }
 
 

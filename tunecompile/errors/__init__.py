@@ -13,6 +13,7 @@ from tunecompile.errors.authors import (
 )
 from tunecompile.errors.base import (
     MissingExtra,
+    MissingHost,
     TunecompileError,
     summary,
 )
@@ -54,6 +55,7 @@ from tunecompile.errors.tools import (
     UnsafeFolder,
 )
 from tunecompile.errors.training import (
+    HostTooOld,
     InvalidPackage,
     LayerChanged,
     ModifiedInPlace,
@@ -83,6 +85,7 @@ __all__ = [
     "DataMissing",
     "DataNotFound",
     "EmptyData",
+    "HostTooOld",
     "InvalidOp",
     "InvalidPackage",
     "InvalidPipeline",
@@ -90,6 +93,7 @@ __all__ = [
     "LayerChanged",
     "LeftoverOp",
     "MissingExtra",
+    "MissingHost",
     "ModelNotFound",
     "ModifiedInPlace",
     "NoAdapter",

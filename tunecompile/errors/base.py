@@ -36,3 +36,9 @@ class MissingExtra(TunecompileError):
     """An optional package is required and not installed. The message names the extra to install."""
 
     template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
+
+
+class MissingHost(TunecompileError, ImportError):
+    """A door of `tunecompile.trainers` was imported, and its host is not installed."""
+
+    template = "{door} needs {package}, which is not installed. Install it: pip install {package}"

@@ -19,6 +19,15 @@ class NotOptimized(TunecompileError):
     template = "This {type} is not optimized. Call tunecompile.optimize(model) first, on this very object."
 
 
+class HostTooOld(TunecompileError):
+    """Raised by the callbacks and plugins of `tunecompile.trainers`: the host lacks what they use."""
+
+    template = (
+        "This door needs {package} {oldest} or newer, and {installed} is installed. Update it, or call "
+        "tunecompile.optimize(model) in your own code."
+    )
+
+
 class UnknownPrecision(TunecompileError, ValueError):
     """Raised by `optimize(precision=...)`."""
 

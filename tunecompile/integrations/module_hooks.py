@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from tunecompile._torch.modules import HOOKS, call_original
+
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 def call_around(layer: nn.Module, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
@@ -62,3 +65,17 @@ def aside(
     finally:
         for module, name, hooks in found:
             vars(module)[name] = hooks
+
+
+def of_fabric(hook: Any) -> bool | None:
+    """Whether a hook on an output, which reads no gradient, may tell the user to call `fabric.backward`.
+
+    Fabric has one on every output of a model that it set up, and some strategies and precisions require that call.
+
+    Returns:
+        None if it is not Fabric's.
+    """
+    own = hook.func if isinstance(hook, functools.partial) else None
+    if getattr(own, "__name__", "") != "_backward_hook" or getattr(own, "__module__", "") not in _FABRIC:
+        return None
+    return bool(hook.args and hook.args[0])

@@ -1,4 +1,4 @@
-"""Undocumented names of transformers, PEFT, accelerate, bitsandbytes, DeepSpeed and TRL that this package uses.
+"""Undocumented names of transformers, PEFT, accelerate, bitsandbytes, DeepSpeed, TRL and Lightning that are used.
 
 Code that uses one reads it with `getattr`, or looks in `sys.modules`, so that a lost name switches its feature off. The
 table says which feature that is. `report` checks the packages that are imported; `tunecompile doctor` imports those
@@ -17,6 +17,7 @@ _PEFT = {"since": "0.18", "last_checked": ("0.18", "0.21")}
 _ACCELERATE = {"since": "1.4", "last_checked": ("1.4", "1.15")}
 _BITSANDBYTES = {"since": "0.50", "last_checked": ("0.50",)}
 _DEEPSPEED = {"since": "0.19", "last_checked": ("0.19",)}
+_LIGHTNING = {"since": "2.4", "last_checked": ("2.6",)}
 _TRL = {"since": "1.0", "last_checked": ("1.0", "1.16")}
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -163,4 +164,5 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "accelerate.utils.operations.ConvertOutputsToFp32.model_forward",
         **_ACCELERATE,
     ),
+    *group("Fabric's models compute their logits", "lightning.fabric.wrappers._backward_hook", **_LIGHTNING),
 )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from tunecompile.api import optimize, report
-from tunecompile.errors import MissingExtra, NotOptimized
-from tunecompile.report.report import Report
-from tunecompile.trainers.names import RUN
+from tunecompile.errors import MissingExtra
+from tunecompile.trainers.door import Door, options_of_run
 
 try:
     from transformers import TrainerCallback
@@ -25,7 +20,7 @@ __all__ = ["Callback", "from_environment"]
 log = logging.getLogger(__name__)
 
 
-class Callback(TrainerCallback):
+class Callback(Door, TrainerCallback):
     """Optimizes the model that a Trainer trains.
 
         Trainer(model, arguments, callbacks=[tunecompile.Callback(memory="auto")], ...).train()
@@ -38,10 +33,6 @@ class Callback(TrainerCallback):
         options: of `tunecompile.optimize`.
     """
 
-    def __init__(self, **options: Any):
-        self.options = options
-        self.model: nn.Module | None = None
-
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Optimize the model before engines wrap it."""
         self._optimize(model)
@@ -52,29 +43,15 @@ class Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the report."""
-        if state.is_world_process_zero and self.model is not None:
+        if state.is_world_process_zero and self.models:
             log.info("%s", self.report())
 
     def _optimize(self, model: nn.Module | None) -> None:
-        if model is None or model is self.model:
-            return
-        self.model = optimize(model, **self.options)
-        log.info("tunecompile optimizes %s", type(model).__name__)
-        if RUN in os.environ:
-            with Path(json.loads(os.environ[RUN])["told"]).open("a", encoding="utf-8") as file:
-                file.write(f"{type(model).__name__}\n")
-
-    def report(self) -> Report:
-        """What was found, rewritten and refused.
-
-        Raises:
-            NotOptimized: no Trainer was given this callback yet.
-        """
-        if self.model is None:
-            raise NotOptimized(type="callback's model")
-        return report(self.model)
+        if model is not None:
+            self.models = [known for known in self.models if known is model]  # `model_init` has dropped the others
+            self.optimize(model)
 
 
 def from_environment() -> Callback:
     """A callback with the options that `tunecompile run` was given."""
-    return Callback(**json.loads(os.environ[RUN])["options"])
+    return Callback(**(options_of_run() or {}))

@@ -1,5 +1,6 @@
 """Hooks on logits, and gradients that are kept or asked for there: as without `optimize`, or an error that says why not, but never silence."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +50,29 @@ def test_a_hook_changes_the_gradient(labels):
         return loss_of(logits)
 
     same(run)
+
+
+def _backward_hook(calls: list, *_) -> None:
+    """Has the name of Fabric's hook, and its first argument, which says whether it may raise an error."""
+    calls.append(1)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_fabrics_hook_on_outputs(monkeypatch, checks):
+    """It reads no gradient. Where it checks who calls backward, and the loss is no output, it is called."""
+    monkeypatch.setattr(_backward_hook, "__module__", "lightning.fabric.wrappers")
+    calls: list[list] = [[1] if checks else [], [1] if checks else []]
+    mine, reference = pair()
+    for model, seen in zip((mine, reference), calls):
+        output = model(**zoo.batch())
+        output.logits.register_hook(functools.partial(_backward_hook, seen))
+        output.loss.backward()
+        logits = logits_of(model)
+        logits.register_hook(functools.partial(_backward_hook, seen))
+        loss_of(logits).backward()
+    assert len(calls[0]) == (2 if checks else 0) and len(calls[1]) >= 2, calls
+    for ours, theirs in zip(mine.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_view_and_a_write_pass_a_hook():

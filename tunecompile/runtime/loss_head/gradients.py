@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile.errors import NoGradient
 from tunecompile.integrations.fsdp import is_its_own, waits_for_backward
+from tunecompile.integrations.module_hooks import of_fabric
 from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, LazyTensor, handles, natively, passed_by
 from tunecompile.runtime.loss_head.logits import Logits
 
@@ -25,8 +26,10 @@ _SEVERAL = "register_multi_grad_hook"
 
 @handles(RECORD, Tensor.register_hook)
 def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Register a hook at the real logits. FSDP's own hooks read no gradient, and need none."""
+    """Register a hook at the real logits. Hooks of FSDP and of Fabric read no gradient, and need none."""
     lazy, given = args[0], args[1] if len(args) == 2 else None
+    if (checks := of_fabric(given)) is not None and not lazy.adopted:
+        return _hook_of_fabric(lazy.recipe, given, checks) if isinstance(lazy.recipe, Logits) else NotImplemented
     if given is not None and is_its_own(given) and not lazy.adopted:
         return _hook_of_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
     if (
@@ -43,6 +46,23 @@ def _hook_of_fsdp(recipe: Logits, given: Callable) -> Any:
     """
     if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(given):
         return NotImplemented
+    return _later(recipe, given)
+
+
+def _hook_of_fabric(recipe: Logits, given: Callable, checks: bool) -> Any:
+    """Keep the logits deferred under Fabric, whose hooks on outputs see whether the user calls `fabric.backward`.
+
+    Where it checks this, and no loss of these logits is an output, too, the hook is all that could tell.
+    """
+    if checks and not recipe.head.has_loss_of(recipe.hidden):
+        return NotImplemented
+    return _later(recipe, given)
+
+
+def _later(recipe: Logits, given: Callable) -> RemovableHandle:
+    """Register a hook if the logits are computed after all."""
+    if recipe.real is not None:
+        return recipe.real.register_hook(given)
     recipe.hooks.append(given)
     return RemovableHandle(OrderedDict())
 

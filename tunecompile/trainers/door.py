@@ -1,0 +1,131 @@
+"""What the doors share: which models of a host's object are trained, and what became of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tunecompile.api import optimize, report
+from tunecompile.errors import HostTooOld, NotOptimized
+from tunecompile.report.report import Report
+from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.model_state import is_optimized
+from tunecompile.trainers.names import RUN
+
+__all__ = ["Door", "check_host", "options_of_run", "trained"]
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """Options of `optimize`, and the models that they were applied to."""
+
+    def __init__(self, **options: Any):
+        self.options = options
+        self.models: list[nn.Module] = []  #: that this door has met, each once
+
+    def optimize(self, model: nn.Module) -> None:
+        """Optimize a model, once. One that was optimized before is left as it is."""
+        if any(model is known for known in self.models):
+            return
+        self.models.append(optimize(model, **self.options))
+        log.info("tunecompile optimizes %s", type(model).__name__)
+        if RUN in os.environ:
+            with Path(json.loads(os.environ[RUN])["told"]).open("a", encoding="utf-8") as file:
+                file.write(f"{type(model).__name__}\n")
+
+    def optimize_parts(self, host: nn.Module) -> None:
+        """Optimize what a host's module holds: see `trained`."""
+        for model in trained(host):
+            self.optimize(model)
+
+    def report(self) -> Report:
+        """What was found, rewritten and refused in the model that was met last; `models` has the others.
+
+        Raises:
+            NotOptimized: no model was met yet.
+        """
+        if not self.models:
+            raise NotOptimized(type="callback's model")
+        return report(self.models[-1])
+
+
+def trained(host: nn.Module) -> list[nn.Module]:
+    """The models of a host's module (a LightningModule, an engine's wrapper, a class of the user's) to be optimized.
+
+    These are the outermost models with output embeddings, such as those of transformers and PEFT, since head and loss
+    are found by them; if there is none, the module itself, where layers repeat. What has nothing to train, or is
+    optimized in part by the user, is left alone.
+    """
+    if is_optimized(host):
+        return [host]
+    found = list(_with_heads(host)) or ([host] if find_layers(host) else [])
+    return [model for model in found if _trainable(model) and not _optimized_inside(model)]
+
+
+def _with_heads(module: nn.Module) -> Iterator[nn.Module]:
+    if callable(getattr(module, "get_output_embeddings", None)):
+        yield module
+    else:
+        for child in module.children():
+            yield from _with_heads(child)
+
+
+def _trainable(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _optimized_inside(model: nn.Module) -> bool:
+    return not is_optimized(model) and any(is_optimized(part) for part in model.modules())
+
+
+def options_of_run() -> dict[str, Any] | None:
+    """The options that `tunecompile run` was given; None where this process was not started by it."""
+    return json.loads(os.environ[RUN])["options"] if RUN in os.environ else None
+
+
+def check_host(package: str, oldest: str, newest: str) -> None:
+    """Look at the version of a door's host, as the door is opened.
+
+    Args:
+        package: as it was installed.
+        oldest: first version that has what the door uses.
+        newest: last version that it was tested with. A newer one is tried, with a warning.
+
+    Raises:
+        HostTooOld: the installed version is older.
+    """
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return
+    if _numbers(installed) < _numbers(oldest):
+        raise HostTooOld(package=package, installed=installed, oldest=oldest)
+    if _numbers(installed)[:2] > _numbers(newest)[:2]:
+        log.warning(
+            "tunecompile: %s %s is newer than %s, the last version that this door was tested with. If it fails, call "
+            "tunecompile.optimize(model) yourself.",
+            package,
+            installed,
+            newest,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.6.6.post1 is (2, 6, 6)."""
+    found = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        found.append(int(digits))
+        if digits != part:
+            break
+    return tuple(found)
