@@ -66,6 +66,18 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
     assert has(model, "cuda-graphs", count=6)
 
 
+def test_three_steps_are_enough(monkeypatch):
+    """Of another shape, too, and after the memory was given back."""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=6)).train()
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    assert warm(model, steps=3) == 12
+    assert warm(model, steps=3, length=12) == 24
+    tunecompile.free(model)
+    assert state_of(model).replays.bytes == 0 and warm(model, steps=3, length=12) == 36
+    same(model, reference, lambda m: once(m, length=12))
+
+
 @pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])
 def test_the_first_step_does_not_tell_that_the_host_is_waited_for(pair, monkeypatch, computing, known):
     """It compiles, loads and looks around while layers are launched: a step that computes three times as long was recorded on a busy host."""

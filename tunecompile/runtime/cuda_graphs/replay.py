@@ -30,6 +30,7 @@ from tunecompile.runtime.cuda_graphs.recording import Recording, ShapeSlot, iden
 
 Run = Callable[[list], Sequence[Any]]
 
+OBSERVED = 2  #: calls of a layer that show which inputs are the same objects each time, before it is recorded
 MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
@@ -72,6 +73,7 @@ class GraphReplays:
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
         self.passes = 0  #: told apart by the backwards between them
+        self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
 
@@ -267,11 +269,14 @@ class Forward:
         if not self.enabled or clock.waiting is False:
             return Phase.OFF
         if not clock.decide():
+            self.shared.undecided = self.shared.passes
             return Phase.TIMING if clock.first or place.seen > 1 else Phase.UNKNOWN
         if place.recording is not None:
             return Phase.REPLAYING
-        # all layers are recorded in the same step, however many of them share this graph
-        return Phase.RECORDING if place.seen > launch_bound.SAMPLES + 1 else Phase.UNKNOWN
+        # all layers are recorded in the same step, and so in their order, however many of them share a graph
+        some_are_timed = self.shared.undecided == self.shared.passes
+        ready = place.seen > (launch_bound.SAMPLES + 1 if some_are_timed else OBSERVED)
+        return Phase.RECORDING if ready else Phase.UNKNOWN
 
     def _replayable(self, place: ShapeSlot, inputs: list) -> Recording | None:
         """The layer's recording, made anew where a layer before this one was recorded after it.
