@@ -16,7 +16,7 @@ For authors of kernels and passes:
 
 from typing import Any
 
-from tunecompile.api import optimize, report, restore
+from tunecompile.api import free, optimize, report, restore
 from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
 from tunecompile.integrations.export.gguf import save_gguf
@@ -45,6 +45,7 @@ __all__ = [
     "compiled",
     "estimate",
     "explain",
+    "free",
     "memory_timeline",
     "nf4_config",
     "op",

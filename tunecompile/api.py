@@ -6,19 +6,20 @@ import os
 from pathlib import Path
 from typing import get_args
 
+import torch
 from torch import nn
 
 from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
-from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, host_budget_bytes
+from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, gauge_of, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.model_state import Precision, Settings, is_optimized, state_of
 from tunecompile.verification import verify as verification
 
-__all__ = ["optimize", "report", "restore"]
+__all__ = ["free", "optimize", "report", "restore"]
 
 
 def optimize(
@@ -119,3 +120,31 @@ def report(model: nn.Module) -> Report:
         NotOptimized: `model` is not the object that was optimized.
     """
     return summarize(state_of(model))
+
+
+def free(model: nn.Module) -> int:
+    """Give back the GPU memory that is held from step to step, for others that run until the next one.
+
+    Others are a rollout engine that wakes up, for example, an evaluation, or another model. Held are the memory of CUDA
+    graphs, frozen weights in the layout of matrix products, and unused blocks of torch's allocator. The next steps make
+    them again: numbers stay the same, and a step takes longer until its launches are recorded (three steps). A backward
+    that is still to come keeps what it needs. Under `memory=`, the next step is planned with the memory that is there
+    then.
+
+    Args:
+        model: a model that was given to `optimize`.
+
+    Returns:
+        Bytes that the process gave back to its GPUs.
+
+    Raises:
+        NotOptimized: `model` is not the object that was optimized.
+    """
+    state = state_of(model)
+    devices = {device for slot in state.slots if (device := slot.device) is not None and device.type == "cuda"}
+    before = sum(map(torch.cuda.memory_reserved, devices))
+    state.replays.forget()
+    state.kept.release()
+    for device in devices:
+        gauge_of(device).release()
+    return max(0, before - sum(map(torch.cuda.memory_reserved, devices)))

@@ -152,6 +152,17 @@ class AdmittedPlan:
         """Of all tensors, where the budget is that of checkpoints."""
         return self.resident + self.room
 
+    def outlives(self, gained: int, checkpointed: bool) -> bool:
+        """Whether it is still the plan to follow when others gave memory back, or took some.
+
+        Args:
+            gained: bytes that are there beside those it was made with; below 0, fewer.
+            checkpointed: whether the budget is what checkpoints need, which is no more for that.
+        """
+        if gained < 0:
+            return self.choice.peak + self.weights <= self.room + gained
+        return self.choice.ms == 0 or (checkpointed and self.choice.fits)
+
     def settles(self, surveyed: Iterable[RegionCandidates]) -> bool:
         """Whether no more plans have to be surveyed.
 

@@ -16,6 +16,7 @@ from tunecompile.compiler import partitioner
 from tunecompile.notes.memory import NOTES
 from tunecompile.ops import lora_linear
 from tunecompile.planner import candidates
+from tunecompile.planner.device_memory import HostGauge
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 
 pytest.importorskip("transformers")
@@ -102,6 +103,24 @@ def test_accumulated_gradients_are_kept():
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters()):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_others_take_memory_and_give_it_back(monkeypatch):
+    """A rollout engine that wakes and sleeps: the plan follows, in both directions, and stays where nothing changes."""
+    from tunecompile.runtime.memory.accounting import MemoryAccounting
+
+    there, half, expected = [1 << 40], needed() // 2, plain()
+    monkeypatch.setattr(MemoryAccounting, "bounds_all", True)
+    monkeypatch.setattr(HostGauge, "available", lambda _: there[0])
+    model, plans = build("1TiB"), []
+    for free in (1 << 40, 3 << 39, half, half, 1 << 40):
+        there[0] = free
+        assert_equal(step(model), expected)
+        told = tunecompile.report(model)
+        plans.append((told.memory["replans"], sum(p["layers"] for p in told.memory["plans"] if p["recompute"])))
+    counts, recomputed = zip(*plans)
+    assert recomputed[0] == recomputed[1] == recomputed[4] == 0 < recomputed[2] == recomputed[3], plans
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4], plans
 
 
 def test_auto_does_nothing_on_a_cpu():

@@ -195,6 +195,15 @@ def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
 
 
 @pytest.mark.slow
+def test_what_is_given_back_between_steps_is_made_again():
+    model, reference = build(), build("eager")
+    for _ in range(2):
+        assert_same_by_element(model, reference, accumulated)
+        assert kept(model).bytes > 0
+        tunecompile.free(model)
+        assert kept(model).bytes == 0
+
+
 def test_matrices_are_freed():
     model = build()
     step(model)

@@ -84,8 +84,9 @@ class MemoryAccounting:
         self.shards = Shards()
 
     def allowed(self) -> int:
-        """Bytes that torch's allocator may hold."""
-        return allowed_bytes(self.limit, self.gauge)
+        """Bytes that torch's allocator may hold: the budget, or less where others hold a part of it at present."""
+        allowed = allowed_bytes(self.limit, self.gauge)
+        return min(allowed, self.gauge.available()) if self.bounds_all else allowed
 
     def within(self) -> int:
         """Bytes that would have been the right budget, as far as steps have shown."""

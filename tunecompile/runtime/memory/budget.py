@@ -64,6 +64,7 @@ class RuntimePlanner:
     progress: Progress = field(default_factory=Progress)
     options: dict[int, PlanOption] = field(default_factory=dict)  #: by slot
     admitted: AdmittedPlan | None = None
+    allowed: int = 0  #: bytes that torch's allocator was allowed to hold when the plan was made
     plans: int = 0  #: that were admitted
     shortfall: Note | None = None
     notes: list[Note] = field(default_factory=list)
@@ -331,7 +332,7 @@ class RuntimePlanner:
     def _still_serves(self, made: AdmittedPlan) -> bool:
         """Whether the plan serves this batch, too: a plan for each size of batch would compile without end."""
         tokens = self.progress.tokens
-        if self.progress.exceeded or self.memory.others() > GROWN * made.resident:
+        if self.progress.exceeded or self.memory.others() > GROWN * made.resident or self._room_changed(made):
             return False
         if (
             RECORDED * made.choice.peak > made.room + made.spare
@@ -345,6 +346,11 @@ class RuntimePlanner:
             o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options
         )
 
+    def _room_changed(self, made: AdmittedPlan) -> bool:
+        """Whether others took memory that the plan needs, or gave back what a faster one may use."""
+        gained = self.memory.allowed() - self.allowed if self.memory.bounds_all else 0
+        return abs(gained) > MARGIN * self.allowed and not made.outlives(gained, self.memory.checkpointed)
+
     def _request(self, tokens: int) -> StepRequest:
         known = self.surveys.candidates
         if self.admitted is None or self.progress.exceeded:
@@ -355,6 +361,7 @@ class RuntimePlanner:
     def _admit(self) -> AdmittedPlan:
         """Make the plan that layers follow from here on."""
         made = self.admitted = solve(self._request(self.progress.tokens))
+        self.allowed = self.memory.allowed()
         self.progress.exceeded = False
         self.plans += 1
         self._make_room_for(made)
