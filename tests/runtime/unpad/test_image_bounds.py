@@ -53,7 +53,7 @@ def optimized(model: nn.Module) -> nn.Module:
 def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
     """Windows, whole images, frames of a video, one image alone."""
     model = Tower(make, implementation).double()
-    ours, eps = optimized(model), 1e-9 if implementation == "sdpa" else 1e-7  # eager's softmax is in fp32
+    ours, eps = optimized(model), 1e-9 if implementation == "sdpa" else 1e-6  # eager's softmax is in fp32
     for grids in EDGES:
         batch = images_of(grids, torch.float64)
         assert_close(zoo.step(ours, batch), zoo.step(model, batch), loss=eps, limit=1e3 * eps, floor=1e-6)
