@@ -111,6 +111,7 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
     for where, tensor in tensors:
         pairs = zip(tensor.shape, tensor.shape[1:])
         found = (dim + 1 for dim, sizes in enumerate(pairs) if sizes == (1, total))
-        dim = 0 if where in (OFFSETS, LONGEST) else next(found, None)
+        is_table = tensor.dim() == 2 and tensor.shape[0] == total  # a tower's tables have no row for its one row
+        dim = 0 if where in (OFFSETS, LONGEST) or is_table else next(found, None)
         if dim is not None:
             mark_dynamic(tensor, dim)

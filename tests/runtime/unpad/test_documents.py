@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tunecompile.runtime.unpad.documents import read_mask
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
 from tunecompile.runtime.unpad.flat_batch import MASKS, FlatBatch
 
 
@@ -47,6 +47,23 @@ def test_packed_rows_that_are_padded():
     flat = FlatBatch.of(reading.documents)
     assert flat.offsets.tolist()[:5] == [0, 2, 5, 6, 11] and flat.drops
     assert flat.index[:11].tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+
+
+def both_ways(real: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+    return ((document[:, :, None] == document[:, None, :]) & real[:, None, :])[:, None]
+
+
+@pytest.mark.parametrize("length", [6, 7, 8])
+def test_documents_that_are_not_causal(length):
+    document = torch.tensor([[0, 0, 1, 1, 1, 2, 9, 9], [0, 1, 1, 1, 1, 1, 9, 9]])[:, :length]
+    mask = both_ways(document < 9, document)
+    found = read_mask(mask, (BOTH_WAYS,), None).documents
+    assert torch.equal(found.real, document < 9) and found.documents == 5 and found.longest == 5
+    assert found.window == BOTH_WAYS
+    assert read_mask(mask, (0, 3), None).documents is None
+    for place in ((0, 0, 0, 4), (0, 0, 3, 2), (1, 0, 0, 1)):
+        assert read_mask(_but_one(mask, *place), (BOTH_WAYS,), None).documents is None
+    assert read_mask(causal(document < 9, document), (BOTH_WAYS,), None).documents is None
 
 
 def _but_one(mask: torch.Tensor, *place: int) -> torch.Tensor:

@@ -90,6 +90,30 @@ def test_a_frozen_tower_saves_nothing():
     assert_close(zoo.step(ours, batch), zoo.step(model, batch))
 
 
+class Masked(Tower):
+    """A tower whose mask says where images are: one row of patches, and tables that have no row."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+        self.tower = tf.PixtralVisionModel(tf.PixtralVisionConfig(**sizes, patch_size=4, image_size=64))
+
+    def forward(self, pixel_values: torch.Tensor, image_sizes: torch.Tensor) -> SimpleNamespace:
+        made = self.tower(pixel_values, image_sizes).last_hidden_state
+        return SimpleNamespace(loss=made.sin().mul(torch.arange(made.shape[-1])).mean())
+
+
+def test_images_that_a_mask_keeps_apart():
+    model = Masked()
+    ours = optimized(model)
+    for sizes in ([(16, 16), (8, 16)], [(24, 8), (16, 40), (4, 4)], [(16, 36)], [(8, 8), (32, 32)]):
+        batch = {"pixel_values": torch.randn(len(sizes), 3, 40, 40), "image_sizes": torch.tensor(sizes)}
+        assert_close(zoo.step(ours, batch), zoo.step(model, batch), limit=1e-4, floor=1e-3)
+    report = tunecompile.report(ours)
+    assert report.regions[0].compiles == 1 and report.regions[0].providers["varlen_attention: reference"], report
+
+
 def test_other_calls_and_configs_are_as_they_were():
     model = Tower(qwen2_5_vl)
     ours, batch = optimized(model), images_of(EDGES[1])

@@ -8,7 +8,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.compare import assert_same_flattened
+from tests.support.compare import assert_close, assert_same_flattened
 from tests.support.models.pairs import pair
 from tests.support.notes import EAGER, find, has
 from tests.support.reports import flattened
@@ -79,7 +79,7 @@ def beside_tokens(model: nn.Module) -> nn.Module:
     [
         pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
         (lambda: zoo.make("gemma2", attn_implementation="eager"), "mixes-tokens"),  # it caps the scores
-        (lambda: zoo.make("gemma3", use_bidirectional_attention=True), "masks-not-understood"),
+        (lambda: zoo.make("gemma3", use_bidirectional_attention=True, sliding_window=6), "masks-not-understood"),
     ],
     ids=["dropout", "capped", "bidirectional"],
 )
@@ -94,6 +94,15 @@ def test_models_that_keep_their_padding(build, said):
             assert loss.item() == pytest.approx(zoo.step(reference, inputs)[0].item(), rel=1e-5)
     assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
     assert not find(model, "ran-eagerly")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_causal_loses_its_padding():
+    model, reference = pair(lambda: zoo.make("gemma3", use_bidirectional_attention=True))
+    for side in ("right", "left"):
+        inputs = padded(side=side)
+        assert_close(zoo.step(model, inputs), zoo.step(reference, inputs), limit=1e-4, floor=1e-4)
+    assert has(model, "padding-removed") and not find(model, "ran-eagerly")
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,25 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tunecompile._torch.cuda import start_copy_to_host
 
 IGNORED = -100
+BOTH_WAYS = -1  #: in place of a window: attention that is not causal, to all tokens of the document
 AT_ONCE = 1 << 26  #: elements of a mask that are compared at once
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Causal attention inside documents, as a mask [B, 1, T, T] has it."""
+    """Attention inside documents, as a mask [B, 1, T, T] has it."""
 
     real: Tensor  #: bool [B, T]: tokens; all others are padding
     starts: Tensor  #: bool [B, T]: real tokens that begin a document
     count: int  #: real tokens
     documents: int
     longest: int  #: tokens of the longest document
-    window: int  #: how many tokens a token sees, itself included; 0 for all
+    window: int  #: how many tokens a token sees, itself included; 0 for all that stand before it, or BOTH_WAYS
 
     @property
     def full(self) -> bool:
@@ -72,6 +73,22 @@ class PendingReading:
         return MaskReading(found, labelled=bool(labelled))
 
 
+def windows_of(layer: nn.Module) -> tuple[int, ...]:
+    """How many tokens a token may see by the layer's attributes, then 0 for all. The mask has the last word.
+
+    BOTH_WAYS alone, where the attributes say that attention is not causal.
+    """
+    modules = list(layer.modules())
+    causal = {vars(module).get("is_causal") for module in modules}
+    if False in causal and True not in causal:  # a decoder that reads an encoder has both
+        return (BOTH_WAYS,)
+    for holder in (*modules, *(getattr(module, "config", None) for module in modules)):
+        if "sliding_window" in getattr(holder, "__dict__", ()):
+            window = holder.sliding_window
+            return (window, 0) if isinstance(window, int) and window > 0 else (0,)
+    return (0,)
+
+
 def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:
     """Read a mask: `begin_reading`, and a wait for the device."""
     return begin_reading(mask, windows, labels).wait()
@@ -94,7 +111,7 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
     place = torch.arange(real.shape[1], device=mask.device)
     begin = torch.where(starts, place, 0).cummax(1).values
     longest = ((place - begin + 1) * real).amax()
-    wrong = [_differs(seen, real, begin, place, window) for window in windows]
+    wrong = [_differs(seen, real, *_seen_from(real, starts, begin, place, window)) for window in windows]
     found = torch.stack(
         [
             real.sum(),
@@ -126,13 +143,20 @@ def read_padding(mask: Tensor, labels: Tensor | None) -> MaskReading:
     return MaskReading(Documents(real, starts, count, documents, longest, 0), labelled=bool(labelled))
 
 
-def _differs(seen: Tensor, real: Tensor, begin: Tensor, place: Tensor, window: int) -> Tensor:
-    """Whether a real token sees anything but the tokens from `begin` to itself, as far back as the window reaches."""
-    first = torch.maximum(begin, place - window + 1) if window else begin
-    rows = max(1, AT_ONCE // max(seen[0].numel(), 1))
+def _seen_from(real: Tensor, starts: Tensor, begin: Tensor, place: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """The first and the last token that each token sees, [B, T]."""
+    if window != BOTH_WAYS:
+        return torch.maximum(begin, place - window + 1) if window else begin, place.expand_as(begin)
+    is_last = F.pad(starts[:, 1:] | ~real[:, 1:], (0, 1), value=True)
+    return begin, torch.where(is_last, place, len(place)).flip(1).cummin(1).values.flip(1)
+
+
+def _differs(seen: Tensor, real: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Whether a real token sees anything but the tokens from `first` to `last`."""
+    rows, place = max(1, AT_ONCE // max(seen[0].numel(), 1)), torch.arange(seen.shape[-1], device=seen.device)
     found = torch.zeros((), dtype=torch.bool, device=seen.device)
-    for some, tokens, lowest in zip(seen.split(rows), real.split(rows), first.split(rows)):
-        expected = (place >= lowest[..., None]) & (place <= place[:, None])
+    for some, tokens, lowest, highest in zip(*(each.split(rows) for each in (seen, real, first, last))):
+        expected = (place >= lowest[..., None]) & (place <= highest[..., None])
         found = found | ((some ^ expected) & tokens[..., None]).any()
     return found
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tunecompile.compiler.token_wise import OFFSETS
 from tunecompile.ops import document_mask
-from tunecompile.runtime.unpad.documents import Documents
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
-WINDOW = "document_window"  #: how many tokens a token sees, 0 for all; as a text, since an int may become a symbol
+#: how many tokens a token sees, 0 for all before it, or BOTH_WAYS; as a text, since an int may become a symbol
+WINDOW = "document_window"
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
 ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
@@ -160,6 +161,8 @@ class FlatBatch:
             if value.shape[dim : dim + 2] == (rows, length):
                 # A copy of whole rows, too: of a view, Dynamo guards on strides of what it is a view of.
                 return value.flatten(dim, dim + 1).index_select(dim, self.index).unsqueeze(dim)
+        if rows == 1 and value.dim() == 2 and value.shape[0] == length:  # a tower's tables have no row for its one row
+            return value.index_select(0, self.index)
         column = self.index % length
         if value.dim() > 1 and value.shape[:2] == (1, length):
             return value.index_select(1, column)
@@ -205,7 +208,8 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, named
     hidden = _first_tensor(*args, *kwargs.values())
     longest = kwargs[LONGEST].shape[0]
-    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], int(kwargs[WINDOW]))
+    window = int(kwargs[WINDOW])
+    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], max(window, 0), window != BOTH_WAYS)
     if kwargs[ADDED]:
         dtype = getattr(torch, kwargs[ADDED])
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)

@@ -27,6 +27,7 @@ from tunecompile.integrations.kernel_functions import knows_documents
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
+from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.presume import Presumed, Presumptions
 
@@ -224,7 +225,7 @@ class Unpadding:
             call.presumed.append(presumed[1])
         else:
             refused = call.keeps_padding or self._why_others_read_padding()
-            decision = decide(mask, _windows(layer), self.watch, refused)
+            decision = decide(mask, windows_of(layer), self.watch, refused)
             self.presumptions.learn(layer, decision)
         if decision.flat is not None and decision.flat.same_as(call.by_rows):  # layers may read each other's results
             decision = UnpadDecision(call.by_rows)
@@ -348,16 +349,6 @@ def _may_mask(x: Tensor) -> bool:
 def _is_given(mask: Tensor, given: dict[str, Any]) -> bool:
     storage = mask.untyped_storage().data_ptr()
     return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in given.values())
-
-
-def _windows(layer: nn.Module) -> tuple[int, ...]:
-    """How many tokens a token may see by the layer's attributes, then 0 for all. The mask has the last word."""
-    modules = list(layer.modules())
-    for holder in (*modules, *(getattr(module, "config", None) for module in modules)):
-        if "sliding_window" in getattr(holder, "__dict__", ()):
-            window = holder.sliding_window
-            return (window, 0) if isinstance(window, int) and window > 0 else (0,)
-    return (0,)
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
