@@ -111,7 +111,9 @@ def op_by_op(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", ["Trainer(", "SFTTrainer(", "for batch in batches"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("Trainer(", marks=pytest.mark.slow), "SFTTrainer(", "for batch in batches"]
+)
 def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
     trl = pytest.importorskip("trl")
     monkeypatch.setattr(

@@ -90,7 +90,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize(
     "firsts, lengths",
     [
-        pytest.param([packed], (6,), id="generated"),
+        pytest.param([packed], (6,), id="generated", marks=pytest.mark.slow),
         pytest.param([packed, lambda run: run()], (6, 9, 6), id="symbols and caches", marks=pytest.mark.slow),
     ],
 )

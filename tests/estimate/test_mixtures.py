@@ -27,7 +27,7 @@ def adapted(packed: bool, meta: bool):
     return model
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_weights(packed):
     if packed:
         pytest.importorskip("bitsandbytes")

@@ -211,6 +211,7 @@ def test_code_that_would_notice_is_refused(kind, reason):
         torch.testing.assert_close(torch.compile(bound, backend="eager", fullgraph=True)(x), wrapper(x))
 
 
+@pytest.mark.slow
 def test_verified_in_double_precision():
     """For which torch has no grouped product."""
     result = tunecompile.verify(tunecompile.optimize(zoo.adapt(zoo.make("mixtral")), executor="eager"), zoo.batch())

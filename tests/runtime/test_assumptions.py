@@ -243,7 +243,14 @@ def checkpointing(models):
 _FURTHER = {
     *("an epsilon", "a number of a module", "a frozen layer", "frozen embeddings", "another dtype", "weights in place"),
     *("the cache setting", "deterministic algorithms", "checkpointing", "frequencies in a buffer", "the final norm"),
-    *("a layer fewer", "the order of layers", "a copied layer", "an activation", "one weight for two layers"),
+    *(
+        "a function of the models file",
+        "a layer fewer",
+        "the order of layers",
+        "a copied layer",
+        "an activation",
+        "one weight for two layers",
+    ),
     *("attention in the table", "the mask function", "the forward of a class", "a module in a layer"),
     *("a hook that changes a result", "the data of a weight", "the forward of an instance", "a function of torch"),
 }
@@ -275,6 +282,7 @@ def _differ(before, after) -> bool:
     return loss.item() != now.item() or gradients.keys() != others.keys()
 
 
+@pytest.mark.slow
 def test_autocast_comes_and_goes():
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
     for dtype in (None, torch.bfloat16, None):

@@ -135,7 +135,7 @@ def test_restore_undoes_exactly():
     assert anatomy(model) == before
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     model, reference = small(), small()
     optimized(model)

@@ -205,7 +205,7 @@ def test_a_length_that_equals_another_size_by_chance():
 # -- precision ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", [torch.float32, "same"])
 def test_autocast(dtype, params):
     model, reference = pair(lambda: small() if params == torch.float32 else small().to(dtype))
@@ -270,7 +270,9 @@ def test_tied_embeddings():
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(None, marks=pytest.mark.slow), True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_dropout_by_seed(checkpointing):
     def build():
         return zoo.adapt(small(attention_dropout=0.1), lora_dropout=0.2)
@@ -344,7 +346,7 @@ class Outside(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_from_outside(use_reentrant):
     model, reference = pair(lambda: Outside(use_reentrant))
     assert_same_run(model, reference, lambda m: m(**zoo.batch()))

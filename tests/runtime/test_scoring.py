@@ -49,6 +49,7 @@ def test_scores_are_compiled_and_right():
     assert not find(told, *EAGER)
 
 
+@pytest.mark.slow
 def test_scores_before_the_first_step_and_of_other_shapes():
     model, reference = scored(adapted=False)
     for rows, length in ((2, 16), (3, 16), (3, 20), (4, 24), (1, 24)):

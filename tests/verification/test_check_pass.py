@@ -89,6 +89,7 @@ def test_a_pattern_that_holds_too_much_is_found_by_near_misses(tmp_path):
     assert found and all(asked.startswith("near miss") for asked in found), found
 
 
+@pytest.mark.slow
 def test_a_pattern_that_finds_nothing_is_told(tmp_path):
     passes, examples = skeleton(
         tmp_path,

@@ -97,7 +97,7 @@ def test_log_probabilities_have_hooks():
     same(run)
 
 
-@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("mode", [pytest.param("all", marks=pytest.mark.slow), "any"])
 def test_a_hook_for_several_tensors(mode):
     def run(m, seen):
         logits = logits_of(m)
@@ -115,7 +115,13 @@ def test_a_hook_for_several_tensors_waits_for_logits_that_are_made():
         torch.autograd.graph.register_multi_grad_hook((logits,), print)
 
 
-@pytest.mark.parametrize("part", [lambda logits: logits, Weaker.apply], ids=["logits", "from a function"])
+PARTS = [
+    pytest.param(lambda logits: logits, id="logits", marks=pytest.mark.slow),
+    pytest.param(Weaker.apply, id="from a function"),
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_function_took_logits_before_the_hook(part):
     """Hooks on what a function returned are where its gradient is, as under a model's own backward hook."""
 
@@ -128,7 +134,7 @@ def test_a_function_took_logits_before_the_hook(part):
     same(run)
 
 
-@pytest.mark.parametrize("part", [lambda logits: logits, Weaker.apply], ids=["logits", "from a function"])
+@pytest.mark.parametrize("part", PARTS)
 def test_gradients_that_are_kept_or_asked_for(part):
     def gradients(m: nn.Module) -> list[Tensor]:
         logits = part(logits_of(m))
@@ -217,7 +223,7 @@ ASKS = (hooked, kept, asked, accumulated, accumulated_untold)
 @pytest.mark.parametrize(
     "compute, ask",
     [
-        *((own_loss, ask) for ask in ASKS),
+        *(pytest.param(own_loss, ask, marks=[pytest.mark.slow] * (ask is accumulated_untold)) for ask in ASKS),
         *(pytest.param(models_loss, ask, marks=[pytest.mark.slow] * (ask is not accumulated_untold)) for ask in ASKS),
     ],
 )
@@ -229,7 +235,14 @@ def test_a_loss_without_logits_says_so(compute, ask):
 
 
 @pytest.mark.parametrize("ask", [pytest.param(hooked, marks=pytest.mark.slow), asked])
-@pytest.mark.parametrize("compute", [older_cast, log_probabilities_of_rows, view_of_what_was_taken, function_of_a_part])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        older_cast,
+        log_probabilities_of_rows,
+        *(pytest.param(of, marks=pytest.mark.slow) for of in (view_of_what_was_taken, function_of_a_part)),
+    ],
+)
 def test_nothing_passes_a_hook_unnoticed(compute, ask):
     model, reference = pair()
     assert ask(*compute(reference)).norm() > 0

@@ -314,7 +314,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_of_rows_times_vocabulary_is_made_or_saved(frozen, monkeypatch):
     monkeypatch.setattr(op, "chunk_rows", lambda vocabulary: 8)
     build = lambda: small(vocab_size=4096)  # noqa: E731
@@ -381,7 +381,7 @@ class Own(nn.Module):
         return F.cross_entropy(self.head(self.inner(self.table(tokens)).tanh()).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("labelled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["deferred", "in the graph"])
 def test_a_mean_over_no_label_trains_nothing(kind, labelled):
     """torch's is no number, with gradients that are zero: an optimizer's step leaves the weights as they are."""

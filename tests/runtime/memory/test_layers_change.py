@@ -88,7 +88,7 @@ def run(model, rows=4):
     "kind, reason",
     [
         (HandingOut, "expose-tensors"),
-        (WritingToCount, "write-in-place"),
+        pytest.param(WritingToCount, "write-in-place", marks=pytest.mark.slow),
         pytest.param(WritingToInput, "write-in-place", marks=pytest.mark.slow),
     ],
 )

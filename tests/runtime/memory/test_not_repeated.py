@@ -113,7 +113,7 @@ def pair_of(kind):
     "retained, kind",
     [
         (False, Doubling),
-        (True, Counting),
+        pytest.param(True, Counting, marks=pytest.mark.slow),
         pytest.param(False, Counting, marks=pytest.mark.slow),
         pytest.param(True, Doubling, marks=pytest.mark.slow),
     ],
@@ -169,7 +169,7 @@ def called_with(model, weights):
     return sum(torch.func.functional_call(model, weights, (ids(seed=seed), ids(seed=seed))) for seed in (1, 2))
 
 
-@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("made", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weights_of_a_functional_call(made):
     """Those that are made of others have a graph of their own, which both losses go through."""
 
@@ -193,7 +193,7 @@ def test_weights_of_a_functional_call(made):
     assert_equal(step(model), plain())
 
 
-@pytest.mark.parametrize("what", ["functional_call", "eval"])
+@pytest.mark.parametrize("what", [pytest.param("functional_call", marks=pytest.mark.slow), "eval"])
 def test_layers_that_changed_in_between_are_refused(what):
     model = guarded()
     found = (

@@ -80,7 +80,7 @@ def test_the_fuller_device_computes_again(monkeypatch):
     "layer, where",
     [
         (0, "forward"),
-        (LAYERS - 1, "behind the backward"),
+        pytest.param(LAYERS - 1, "behind the backward", marks=pytest.mark.slow),
         pytest.param(0, "behind the backward", marks=pytest.mark.slow),
         pytest.param(LAYERS - 1, "forward", marks=pytest.mark.slow),
     ],

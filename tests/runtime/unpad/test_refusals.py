@@ -113,8 +113,11 @@ class Pooling(nn.Module):
 
 @pytest.mark.parametrize(
     "read",
-    [lambda h: h.mean(1).square().mean(), lambda h: h[:, -1].square().mean(), lambda h: h.square().mean()],
-    ids=["mean over all positions", "last position", "regulariser"],
+    [
+        pytest.param(lambda h: h.mean(1).square().mean(), id="mean over all positions"),
+        pytest.param(lambda h: h[:, -1].square().mean(), id="last position", marks=pytest.mark.slow),
+        pytest.param(lambda h: h.square().mean(), id="regulariser", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrapper_that_reads_hidden_states_at_padding(read):
     """Its labels say nothing of that."""
@@ -218,7 +221,7 @@ def with_hook(model):
     "change, said",
     [
         (squeezed, ("unknown-module", "Squeezed")),
-        (keeping, ("unknown-module", "Keeping")),
+        pytest.param(keeping, ("unknown-module", "Keeping"), marks=pytest.mark.slow),
         (with_hook, ("hook-on-module", "Linear")),
     ],
 )
