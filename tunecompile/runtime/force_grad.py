@@ -1,4 +1,4 @@
-"""A model's first layer is called like all others: its hidden states are made to require a gradient."""
+"""A model's first layer is called like all others: its hidden states require a gradient, and are no view."""
 
 from __future__ import annotations
 
@@ -24,6 +24,37 @@ class _RequireGrad(torch.autograd.Function):
         return None, None
 
 
+class _SameMemory(torch.autograd.Function):
+    """The tensor, which is no view in autograd's eyes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def without_view(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a model's first layer, with hidden states that are no view; their memory is the same.
+
+    Of a view, Dynamo guards on sizes of what it is a view of. Other layers are given what a layer returned, so that the
+    first one would have a graph of its own from the second length on.
+    """
+    where, hidden = next(((w, t) for w, t in tensors_in(args, kwargs) if t.dim() > 1), (None, None))
+    if hidden is None or not hidden._is_view() or not hidden.is_floating_point() or isinstance(where, tuple):
+        return args, kwargs
+    return _with(args, kwargs, where, _SameMemory.apply(hidden))
+
+
+def _with(args: tuple, kwargs: dict, where: int | str, value: Tensor) -> tuple[tuple, dict]:
+    """The arguments with another value at one position, or of one name."""
+    if isinstance(where, str):
+        return args, {**kwargs, where: value}
+    return (*args[:where], value, *args[where + 1 :]), kwargs
+
+
 def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Node | None]:
     """Let the hidden states of a model's first layer require a gradient, as those of all others do. Otherwise it would
     be the one call of another kind, and the first step would compile twice. Computing that gradient costs a few tenths
@@ -41,9 +72,7 @@ def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return args, kwargs, None
     hidden = _RequireGrad.apply(hidden, torch.empty(0, requires_grad=True))
-    if isinstance(where, str):
-        return args, {**kwargs, where: hidden}, hidden.grad_fn
-    return (*args[:where], hidden, *args[where + 1 :]), kwargs, hidden.grad_fn
+    return *_with(args, kwargs, where, hidden), hidden.grad_fn
 
 
 def drop_graph(output: Any, forced: Node) -> Any:

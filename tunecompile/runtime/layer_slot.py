@@ -25,7 +25,7 @@ from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
-from tunecompile.runtime.force_grad import drop_graph, require_grad
+from tunecompile.runtime.force_grad import drop_graph, require_grad, without_view
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import CallKind, Region
@@ -54,6 +54,7 @@ class LayerSlot:
     def __init__(self, step: Step, layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
         self.place = 0  #: among all layers
+        self.first = False  #: in its list of layers
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
@@ -221,8 +222,7 @@ class LayerSlot:
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         notice_hooks()
-        if self.images is not None:
-            args, kwargs = self.images.tell(args, kwargs)
+        args, kwargs = self._told(args, kwargs)
         kind, sizes = self._kind(args, kwargs)
         budget = self.budget
         if self.region.kept is not None:
@@ -239,6 +239,12 @@ class LayerSlot:
                 output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, made))
             budget.ran(self, output)
             return finish(output)
+
+    def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, as they are traced."""
+        if self.first:
+            args, kwargs = without_view(args, kwargs)
+        return args, kwargs if self.images is None else self.images.tell(args, kwargs)
 
     def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
@@ -261,8 +267,7 @@ class LayerSlot:
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
-        if self.images is not None:
-            args, kwargs = self.images.tell(args, kwargs)
+        args, kwargs = self._told(args, kwargs)
         self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0])
         return self._call(args, kwargs)
 

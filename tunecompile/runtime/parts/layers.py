@@ -53,7 +53,7 @@ class Layers(Part):
                 kinds[kind] = _region(state, "_".join((*stack.path.split("."), type(layer).__name__, *number)))
                 state.regions.append(kinds[kind])
             slot = LayerSlot(state.step, layer, kinds[kind])
-            slot.place = len(state.slots)
+            slot.place, slot.first = len(state.slots), index == 0
             fill(layer, slot)
             state.slots.append(slot)
         for norm in find_norms(stack.owner):

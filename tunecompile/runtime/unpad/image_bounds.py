@@ -39,23 +39,20 @@ class ImageBounds:
         parameters = list(inspect.signature(layer.forward).parameters)
         return ImageBounds(forks, name, parameters.index(name) if name in parameters else None)
 
-    def tell(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The layer's arguments, with what our layers are told of images, where attention can be by bounds."""
+    def tell(self, args: tuple, kwargs: dict) -> dict:
+        """The layer's arguments by name, with what our layers are told of images, where attention can be by bounds."""
         bounds = kwargs.get(self.name)
         if bounds is None and self.place is not None and self.place < len(args):
             bounds = args[self.place]
         hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if not isinstance(bounds, Tensor) or hidden is None or hidden.dim() < 2 or not _has_kernel(hidden):
-            return args, kwargs
+            return kwargs
         if not all(takes_bounds(module, fork) for module, fork in self.forks):
-            return args, kwargs
+            return kwargs
         read = read_bounds(bounds, hidden.shape[-2])
         if read is None:
-            return args, kwargs
-        if hidden._is_view() and args and args[0] is hidden:
-            # Of a view, Dynamo guards on sizes of what it is a view of: the first layer would have a graph of its own.
-            args = (hidden.clone(), *args[1:])
-        return args, {**kwargs, IMAGE_BOUNDS: bounds, IMAGE_OFFSETS: read[0], LONGEST_IMAGE: read[1]}
+            return kwargs
+        return {**kwargs, IMAGE_BOUNDS: bounds, IMAGE_OFFSETS: read[0], LONGEST_IMAGE: read[1]}
 
 
 def without_bounds(kwargs: dict) -> dict:
