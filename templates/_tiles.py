@@ -100,6 +100,22 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     ),
     # size: columns.
     "experts_collect": (TileRow(Tile(1024, num_warps=4)),),
+    # size: columns of a head. `block` queries a program, `step` keys at a time, `rows` columns of them at a time.
+    "attention": (
+        TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), itemsize=4),
+        TileRow(Tile(128, rows=128, num_warps=8, num_stages=2, step=64), upto=128),
+        TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), cc=120),
+        TileRow(Tile(128, rows=256, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64)),
+    ),
+    # the same, or `block` keys and `step` queries
+    "attention_backward": (
+        TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), itemsize=4),
+        TileRow(Tile(64, rows=128, num_warps=4, num_stages=1, step=64), upto=128),
+        TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), cc=120),
+        TileRow(Tile(64, rows=256, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64)),
+    ),
     # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read memory that is not theirs in
     # Triton 3.6, so heads of fewer columns are filled up.
     "delta_prepare": (TileRow(Tile(64)),),

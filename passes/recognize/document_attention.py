@@ -44,13 +44,15 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     offsets, longest, _, window, *rest = mask.args
     causal = rest[0] if rest else True
     dtype, width = value(node).dtype, value(call.query).shape[-1]
+    softcap = float(call.softcap)
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
 
     def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any) -> Any:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
-        return varlen_attention(*rows, offsets, longest, scale, window, sinks, causal)[0].transpose(0, 1).unsqueeze(0)
+        made = varlen_attention(*rows, offsets, longest, scale, window, sinks, causal, softcap)[0]
+        return made.transpose(0, 1).unsqueeze(0)
 
     heads = [unrepeated(key) for key in (call.key, call.value)]
     if value(heads[0]).shape[1] != value(heads[1]).shape[1]:

@@ -1,5 +1,7 @@
 """The report says why each provider was taken, and why the others were not."""
 
+import inspect
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -72,9 +74,17 @@ def test_refusals_on_a_gpu():
         )
         q, odd = fake(6, 4, 64), fake(6, 4, 20)
         offsets = fake(3, dtype=torch.int32)
-        assert varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0, None), None) == {
+        assert varlen_attention.refusals((odd, odd, odd, offsets, 4, 1.0, 0, None, True, 0.0), None) == {
             "flash": note("head-widths", queries=20, values=20)
         }
         assert (
-            varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0, None), None)["flash"].code == "dtypes-differ"
+            varlen_attention.refusals((q, q, q.half(), offsets, 4, 1.0, 0, None, True, 0.0), None)["flash"].code
+            == "dtypes-differ"
         )
+
+
+def test_ops_with_providers_have_no_defaults():
+    """torch leaves an argument that equals its default out of a graph, and a provider would not be given it."""
+    for op in (made for made in OPS.values() if made.providers):
+        defaults = [p.name for p in inspect.signature(op.reference).parameters.values() if p.default is not p.empty]
+        assert not defaults, op.name

@@ -81,6 +81,12 @@ def divided(q, k, v, offsets):
     return F.dropout(scores.softmax(-1), 0.7, False) @ heads(v)
 
 
+def soft_capped(q, k, v, offsets):
+    """As Gemma 2 writes it."""
+    scores = torch.tanh(torch.matmul(heads(q), heads(k).transpose(2, 3)) * 0.3 / 0.7) * 0.7 + added(offsets, 3)
+    return F.softmax(scores, dim=-1, dtype=torch.float32).type(q.dtype) @ heads(v)
+
+
 def with_sinks(q, k, v, offsets):
     """As gpt-oss writes it."""
     scores = torch.matmul(heads(q), heads(k).transpose(-1, -2)) * 0.3 + added(offsets)
@@ -90,7 +96,7 @@ def with_sinks(q, k, v, offsets):
     return torch.matmul(F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1], heads(v))
 
 
-@pytest.mark.parametrize("spelling", [written_out, divided, with_sinks])
+@pytest.mark.parametrize("spelling", [written_out, divided, soft_capped, with_sinks])
 def test_written_out(spelling):
     seen = check(spelling, *inputs(), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
     assert "softmax" not in str(seen.graphs[0]) and "where" not in str(seen.graphs[0])
@@ -98,6 +104,10 @@ def test_written_out(spelling):
 
 def capped(scores, v):
     return torch.tanh(scores).softmax(-1) @ v
+
+
+def capped_by_another(scores, v):
+    return (torch.tanh(scores / 0.7) * 0.8).softmax(-1) @ v
 
 
 def over_queries(scores, v):
@@ -123,7 +133,8 @@ def sinks_by_token(scores, v):
 
 
 @pytest.mark.parametrize(
-    "rest", [capped, over_queries, read_elsewhere, first_column_is_left_out, another_column, sinks_by_token]
+    "rest",
+    [capped, capped_by_another, over_queries, read_elsewhere, first_column_is_left_out, another_column, sinks_by_token],
 )
 def test_near_misses_written_out(rest):
     def layer(q, k, v, offsets):

@@ -296,12 +296,13 @@ def a_clamped_gate() -> Subject:
     )
 
 
-def an_attention(window, model, causal=True) -> Subject:
+def an_attention(window, model, causal=True, softcap=0.0) -> Subject:
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     return Subject(
         "attention",
         "varlen_attention",
-        lambda q, k, v: attention(q, k, v, window, causal=causal),
-        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, window, None, causal)[0],
+        lambda q, k, v: attention(q, k, v, window, causal=causal, softcap=softcap),
+        lambda op, q, k, v: op(q, k, v, ends, 5, 0.7, window, None, causal, softcap)[0],
         lambda dtype: [random(8, 4, 3, dtype=dtype), random(8, 2, 3, dtype=dtype), random(8, 2, 3, dtype=dtype)],
         ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=model,
@@ -352,7 +353,9 @@ SUBJECTS = {
         "attention",
         "varlen_attention",
         lambda q, k, v, sinks: attention(q, k, v, 0, sinks),
-        lambda op, q, k, v, sinks: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, 0, sinks)[0],
+        lambda op, q, k, v, sinks: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, 0, sinks, True, 0.0)[
+            0
+        ],
         lambda dtype: [
             *(random(8, heads, 3, dtype=dtype) for heads in (4, 2, 2)),
             random(4, dtype=dtype),
@@ -361,6 +364,11 @@ SUBJECTS = {
         model=lambda: (model("gpt_oss", full=True)[0], padded()),
     ),
     "attention of images": an_attention(0, None, causal=False),
+    "attention with a cap": an_attention(
+        0,
+        lambda: (model("gemma2", attn_logit_softcapping=0.02, attn_implementation="eager")[0], padded()),
+        softcap=1.0,
+    ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
 

@@ -54,7 +54,7 @@ def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) * 0.37
 
 
-def attention(q, k, v, window, sinks=None, causal=True):
+def attention(q, k, v, window, sinks=None, causal=True, softcap=0.0):
     parts = []
     for rows in (slice(0, 3), slice(3, 8)):
         places = torch.arange(rows.stop - rows.start)
@@ -63,7 +63,11 @@ def attention(q, k, v, window, sinks=None, causal=True):
         if sinks is not None:  # one key more, of which the score is the sink, and the value nothing
             parts.append(_beside_sinks(q[rows], k[rows], v[rows], mask, sinks))
             continue
-        shared = (x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        shared = [x[rows].repeat_interleave(2, 1).transpose(0, 1) for x in (k, v)]
+        if softcap:
+            scores = torch.tanh(q[rows].transpose(0, 1) @ shared[0].mT * 0.7 / softcap) * softcap
+            parts.append((scores.masked_fill(~mask, float("-inf")).softmax(-1) @ shared[1]).transpose(0, 1))
+            continue
         parts.append(
             F.scaled_dot_product_attention(q[rows].transpose(0, 1), *shared, attn_mask=mask, scale=0.7).transpose(0, 1)
         )

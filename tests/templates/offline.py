@@ -24,6 +24,8 @@ def cases(
     delta_rule_backward,
     delta_rule_gradients,
     layer_norm,
+    attention,
+    attention_backward,
 ):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
@@ -101,6 +103,7 @@ def cases(
         e(1, 200, 32),
     )
     ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
+    documents, level = [e(64, 16, 256), e(64, 8, 256), e(64, 8, 256)], e(16, 64, dtype=torch.float32)
     order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
     tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
     labels = e(8, dtype=torch.int64)
@@ -162,6 +165,21 @@ def cases(
             lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
             [q, q, e(128)],
         ),
+        "attention": (lambda *given: attention.forward(*given, 512, 0.06, 128, 50.0), [*documents, ends]),
+        "attention_wide": (
+            lambda *given: attention.forward(*given, 512, 0.06),
+            [e(64, 8, 512), e(64, 1, 512), e(64, 1, 512), ends],
+        ),
+        **{
+            f"attention_{name}": (
+                lambda *given, back=back: back(*given, 512, 0.06, 0, 50.0),
+                [documents[0], *documents, level, level, ends],
+            )
+            for name, back in (
+                ("keys", attention_backward.gradients_of_keys),
+                ("queries", attention_backward.gradients_of_queries),
+            )
+        },
         "layer_norm_backward": (
             lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
             [x, x, w, x],
@@ -328,6 +346,8 @@ if __name__ == "__main__":
         rms_norm,
         swiglu,
     )
+    from tunecompile.templates.attention import backward_pass as attention_backward
+    from tunecompile.templates.attention import forward_pass as attention_forward
 
     everything = (
         nf4,
@@ -342,5 +362,7 @@ if __name__ == "__main__":
         delta_rule_backward,
         delta_rule_gradients,
         layer_norm,
+        attention_forward,
+        attention_backward,
     )
     compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)

@@ -242,8 +242,8 @@ FAULTS = [
     Fault(
         "attention",
         "lost scale in the gradient",
-        "dprobabilities).sum(-1, keepdim=True)) * scale",
-        "dprobabilities).sum(-1, keepdim=True))",
+        "dprobabilities).sum(-1, keepdim=True)) * slope * scale",
+        "dprobabilities).sum(-1, keepdim=True)) * slope",
     ),
     Fault(
         "attention",
@@ -251,7 +251,7 @@ FAULTS = [
         "(dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True))",
         "dprobabilities",
     ),
-    Fault("attention", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
+    Fault("attention", "one of the heads that share a key", ".sum(2)", "[:, :, 0].contiguous()"),
     Fault("attention with sinks", "dropped sinks", "if sinks is not None:", "if False:"),
     Fault("attention with sinks", "lost share of a sink", "return -(shares * ", "return -("),
     Fault("attention of images", "each sees what stands before it", "if self.causal else", "if True else"),
@@ -261,6 +261,8 @@ FAULTS = [
         "self.taken[:, None] | (",
         "self.taken[:, None] | True | (",
     ),
+    Fault("attention with a cap", "dropped cap", "made, slope = softcap * bent", "made, slope = made"),
+    Fault("attention with a cap", "lost slope of the cap", "keepdim=True)) * slope * scale", "keepdim=True)) * scale"),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
 CAUGHT_BY_A_MODEL = {fault.of: fault for fault in reversed(FAULTS)}  #: one for each subject; the others are slow

@@ -36,6 +36,7 @@ class AttentionArguments:
     causal: Any = False
     scale: Any = None
     sinks: Any = None  #: [H]
+    softcap: Any = 0.0  #: c of c tanh(score / c); 0: none
 
     def map(self, of: Callable[[Any], Any]) -> AttentionArguments:
         """The same of each argument's `of`."""
@@ -118,11 +119,8 @@ def _written_out(node: Node) -> FoundAttention | None:
         return None
     read.inside.append(scores)
     products, mask = scores.args
-    scale = 1.0
-    numbers = _is(products, "mul", "truediv", "div") and not products.kwargs and _is_number(products.args[1])
-    if numbers:
-        scale = products.args[1] if _is(products, "mul") else 1 / products.args[1]
-        products = read.step(products)
+    products, softcap = _without_cap(products, read)
+    products, scale = _without_factor(products, read)
     if not _is(products, "matmul") or len(products.args) != 2 or not _turned(products.args[1]):
         return None
     read.inside += [products, products.args[1]]
@@ -133,8 +131,31 @@ def _written_out(node: Node) -> FoundAttention | None:
     if column and (sinks is None or tuple(value(sinks).shape) != (value(query).shape[1],)):
         return None
     return FoundAttention(
-        AttentionArguments(query, keys, values, mask, 0.0, False, scale, sinks), frozenset(read.inside)
+        AttentionArguments(query, keys, values, mask, 0.0, False, scale, sinks, softcap), frozenset(read.inside)
     )
+
+
+def _without_factor(node: Any, read: _Reading) -> tuple[Any, float]:
+    """(what a number multiplies, or divides; the factor)."""
+    if not (
+        _is(node, "mul", "truediv", "div") and len(node.args) == 2 and not node.kwargs and _is_number(node.args[1])
+    ):
+        return node, 1.0
+    factor = node.args[1] if _is(node, "mul") else 1 / node.args[1]
+    return read.step(node), factor
+
+
+def _without_cap(node: Any, read: _Reading) -> tuple[Any, float]:
+    """(scores before a soft-cap, c of c tanh(scores / c)); 0 where there is none."""
+    if not (_is(node, "mul") and _is(node.args[0], "tanh") and not node.kwargs and _is_number(node.args[1])):
+        return node, 0.0
+    cap = node.args[1]
+    within = node.args[0].args[0]
+    divided = _is(within, "truediv", "div") and len(within.args) == 2 and not within.kwargs and within.args[1] == cap
+    if not divided or cap <= 0:
+        return node, 0.0
+    read.inside += [node, node.args[0], within]
+    return within.args[0], float(cap)
 
 
 class _Reading:
@@ -171,7 +192,7 @@ def _asked(node: Node, name: str, position: int) -> Any:
 
 
 def _casts(node: Node) -> bool:
-    return _is(node, "to", "float", "type_as")
+    return _is(node, "to", "float", "type_as", "type")
 
 
 def _casts_or_keeps_all(node: Node) -> bool:

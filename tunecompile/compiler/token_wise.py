@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
 from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
 from tunecompile.ir.canonicalize import name_of, value
-from tunecompile.ir.op import HALF
+from tunecompile.ir.op import HALF, has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
@@ -64,7 +64,8 @@ def not_by_documents(call: AttentionArguments) -> Note | None:
         return note("attention-argument", "", "a scale that is a tensor")
     if on_gpu(q):
         half = q.dtype in HALF or torch.is_autocast_enabled(q.device.type)
-        if not half or q.shape[-1] % 8 or q.shape[-1] > 256:
+        flash = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not call.softcap
+        if not half or not (flash or (has_triton() and 16 <= q.shape[-1] <= 512)):
             return note("no-unpadded-kernel")
     return None
 

@@ -18,6 +18,9 @@ REASONS = {
     "head-widths": NoteKind(
         "heads of {queries} and {values}: they must be equal, a multiple of 8 and at most 256",
     ),
+    "softcap-not-supported": NoteKind("scores are soft-capped"),
+    "not-causal": NoteKind("a token sees those behind it"),
+    "template-head-widths": NoteKind("heads of {queries} and {values}: they must be equal, and of 16 to 512"),
     "key-and-value-widths": NoteKind("keys of {keys} and values of {values}: multiples of 16, keys of at most {limit}"),
     "state-to-begin-with": NoteKind("it begins with a state of 0, and one is given"),
     "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),

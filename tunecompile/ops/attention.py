@@ -40,9 +40,9 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal
     return (seen & (back < window) if window else seen)[None, None]
 
 
-def _forward(q, k, v, offsets, longest, scale, window, sinks, causal) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, offsets, longest, scale, window, sinks, causal, softcap) -> tuple[Tensor, Tensor]:
     places = _Places(offsets, longest, q.shape[0], causal)
-    scores = places.scores(q, k, scale, window)
+    scores, _ = places.scores(q, k, scale, window, softcap)
     logsumexp = scores.logsumexp(-1)
     if sinks is not None:
         logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
@@ -50,15 +50,16 @@ def _forward(q, k, v, offsets, longest, scale, window, sinks, causal) -> tuple[T
     return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
 
 
-def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1) -> list[Tensor]:
+def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1) -> list[Tensor]:
     places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
-    relative = places.scores(q, k, scale, window) - places.heads_first(out1.t()[..., None], heads)
+    scores, slope = places.scores(q, k, scale, window, softcap)
+    relative = scores - places.heads_first(out1.t()[..., None], heads)
     probabilities = relative.masked_fill(
         ~places.taken[:, None, :, None], float("-inf")
     ).exp()  # a free place has another token's logsumexp
     dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
     dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
-    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * scale
+    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * slope * scale
     dq = dscores @ places.heads_first(k, heads)
     dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
     return [
@@ -90,18 +91,19 @@ def attention_in_rows(
     window: int,
     sinks: Optional[Tensor],
     causal: bool,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return what `varlen_attention` does, for CPUs: as one call (arXiv:2205.14135).
 
     Written out, it is a long graph of which nothing is fused, and most of the time to compile a layer.
 
     Args:
-        q, k, v, offsets, longest, scale, window, sinks, causal: those of `varlen_attention`.
+        q, k, v, offsets, longest, scale, window, sinks, causal, softcap: those of `varlen_attention`.
 
     Returns:
         (out, logsumexp), as `varlen_attention`.
     """
-    return _forward(q, k, v, offsets, longest, scale, window, sinks, causal)
+    return _forward(q, k, v, offsets, longest, scale, window, sinks, causal, softcap)
 
 
 @op(cost=Cost.MATMUL, opaque=True, shapes=_backward_shapes)
@@ -116,19 +118,20 @@ def attention_in_rows_backward(
     window: int,
     sinks: Optional[Tensor],
     causal: bool,
+    softcap: float,
     out0: Tensor,
     out1: Tensor,
 ) -> list[Tensor]:
     """Return what `varlen_attention_backward` does, for CPUs: as one call (arXiv:2205.14135).
 
     Args:
-        grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1: those of
+        grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1: those of
             `varlen_attention_backward`.
 
     Returns:
         As `varlen_attention_backward`.
     """
-    return _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1)
+    return _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
 
 
 @op(cost=Cost.MATMUL, shapes=_shapes)
@@ -141,7 +144,8 @@ def varlen_attention(
     scale: float,
     window: int,
     sinks: Optional[Tensor],
-    causal: bool = True,
+    causal: bool,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
 
@@ -161,16 +165,17 @@ def varlen_attention(
         window: how many tokens a token sees, itself included; 0 for all.
         sinks: [H], any floating dtype, or None.
         causal: whether a token sees none behind it. If not, there is no window.
+        softcap: c of c tanh(score / c), in the units of the scores (Gemma 2, arXiv:2408.00118); 0 for none.
 
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
     compute = _forward if on_gpu(q) else attention_in_rows
-    return compute(q, k, v, offsets, longest, scale, window, sinks, causal)
+    return compute(q, k, v, offsets, longest, scale, window, sinks, causal, softcap)
 
 
 @varlen_attention.backward(
-    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "causal", "out0", "out1"),
+    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "causal", "softcap", "out0", "out1"),
     gives=("q", "k", "v", "sinks"),
     shapes=_backward_shapes,
 )
@@ -185,6 +190,7 @@ def varlen_attention_backward(
     window: int,
     sinks: Optional[Tensor],
     causal: bool,
+    softcap: float,
     out0: Tensor,
     out1: Tensor,
 ) -> list[Tensor]:
@@ -199,7 +205,7 @@ def varlen_attention_backward(
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
     compute = _backward if on_gpu(q) else attention_in_rows_backward
-    return compute(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1)
+    return compute(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
 
 
 def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
@@ -232,15 +238,18 @@ class _Places:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return wide.repeat_interleave(heads // x.shape[1], 1)[self.index].transpose(1, 2)
 
-    def scores(self, q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
-        """[S, H, L, L]: minus infinity where a query does not see a key."""
+    def scores(self, q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | float]:
+        """[S, H, L, L], minus infinity where a query does not see a key; and their slope by what the cap is of."""
         heads = q.shape[1]
         seen = self.distance >= 0 if self.causal else (self.taken[:, None] | (self.distance == 0))[:, None]
         if window:
             seen = seen & (self.distance < window)
-        return (self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale).masked_fill(
-            ~seen, float("-inf")
-        )
+        made = self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale
+        slope: Tensor | float = 1.0
+        if softcap:
+            bent = torch.tanh(made / softcap)
+            made, slope = softcap * bent, 1 - bent * bent
+        return made.masked_fill(~seen, float("-inf")), slope
 
     def tokens(self, rows: Tensor, heads: int | None = None) -> Tensor:
         """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are added up."""
@@ -249,24 +258,52 @@ class _Places:
 
 
 _FLASH = "reads sequences as they lie, and shared keys once"
+_TEMPLATE = "takes soft-capped scores and heads wider than 256; scores stay in registers"
 
 
-def _refuse_flash(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
-    if reason := refuse_gpu(q, k, v, triton=False):
+def _refuse_gpu(q: Tensor, k: Tensor, v: Tensor, triton: bool) -> Note | None:
+    if reason := refuse_gpu(q, k, v, triton=triton):
         return reason
     if not q.dtype == k.dtype == v.dtype:
         return note("dtypes-differ", "queries, keys and values")
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability(q.device) < (8, 0)
+    return note("gpu-before-ampere") if old else None
+
+
+def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | None:
+    if reason := _refuse_gpu(q, k, v, triton=False):
+        return reason
+    if softcap:
+        return note("softcap-not-supported")
     if q.shape[-1] % 8 or not q.shape[-1] == v.shape[-1] <= 256:
         return note("head-widths", queries=q.shape[-1], values=v.shape[-1])
-    return None if torch.cuda.get_device_capability(q.device) >= (8, 0) else note("gpu-before-ampere")
+    return None
+
+
+def _refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
+    if reason := _refuse_gpu(q, k, v, triton=True):
+        return reason
+    if not causal:
+        return note("not-causal")
+    if not 16 <= q.shape[-1] == v.shape[-1] <= 512:
+        return note("template-head-widths", queries=q.shape[-1], values=v.shape[-1])
+    return None
+
+
+def _joined(out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a softmax, once sinks have a share of it."""
+    if sinks is None:
+        return out, logsumexp
+    joined = torch.logaddexp(logsumexp, sinks.float()[:, None])
+    return (out.float() * (logsumexp - joined).exp().t()[..., None]).to(out.dtype), joined
 
 
 def _window(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-@varlen_attention.provider("flash", because=_FLASH, refuses=lambda q, k, v, *_: _refuse_flash(q, k, v))
-def _(q, k, v, offsets, longest, scale, window, sinks, causal):
+@varlen_attention.provider("flash", because=_FLASH, refuses=_refuse_flash)
+def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
     made = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
         k.contiguous(),
@@ -281,15 +318,11 @@ def _(q, k, v, offsets, longest, scale, window, sinks, causal):
         scale=scale,
         **_window(window),
     )
-    out, logsumexp = made[0], made[1]
-    if sinks is None:
-        return out, logsumexp
-    joined = torch.logaddexp(logsumexp, sinks.float()[:, None])
-    return (out.float() * (logsumexp - joined).exp().t()[..., None]).to(out.dtype), joined
+    return _joined(made[0], made[1], sinks)
 
 
-@varlen_attention_backward.provider("flash", because=_FLASH, refuses=lambda grad, q, k, v, *_: _refuse_flash(q, k, v))
-def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1):
+@varlen_attention_backward.provider("flash", because=_FLASH, refuses=_refuse_flash)
+def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
     return [
         *torch.ops.aten._flash_attention_backward(
@@ -312,3 +345,19 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, out0, out1)
         ),
         _sinks_gradient(grad, out0, out1, sinks),
     ]
+
+
+@varlen_attention.provider("triton", because=_TEMPLATE, refuses=_refuse_template)
+def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
+    from tunecompile.templates import attention as template
+
+    return _joined(*template.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
+
+
+@varlen_attention_backward.provider("triton", because=_TEMPLATE, refuses=_refuse_template)
+def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
+    from tunecompile.templates import attention as template
+
+    delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
+    made = template.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
+    return [*made, _sinks_gradient(grad, out0, out1, sinks)]

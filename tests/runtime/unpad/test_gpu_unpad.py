@@ -25,7 +25,14 @@ def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window
     torch.manual_seed(0)
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     q, k, v = (torch.randn(sum(lengths), h, dim, device="cuda", dtype=torch.bfloat16) for h in (heads, shared, shared))
-    rest = (offsets, max(lengths) + 50, dim**-0.5, window, torch.randn(heads, device="cuda").mul(2) if sinks else None)
+    rest = (
+        offsets,
+        max(lengths) + 50,
+        dim**-0.5,
+        window,
+        torch.randn(heads, device="cuda").mul(2) if sinks else None,
+        0.0,
+    )
     flash = next(p for p in varlen_attention.providers if p.name == "flash")
     back = next(p for p in varlen_attention.backward_op.providers if p.name == "flash")
     assert flash.supports(q, k, v, *rest)

@@ -24,6 +24,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
     [
         ("gpt_oss", WINDOWS),
         ("llama", {"attn_implementation": "eager"}),
+        ("gemma2", {**WINDOWS, "attn_implementation": "eager", "attn_logit_softcapping": 0.02}),
+        pytest.param("gpt2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("mistral", {"attn_implementation": "eager", "sliding_window": 6}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),

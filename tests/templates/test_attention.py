@@ -1,0 +1,85 @@
+"""Attention over documents against fp64: soft-caps, windows, heads of odd and great width, shared keys."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tunecompile.templates import attention  # noqa: E402
+from tunecompile.templates._tiles import Tile  # noqa: E402
+
+
+def make(shape, device, dtype, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def written_out(q, k, v, lengths, scale, window, softcap):
+    outs, sums = [], []
+    for parts in zip(*(x.split(list(lengths)) for x in (q, k, v))):
+        q1, k1, v1 = (x.transpose(0, 1) for x in parts)
+        k1, v1 = (x.repeat_interleave(q1.shape[0] // k1.shape[0], 0) for x in (k1, v1))
+        scores = q1 @ k1.mT * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        place = torch.arange(q1.shape[1], device=q.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < (window or q1.shape[1] + 1))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        outs.append((scores.softmax(-1) @ v1).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def compare(device, error, limit, lengths, heads, shared, width, window, softcap, dtype, tile=None, scale=0.2):
+    """Columns of q and the gradient are every second of a wider tensor's first half, in memory."""
+    total = sum(lengths)
+    q, grad = (make((total, heads, 2 * width), device, dtype, seed)[..., :width] for seed in (0, 1))
+    k, v = (make((total, shared, width), device, dtype, seed) for seed in (2, 3))
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    exact, sums = written_out(*leaves, lengths, scale, window, softcap)
+    wanted = torch.autograd.grad(exact, leaves, grad.double())
+    rest = (offsets, max(lengths) + 3, scale, window, softcap)
+    out, logsumexp = attention.forward(q, k, v, *rest, tile=tile)
+    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
+    got = attention.backward(grad, q, k, v, logsumexp, delta, *rest, tile=tile)
+    assert out.dtype == dtype and logsumexp.dtype == torch.float32
+    for mine, right in zip((out, logsumexp, *got), (exact, sums, *wanted)):
+        assert mine.is_contiguous() and error(mine, right) < limit
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, shared, width, window, softcap",
+    [
+        ((5, 0, 1, 70), 4, 2, 16, 0, 2.0),
+        ((5, 0, 1, 70), 2, 2, 80, 7, 0.0),
+        pytest.param((130,), 2, 1, 200, 0, 5.0, marks=pytest.mark.slow),
+        pytest.param((66,), 2, 1, 512, 2, 50.0, marks=pytest.mark.slow),
+    ],
+)
+def test_against_fp64(device, error, lengths, heads, shared, width, window, softcap):
+    compare(device, error, 2e-6, lengths, heads, shared, width, window, softcap, torch.float32)
+
+
+def test_half_precision_in_chunks_and_slices(device, error):
+    """A head wider than a chunk, and than a slice: scores are sums over chunks, results are written in parts."""
+    tile = Tile(64, rows=64, num_warps=4, num_stages=1, step=64)
+    compare(device, error, 2e-3, (70,), 2, 1, 320, 20, 5.0, torch.float16, tile)
+
+
+def test_scores_far_apart(device):
+    """A token that sees itself alone, and scores of hundreds."""
+    q, k, v = (make((66, 1, 16), device, torch.float32, seed) * 30 for seed in range(3))
+    out, logsumexp = attention.forward(q, k, v, torch.tensor([0, 66], device=device).int(), 66, 1.0)
+    assert torch.isfinite(out).all() and torch.isfinite(logsumexp).all() and torch.equal(out[0], v[0])
+
+
+def test_shapes_that_do_not_fit(device):
+    q, k = make((4, 3, 16), device, torch.float32, 0), make((4, 2, 16), device, torch.float32, 1)
+    with pytest.raises(ValueError, match="queries"):
+        attention.forward(q, k, k, torch.tensor([0, 4], device=device).int(), 4, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, shared, window, softcap", [(256, 2, 0, 50.0), (128, 4, 100, 5.0), (512, 1, 0, 0.0)])
+def test_real_size(gpu_only, device, error, width, shared, window, softcap):
+    lengths, scale = (1000, 1, 300), width**-0.5
+    compare(device, error, 8e-3, lengths, 4, shared, width, window, softcap, torch.bfloat16, scale=scale)
