@@ -8,13 +8,13 @@ because a CPU build of torch brings none.
 
 - A launch function takes and returns tensors, checks what the kernel takes for granted (a ``ValueError``), takes its
   tile from ``tunecompile.templates._tiles`` and calls ``tunecompile.templates._launch.launch``: eagerly that starts
-  the kernel, under tracing it makes a node that Inductor launches. It reads no value from the GPU, and nothing is
-  timed while a model runs: a measurement becomes a row of the table.
-- Axes (activation, soft-cap, what is computed at all) and floats are ``tl.constexpr``: Inductor would pass a float as
-  fp64. Numbers of rows are arguments, or every batch would be compiled anew. Offsets of rows are int64.
-- Arithmetic is in fp32, results are rounded once; what is summed over programs is written as parts and added up in a
-  fixed order, never by atomics.
-- What is written beside what stays (LoRA's columns beside X) goes into a buffer that the caller gives.
+  the kernel, under tracing it makes a node that Inductor launches. It reads no value from the GPU, and times
+  nothing while a model runs: measurements become rows of the table.
+- Options (activation, soft-cap, which outputs are computed) and floats are ``tl.constexpr``: Inductor would pass a
+  float as fp64. Numbers of rows are arguments, so that other batches need no compilation. Offsets of rows are int64.
+- Arithmetic is in fp32, results are rounded once. Sums over programs are written as partial sums and added in a fixed
+  order, never by atomics.
+- Results that stand beside existing data (LoRA's columns beside X) are written to a buffer of the caller.
 
 An op takes it by a provider that imports it when it runs: ``@my_op.provider("triton", refuses=...)``, see
 ``tunecompile.op``. A backward op has providers of its own.
@@ -26,7 +26,7 @@ An op takes it by a provider that imports it when it runs: ``@my_op.provider("tr
   card's. Add a case to ``offline.py`` for it.
 - With one: ``pytest tests/templates`` runs the same tests on it, and ``python benchmarks/kernels/STEM.py`` gives
   medians on a cold cache, beside the reference under Inductor and other projects' kernels, as a share of what the
-  memory's bandwidth allows; ``--sweep`` tries other tiles, ``--dry`` runs without a GPU. A template that loses to
-  what Inductor makes of its reference has no place here."""
+  memory's bandwidth allows; ``--sweep`` tries other tiles, ``--dry`` runs without a GPU. A template that is
+  slower than Inductor's code for its reference does not belong here."""
 
 __all__: list[str] = []

@@ -22,8 +22,8 @@ Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
 def is_tracing(args: Sequence[Any] = ()) -> bool:
     """Whether a launch must be recorded, not run.
 
-    Any dispatch mode counts (proxy, fake, flop counter, ...): the modes that do not record run the
-    wrapped kernel, so the only price of a wrong "yes" is host time.
+    Any dispatch mode counts (proxy, fake, flop counter, ...). Modes that do not record run the wrapped
+    kernel, so a wrong "yes" only costs host time.
 
     Args:
         args: of the launch.
@@ -40,8 +40,8 @@ def launch(kernel: Any, grid: Grid, *args: Any, fuse_products: bool = True, **co
     """Start a kernel, on the device of the first tensor among its arguments; or record it, where the call is traced.
 
     Args:
-        kernel: what ``triton.jit`` made.
-        grid: numbers of programs, or a function that gives them, of the constexprs.
+        kernel: made by ``triton.jit``.
+        grid: numbers of programs, or a function of the constexprs that returns them.
         args: tensors and integers. A float goes among the constexprs: Inductor would pass it as fp64.
         fuse_products: whether the compiler may fuse products into sums where it likes. Which ones it does depends on
             what else a kernel computes. Inductor takes no such option, so traced launches leave it at the default.
@@ -64,8 +64,7 @@ def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
     """Whether a tensor's address is a multiple of some bytes.
 
     Args:
-        tensor: fake ones too: what counts is where in its storage it starts, and storages are aligned further than
-            that.
+        tensor: may be fake. Only its offset in the storage counts, since storages are aligned to more.
         to: bytes.
 
     Returns:
@@ -87,14 +86,13 @@ def next_power_of_2(n: int) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """For grids of as many programs as run at once.
+    """The number of streaming multiprocessors, for grids of as many programs as run at once.
 
     Args:
         device: of the tensors.
 
     Returns:
-        The number of its streaming multiprocessors; 4 where there is no GPU (interpreter), so that loops over rows
-        are tested."""
+        Their number; 4 without a GPU (interpreter), so that loops over rows are tested."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Tile sizes by kernel, architecture, dtype and shape bucket: a table, so that no launch ever times anything.
+"""Tile sizes by kernel, architecture, dtype and shape bucket: a table, so that launches need no measurement.
 
 Rows are tried in order and the first that fits wins. ``cc`` is the least compute capability
 (90 = Hopper), ``itemsize`` the bytes of an element of the large tensor, ``upto`` the largest size
@@ -16,17 +16,17 @@ __all__ = ["TABLE", "Tile", "TileRow", "find", "pick"]
 class Tile(NamedTuple):
     """What one program of a kernel computes, and with how many warps."""
 
-    block: int  #: elements along the contiguous dimension; 0: as many as there are
-    rows: int = 1  #: how many rows of them
+    block: int  #: elements along the contiguous dimension; 0: all
+    rows: int = 1  #: rows
     num_warps: int = 4  #: warps of 32 threads
     num_stages: int = 1  #: stages of software pipelining, in a loop
     step: int = 1  #: rows at a time, where a program loops over them
 
 
 class TileRow(NamedTuple):
-    """A tile, and where it fits."""
+    """A tile, and the launches for which it is used."""
 
-    tile: Tile  #: to take there
+    tile: Tile  #: the tile
     cc: int = 0  #: the least compute capability, times ten
     itemsize: int | None = None  #: bytes an element of the large tensor; None: any
     upto: int | None = None  #: the largest size, in the units that `TABLE` names for the kernel; None: any
@@ -116,8 +116,8 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(64, rows=256, num_warps=8, num_stages=1, step=64), cc=90),
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64)),
     ),
-    # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read memory that is not theirs in
-    # Triton 3.6, so heads of fewer columns are filled up.
+    # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read out of bounds in Triton
+    # 3.6, so heads of fewer columns are padded.
     "delta_prepare": (TileRow(Tile(64)),),
     "delta_scan": (TileRow(Tile(64)),),
     "delta_outputs": (TileRow(Tile(64, step=64)),),

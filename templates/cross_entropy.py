@@ -1,13 +1,13 @@
 """Cross entropy of one chunk of logits and its gradient, written over the logits.
 
-A program owns a row: one pass for the log-sum-exp (online softmax, https://arxiv.org/abs/1805.02867), one pass that
-reads the row again, backwards so that it finds in L2 what the first pass left there, and writes the gradient. Two
-reads and one write of the logits are the least there can be, and no fp32 copy of them exists.
+A program computes a row in two passes. The first computes the log-sum-exp (online softmax,
+https://arxiv.org/abs/1805.02867). The second reads the row in reverse, so that its end is still in L2, and writes the
+gradient. Two reads and one write of the logits are the minimum, and there is no fp32 copy of them.
 
-At full memory rate an SM has some 40 instructions for an element, both passes together. So: every group of 8 lanes
-(16 bytes, all in one thread) keeps its own running maximum and sum, and the loop has no reduction over threads, no
-barrier and an eighth of the rescaling; exponentials are base 2, a multiply-add and one instruction; padding is loaded
-as -inf, not masked; and the label's own element is stored once at the end, not compared for in every lane.
+At full memory rate an SM has about 40 instructions per element for both passes. So every group of 8 elements (16 bytes,
+all in one thread) has its own running maximum and sum: the loop has no reduction over threads, no barrier and an eighth
+of the rescaling. Exponentials are base 2, a multiply-add and one instruction. Padding is loaded as -inf instead of
+masked. The label's element is stored once at the end instead of compared with every element.
 
 A row's loss has the same bits whichever outputs are wanted beside it: the policy that is trained and its copy that only
 scores have to agree. So the compiler may not fuse a product into a sum where it likes; the sums that are worth it ask
@@ -79,8 +79,8 @@ def loss_and_grad_kernel(
 ):
     """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2.
 
-    The logits are overwritten by d loss / d logits, times the row's factor; with ENTROPY_GRAD, plus d entropy / d
-    logits times its own factor. Statistics are of labelled rows.
+    The logits are overwritten by d loss / d logits times the row's factor. ENTROPY_GRAD adds d entropy / d logits times
+    its own factor. Statistics are of labelled rows.
     """
     pid = tl.program_id(0)
     row = logits + pid.to(tl.int64) * stride_row
@@ -168,7 +168,7 @@ def loss_and_grad_kernel(
                     logp = tl.where(inside, z - lse, 0.0)
                     g -= rise * p * (logp + entropy)
                 tl.store(row + column, (g * slope).to(logits.dtype.element_ty), mask=inside)
-            tl.debug_barrier()  # every thread has written its part: now the label's element
+            tl.debug_barrier()  # every thread has written its part; next, the label's element
             g = (tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V) * factor
             if ENTROPY_GRAD:
                 g -= rise * tl.exp2(target * LOG2E - lse * LOG2E) * (target - lse + entropy)

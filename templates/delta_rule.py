@@ -1,12 +1,12 @@
 """The gated delta rule (arXiv:2412.06464) in chunks of 64 tokens, forward; ``delta_rule_backward`` goes the other way.
 
-With the names of ``tunecompile.ops.recurrent.delta_chunks``: ``prepare`` computes what a chunk is by itself, all chunks
-at once; ``scan`` walks over chunks with a state in registers, a program for each document, head and block of columns;
-``outputs`` reads the states. Chunks stand at fixed places whatever documents there are, and the one that a document
-begins in keeps it apart by masks, so that the grid and all buffers depend on sizes alone.
+The names are those of ``tunecompile.ops.recurrent.delta_chunks``. ``prepare`` computes the values within chunks, for
+all chunks at once. ``scan`` iterates over chunks with a state in registers, in a program for each document, head and
+block of columns. ``outputs`` reads the states. The places of chunks do not depend on documents: masks separate the
+documents within a chunk, so the grid and all buffers depend only on sizes.
 
-(I + A)^-1 is built block by block, 2, 4, ... 64 rows: T = T - T L T with L what lies between two blocks. Powers of A,
-as in ``prod (I + A^(2^k))``, would cancel: tokens that repeat give an A of ones, whose powers reach 10^17.
+(I + A)^-1 is built by joining blocks to 2, 4, ... 64 rows: T = T - T L T, where L is the part between two blocks. The
+product ``prod (I + A^(2^k))`` would cancel: repeated tokens give an A of ones, whose powers reach 10^17.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 64
 
 @triton.jit
 def row_of(tensor, row, head, token, stride_row, stride_token, stride_head):
-    """Pointers to where tokens' values begin: of one head of [B, T, H, ...]."""
+    """Pointers to the values of tokens, for one head of [B, T, H, ...]."""
     return tensor + row.to(tl.int64) * stride_row + token.to(tl.int64) * stride_token + head * stride_head
 
 
@@ -45,7 +45,7 @@ def documents_at(documents, token, first, T, HAS_DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def pairs_of(total, mine, i, STRICT: tl.constexpr):
-    """e^(G_i - G_j) where i sees j, else 0."""
+    """e^(G_i - G_j) if i sees j, else 0."""
     sees = (mine[:, None] == mine[None, :]) & (i[:, None] >= i[None, :])
     if STRICT:
         sees = sees & (i[:, None] != i[None, :])
@@ -54,10 +54,10 @@ def pairs_of(total, mine, i, STRICT: tl.constexpr):
 
 @triton.jit
 def inverse_of(system, i):
-    """(I + A)^-1 of a strictly lower triangular A of 64 rows; it is rounded to half precision behind."""
+    """(I + A)^-1 of a strictly lower triangular A of 64 rows; it is rounded to half precision afterwards."""
     a, b = i[:, None], i[None, :]
     inverse = tl.where(a == b, 1.0, 0.0) - tl.where(a // 2 == b // 2, system, 0.0)
-    for level in range(1, 6):  # blocks of 2, 4, ... 32 rows are joined by two
+    for level in range(1, 6):  # two blocks of 2, 4, ... 32 rows are joined
         together = (a >> (level + 1)) == (b >> (level + 1))
         between = tl.where(together & ((a >> level) != (b >> level)), system, 0.0)
         step = tl.dot(inverse, between, input_precision="tf32")
@@ -225,7 +225,7 @@ def outputs_kernel(
     BLOCK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):
-    """Program: BLOCK columns of what one head gives for a chunk."""
+    """Program: BLOCK columns of the outputs of one head for a chunk."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = chunk // NT
@@ -263,7 +263,7 @@ def outputs_kernel(
 
 
 class Chunks(NamedTuple):
-    """What chunks are by themselves. Tensors of [B, T, H, ...] are contiguous."""
+    """The values within chunks. Tensors [B, T, H, ...] are contiguous."""
 
     total: torch.Tensor  #: [B, H, chunks * CHUNK], fp32: running sums of log decays
     inverse: torch.Tensor | None  #: [B, T, H, CHUNK]: (I + A)^-1; None without the delta
@@ -272,21 +272,21 @@ class Chunks(NamedTuple):
 
 
 class States(NamedTuple):
-    """What goes from chunk to chunk."""
+    """The results of the recurrence over chunks."""
 
-    written: torch.Tensor  #: [B, T, H, V]: what chunks write
-    entering: torch.Tensor  #: [B, chunks, H, K, V]: the states that enter them
+    written: torch.Tensor  #: [B, T, H, V]: the new values n
+    entering: torch.Tensor  #: [B, chunks, H, K, V]: the state at the beginning of each chunk
     final: torch.Tensor  #: [B, H, K, V], fp32
 
 
 def chunks_of(tokens):
-    """How many chunks tokens are.
+    """The number of chunks of a row.
 
     Args:
-        tokens: of a row; a symbol, too.
+        tokens: of the row; may be a symbol.
 
     Returns:
-        Their number, the last one counted in full.
+        Their number; the last one may be incomplete.
     """
     return (tokens + CHUNK - 1) // CHUNK
 
@@ -305,18 +305,18 @@ def rows(x):
 
 
 def _sizes(q, v):
-    """constexprs that all kernels share."""
+    """The constexprs common to all kernels."""
     heads = v.shape[2]
     return dict(H=heads, GROUP=heads // q.shape[2], K=q.shape[3], V=v.shape[3], C=CHUNK)
 
 
 def prepare(k, v, g, beta, documents, delta=True):
-    """What chunks are by themselves.
+    """Compute the values within chunks.
 
     Args:
-        k, v, g, beta: of the rule, k of length 1 where the rule has it so; g and beta contiguous.
+        k, v, g, beta: operands of the rule; k already normalised if the rule requires it, g and beta contiguous.
         documents: the number of each token's document, int [T]; or None.
-        delta: whether what a key gives is taken off what is written.
+        delta: whether the value that the state holds for a key is subtracted from the new value.
 
     Returns:
         `Chunks`.
@@ -355,11 +355,11 @@ def prepare(k, v, g, beta, documents, delta=True):
 
 
 def scan(chunks, k, v, offsets):
-    """Walk over the chunks.
+    """Compute the recurrence over chunks.
 
     Args:
-        chunks: of `prepare`.
-        k, v: as given to it.
+        chunks: from `prepare`.
+        k, v: as passed to `prepare`.
         offsets: where documents begin, int [S + 1]; or None.
 
     Returns:
@@ -403,11 +403,11 @@ def scan(chunks, k, v, offsets):
 
 
 def outputs(chunks, states, q, k, v, documents, scale):
-    """What each token reads of the states, and of its chunk.
+    """The output of each token, from the states and from its chunk.
 
     Args:
-        chunks, states: of `prepare` and `scan`.
-        q, k, v, documents, scale: as given to `forward`.
+        chunks, states: from `prepare` and `scan`.
+        q, k, v, documents, scale: as passed to `forward`.
 
     Returns:
         [B, T, H, V] in v's dtype.
@@ -445,20 +445,20 @@ def forward(q, k, v, g, beta, offsets=None, documents=None, *, scale, delta=True
     """The gated delta rule, from a state of 0.
 
     Args:
-        q, k: [B, T, Hk, K], bf16 (fp16 and fp32 in tests), of length 1 where the rule has it so; K a multiple of 16, at
-            most 256.
+        q, k: [B, T, Hk, K], bf16 (fp16 and fp32 in tests), already normalised if the rule requires it; K a multiple of
+            16, at most 256.
         v: [B, T, H, V], V a multiple of 16.
         g, beta: [B, T, H], contiguous, any floating dtype.
         offsets: where documents begin and the last one ends, int [S + 1], for B = 1; or None.
-        documents: with them the number of each token's document, int [T].
+        documents: the number of each token's document, int [T]; None if offsets is None.
         scale: multiplies q.
-        delta: whether what a key gives is taken off what is written; state spaces do without (arXiv:2405.21060).
+        delta: whether the state's value for a key is subtracted; False for state spaces (arXiv:2405.21060).
 
     Returns:
         (o [B, T, H, V] in v's dtype, the final state [B, H, K, V] in fp32).
 
     Raises:
-        ValueError: of sizes that no kernel takes.
+        ValueError: sizes that the kernels do not support.
     """
     keys, width = q.shape[3], v.shape[3]
     if keys % 16 or width % 16 or keys > 256 or (offsets is None) != (documents is None):

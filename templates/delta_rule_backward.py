@@ -1,8 +1,8 @@
 """The gated delta rule (arXiv:2412.06464) in chunks of 64 tokens, backward.
 
-What the forward had is prepared and scanned once more. Then ``pending`` is what outputs say of what a chunk writes,
-``scan`` walks over the chunks from the last to the first, with a state's gradient in registers, and
-``delta_rule_gradients`` has what is left, inside all chunks at once.
+The forward's ``prepare`` and ``scan`` run again. Then ``pending`` computes the part of the gradients of new values that
+comes from outputs, ``scan`` iterates over chunks from the last to the first with the gradient of a state in registers,
+and ``delta_rule_gradients`` computes the gradients within all chunks at once.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def scan_kernel(
         at = (row.to(tl.int64) * H + head) * K
         state = tl.load(grad_final + (at + key[:, None]) * V + column[None, :], mask=square, other=0.0).to(tl.float32)
     begin, behind = start // C, tl.cdiv(end, C)
-    if start >= end:  # it owns no state, not even where it stands inside a chunk
+    if start >= end:  # an empty document has no state, even inside a chunk
         behind = begin
     for step in range(begin, behind):
         chunk = begin + behind - 1 - step
@@ -134,7 +134,7 @@ def scan_kernel(
         place = (row.to(tl.int64) * T + token) * H + head
         at = ((row * NT + chunk).to(tl.int64) * H + head) * K
         kept = state.to(k.dtype.element_ty)
-        if end >= tl.minimum(T, chunk * C + C):  # the document goes on behind the chunk, or ends with it
+        if end >= tl.minimum(T, chunk * C + C):  # the document continues after the chunk, or ends with it
             tl.store(states + (at + key[:, None]) * V + column[None, :], kept, mask=square)
         narrow, broad = own[:, None] & (key < K)[None, :], own[:, None] & wide[None, :]
         sums = total + ((row * H + head) * NT + chunk).to(tl.int64) * C
@@ -158,11 +158,11 @@ def scan_kernel(
 
 
 def pending(call, total):
-    """What outputs say of what chunks write.
+    """The part of the gradients of new values that comes from outputs.
 
     Args:
         call: the backward's operands.
-        total: running sums of log decays, of `delta_rule.prepare`.
+        total: running sums of log decays, from `delta_rule.prepare`.
 
     Returns:
         [B, T, H, V].
@@ -176,16 +176,16 @@ def pending(call, total):
 
 
 def scan(call, chunks, waiting, grad_final):
-    """Walk over the chunks from the last to the first.
+    """Compute the recurrence of gradients, from the last chunk to the first.
 
     Args:
         call: the backward's operands.
-        chunks: of `delta_rule.prepare`.
-        waiting: of `pending`.
+        chunks: from `delta_rule.prepare`.
+        waiting: from `pending`.
         grad_final: [B, H, K, V], of the final state, contiguous.
 
     Returns:
-        (gradients of what chunks write, [B, T, H, V]; of the states that leave them, [B, chunks, H, K, V]).
+        (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks, H, K, V]).
     """
     keys, width = call.q.shape[3], call.v.shape[3]
     written, (tile, options) = torch.empty_like(waiting), call.options("delta_scan")
@@ -209,7 +209,8 @@ def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *
         q, k, v, g, beta, offsets, documents, scale, delta: as given to `delta_rule.forward`.
 
     Returns:
-        [dq, dk, dv, dg, dbeta]: dq and dk [B, T, H, K], of heads that share q and k one each; dg and dbeta in fp32.
+        [dq, dk, dv, dg, dbeta]: dq and dk [B, T, H, K], not yet summed over heads that share q and k; dg and dbeta in
+        fp32.
     """
     chunks = prepare(k, v, g, beta, documents, delta)
     states = scan_forward(chunks, k, v, offsets)

@@ -1,7 +1,7 @@
 """Gradients inside chunks of the gated delta rule (arXiv:2412.06464): the last two steps of ``delta_rule_backward``.
 
-``products`` and ``operands`` take all chunks at once, first their square matrices, then their rows: one kernel for both
-would hold more than registers do.
+Both process all chunks at once: ``products`` the square matrices of a chunk, ``operands`` its rows. A single kernel
+would need more registers than there are.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def products_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     DELTA: tl.constexpr,
 ):
-    """Program: a chunk of one head. `dtotal` and `dbeta` are what its squares give, fp32.
+    """Program: a chunk of one head. `dtotal` and `dbeta` are the parts from square matrices, in fp32.
 
     inverse, by_system, missing: None without the delta.
     """
@@ -116,7 +116,7 @@ def products_kernel(
         system = system * rate[:, None]
         pairs += system * among
         tl.store(by_system + place[:, None] * C + i[None, :], system.to(by_system.dtype.element_ty), mask=square)
-    # of a sum over rows less one over columns, a token's pair with itself is nothing
+    # in the sum over rows minus the sum over columns, the diagonal cancels
     tl.store(dtotal + place, tl.sum(pairs, 1) - tl.sum(pairs, 0), mask=there)
     tl.store(dbeta + place, to_rate, mask=there)
     tl.store(by_score + place[:, None] * C + i[None, :], scores.to(by_score.dtype.element_ty), mask=square)
@@ -232,7 +232,7 @@ def operands_kernel(
 
 
 class Operands:
-    """The operands of a backward, and what its kernels share.
+    """The operands of a backward call, and values common to its kernels.
 
     Args:
         grad, q, k, v, beta, offsets, documents, scale: as given to `backward`.
@@ -248,7 +248,7 @@ class Operands:
         self.constants = dict(SCALE=float(scale), HAS_DOCUMENTS=documents is not None, **sizes)
 
     def empty(self, width, dtype=None):
-        """Values for each token of each head."""
+        """An empty tensor with values for each token of each head."""
         return torch.empty(*self.shape, *width, dtype=dtype or self.v.dtype, device=self.v.device)
 
     def options(self, name):
@@ -264,8 +264,8 @@ def products(call, chunks, written, grad_written):
 
     Args:
         call: the backward's operands.
-        chunks, written: of `delta_rule.prepare` and `delta_rule.scan`.
-        grad_written: of `delta_rule_backward.scan`.
+        chunks, written: from `delta_rule.prepare` and `delta_rule.scan`.
+        grad_written: from `delta_rule_backward.scan`.
 
     Returns:
         (by_score, by_system [B, T, H, 64], missing, dv [B, T, H, V], dtotal, dbeta [B, T, H] in fp32, unfinished);
@@ -290,12 +290,12 @@ def operands(call, chunks, states, grad_states, by_score, by_system, missing, dt
 
     Args:
         call: the backward's operands.
-        chunks, states: of `delta_rule.prepare` and `delta_rule.scan`.
-        grad_states: of `delta_rule_backward.scan`.
-        by_score, by_system, missing, dtotal, dbeta: of `products`.
+        chunks, states: from `delta_rule.prepare` and `delta_rule.scan`.
+        grad_states: from `delta_rule_backward.scan`.
+        by_score, by_system, missing, dtotal, dbeta: from `products`.
 
     Returns:
-        (dq, dk [B, T, H, K], of heads that share q and k one each; dg [B, T, H] in fp32).
+        (dq, dk [B, T, H, K], not yet summed over heads that share q and k; dg [B, T, H] in fp32).
     """
     keys = call.q.shape[3]
     dq, dk, dg = call.empty([keys]), call.empty([keys]), call.empty([], torch.float32)

@@ -1,8 +1,8 @@
-"""Products grouped by expert (as in arXiv:2211.15841), with the adapters' part in the same accumulator.
+"""Products grouped by expert (arXiv:2211.15841), with the adapters' term in the same accumulator.
 
-Rows stand sorted by expert, and `offsets` says where each expert's end; rows behind the last offset are nobody's. A row
-may be read through an order, so that tokens on their way to experts are never copied. One more group than there are
-experts has the rows of nobody: its tiles are zeros.
+Rows are sorted by expert, and `offsets` holds the end of each expert's rows; rows behind the last offset belong to no
+expert. Rows may be read by an index, so that no copy sorted by expert is needed. An additional group holds the rows of
+no expert: its tiles are zeros.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ._launch import launch, next_power_of_2
 __all__ = ["collect", "outer", "rows", "tiles"]
 
 FIELDS = 4  #: of a tile: its expert, its first row, the end of the expert's rows; and one to stay aligned
-NARROW = 64  #: columns, up to which a product is an adapter's: there is little to compute, and rows to read
+NARROW = 64  #: a product of at most so many columns is an adapter's, and limited by reading rows
 
 
 @triton.jit
 def tiles_kernel(offsets, out, rows, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Program: a tile. Behind the last tile in use stand tiles of no group."""
+    """Program: a tile. The tiles after the last one in use have no group."""
     tile = tl.program_id(0)
     group = tl.arange(0, GROUPS)
     ends = tl.load(offsets + group, mask=group < EXPERTS, other=0).to(tl.int32)
@@ -39,15 +39,15 @@ def tiles_kernel(offsets, out, rows, EXPERTS: tl.constexpr, GROUPS: tl.constexpr
 
 
 def tiles(offsets, rows, like):
-    """Which rows each tile of a product has.
+    """The rows of each tile of a product.
 
     Args:
         offsets: [E], int32 or int64: where the rows of each expert end, in increasing order.
-        rows: how many there are, nobody's among them.
+        rows: their number, including those of no expert.
         like: a tensor of the product's dtype and device.
 
     Returns:
-        [tiles, 4], int32: group (E: nobody; more: none), first row, end of the group's rows, unused.
+        [tiles, 4], int32: group (E: rows of no expert; more: no rows), first row, end of the group's rows, unused.
     """
     experts, tile = offsets.shape[0], _tiles.pick("experts", like, 0)
     count = triton.cdiv(rows, tile.rows) + experts + 1
@@ -89,7 +89,7 @@ def rows_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program: a tile of rows, and BLOCK columns. Tiles of the same rows stand side by side, so that rows are in L2."""
+    """Program: a tile of rows, and BLOCK columns. Tiles of the same rows are adjacent programs, so rows are in L2."""
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     table += tl.program_id(0) // blocks * 4
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -99,8 +99,8 @@ def rows_kernel(
         row = tl.load(table + 1) + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         if group < EXPERTS:
-            # What lies behind the end or the last column is read from inside, and not stored: no masks in the loop.
-            # (A remainder stays contiguous for the compiler, what `tl.where` chooses does not.)
+            # Rows and columns behind the end are replaced by valid ones, and not stored: the loop needs no masks.
+            # (The compiler knows that a remainder is contiguous; of `tl.where` it does not.)
             safe = tl.minimum(row, end - 1).to(tl.int64)
             there = column % COLUMNS
             source = safe
@@ -119,8 +119,8 @@ def rows_kernel(
                 total = tl.dot(left, right, total, input_precision="ieee")
                 lefts += STEP
                 rights += STEP * K_STRIDE
-            # 16 at a time. Of 32, Triton 3.6 reads shared memory that it has not allocated, where the loop above is of
-            # a single turn (an illegal access on an H100).
+            # 16 at a time. With 32, Triton 3.6 reads shared memory that it has not allocated if the loop above has a
+            # single iteration (an illegal access on an H100).
             for begin in tl.static_range(0, RANK, 16):
                 r = begin + tl.arange(0, 16)
                 left = tl.load(inner + safe[:, None] * RANK + r[None, :])
@@ -134,17 +134,17 @@ def rows_kernel(
 
 
 def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inner=None, up=None, bias=None):
-    """Each row times the matrix of its expert, and what adapters and biases add; 0 in rows of nobody.
+    """Each row times the matrix of its expert, plus adapters and bias; 0 in rows of no expert.
 
     Args:
         x: [S, K], or [T, K] with an order; fp32, fp16 or bf16, unit column stride.
         weight: [E, N, K] where ``turned``, else [E, K, N]; in x's dtype, contiguous.
         offsets: [E]: where the rows of each expert end.
-        table: what ``tiles`` made of them, for ``like=x``.
+        table: the result of ``tiles`` for these offsets and ``like=x``.
         count: S.
-        turned: whether rows of a matrix are its columns here.
+        turned: whether the matrices are transposed.
         order: [S], int64: row s is row order[s] // choices of x. None: row s.
-        choices: how many rows a row of x has.
+        choices: rows per row of x.
         inner, up: [S, R] and [E, R, N], in x's dtype, contiguous, R a power of two of at least 16: inner_s up_e is
             added before the result is rounded.
         bias: [E, N], any floating dtype, contiguous: added before the result is rounded.
@@ -210,7 +210,7 @@ def outer_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program (block of columns, expert): rows in their order, so that the sum is the same each time."""
+    """Program (block of columns, expert): rows in order, so that the sum is reproducible."""
     expert = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r = tl.arange(0, RANK)
@@ -294,7 +294,7 @@ def collect(y, places, choices, dtype):
 
     Args:
         y: [T * choices, N], fp32, fp16 or bf16, unit column stride.
-        places: [T * choices], int64: where each choice stands in y.
+        places: [T * choices], int64: the row of y of each choice.
         choices: rows a token.
         dtype: of the result.
 

@@ -1,15 +1,15 @@
 """Operands of FP8 matrix products (e4m3: 4 significant bits, +-448; arXiv:2209.05433), with exact low-rank adapters.
 
 ``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's
-term ``P @ Q^T`` (P: [T, R], Q: [N, R]) rides in the same accumulator as more columns. Rounded to 4 bits it would be
-lost, so each of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker,
+term ``P @ Q^T`` (P: [T, R], Q: [N, R]) uses additional columns of the same product. Rounding it to 4 bits would be too
+inexact, so each of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker,
 1971, https://doi.org/10.1007/BF01397083, splits a double), and three of the four products are kept: ``[high P | low P
 | high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is what bf16 has. A row's scale covers its
 adapter columns as well, so nothing saturates.
 
-Rows are padded with zeros to a width the tensor cores like. The frozen weight is written in either direction: as [N,
-K] for x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along what is
-summed)."""
+Rows are padded with zeros to a width that tensor cores support. The frozen weight is written in either direction: as
+[N, K] for x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along the
+dimension that is summed over)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ TINY = tl.constexpr(1e-30)  # a row of zeros has a scale too
 
 @triton.jit
 def _rounded(v):
-    """``v`` (fp32, |v| <= 448) to the nearest e4m3 number, to even, as fp32. (Triton 3.6 casts a thread's fifth and
-    sixth e4m3 of eight back to something else.)"""
+    """``v`` (fp32, |v| <= 448) rounded to the nearest e4m3 number, ties to even, as fp32.
+
+    (In Triton 3.6 the cast from e4m3 gives wrong values for the fifth and sixth of eight elements of a thread.)
+    """
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(
         tl.float32, bitcast=True
-    )  # three bits of the fraction stay
-    shift = 24576.0  # 1.5 * 2^14: what is added to it is rounded to 2^-9, the step below e4m3's smallest normal number
+    )  # three bits of the fraction are kept
+    shift = 24576.0  # 1.5 * 2^14: adding it rounds to 2^-9, the spacing of e4m3's subnormal numbers
     return tl.where(tl.abs(v) < 0.015625, (v + shift) - shift, normal)
 
 
@@ -87,7 +89,7 @@ def quantize_kernel(
 
 
 def quantize_rows(x, extra, width, *, tile=None):
-    """Activations, or gradients, as the left operand of an FP8 product, an adapter's columns beside them.
+    """Activations, or gradients, as the left operand of an FP8 product, with an adapter's columns beside them.
 
     Args:
         x: [T, C], any floating dtype, unit column stride.
@@ -167,7 +169,7 @@ def adapter_kernel(
 
 
 def begin_weight(largest, adapter, rows, columns, width, *, tile=None):
-    """Make the right operand of an FP8 product, but for the weight.
+    """Make the right operand of an FP8 product without the weight.
 
     ``write_*`` writes the weight to the first columns, divided by its row's scale.
 
@@ -331,7 +333,7 @@ def write_nf4(
     absmax_blocksize=256,
     tile=None,
 ):
-    """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without a stop in bf16.
+    """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without conversion to bf16.
 
     Args:
         packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type,

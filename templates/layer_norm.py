@@ -1,7 +1,7 @@
 """The backward pass of layer norm of the last dimension, optionally joined with the residual path's gradient.
 
 LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias. x is read again, and mean and deviation
-are recomputed. The forward pass is left to Inductor, which fuses it with what stands before it.
+are recomputed. The forward pass is left to Inductor, which fuses it with the operations before it.
 
 Inputs may be strided in their (up to three) leading dimensions."""
 

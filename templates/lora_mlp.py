@@ -1,10 +1,10 @@
-"""The elementwise backward of a gated MLP with LoRA on all projections, and the adapters' sums, in one pass.
+"""The elementwise backward of a gated MLP with LoRA on all projections, and the adapters' gradients, in one pass.
 
 With g, u the two column halves of one projection's output [T, 2F] and a = act(g) * u, the backward pass needs d_gate
-and d_up, d_gate^T XA and d_up^T XA (dB of gate and up), and (dY B)^T a (dA of down). Apart, the sums read [T, F]
-three times more, and `a` is written for them; here each tile is used for all while it is in registers: 0.47 ms where
-the two take 0.54 (8192x14336, H200). The products d_gate B and d_up B sum over columns instead; joined as well, their
-parts cost more than they save (0.85 against 0.66).
+and d_up, d_gate^T XA and d_up^T XA (dB of gate and up), and (dY B)^T a (dA of down). Separate kernels
+read [T, F] three more times and have to write `a`. Here each tile is used for all of them while it is in registers:
+0.47 ms, separately 0.54 (8192x14336, H200). The products d_gate B and d_up B sum over columns instead. With them in the
+same kernel, writing their partial sums costs more than it saves (0.85 against 0.66).
 
 A program owns BLOCK columns of the halves and ROWS rows, and keeps its sums in registers. One part a row range
 leaves; the parts are added outside, in a fixed order, so the result does not change from run to run.
@@ -97,7 +97,7 @@ def backward_kernel(
 
 
 def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, width=None, tile=None):
-    """The gradients that one gated MLP's activation and adapters have of what is wide.
+    """The gradients of a gated MLP's activation and adapters that depend on its wide tensors.
 
     Args:
         grad: [T, F], of a = act(gate) * up. This and gate_up, down and xa are of one half-precision dtype and have
@@ -130,14 +130,14 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
 
 
 def begin(rows, columns, ranks, down, tile=None):
-    """Zeroed sums, for ``backward_of_piece`` to add to.
+    """Sums of zeros, to which ``backward_of_piece`` adds.
 
     Args:
         rows: tokens of the largest piece.
         columns: F.
         ranks: (r_gate, r_up).
-        down: as there, [*, r] of any rows.
-        tile: as there.
+        down: as for ``backward_of_piece``, [*, r] with any number of rows.
+        tile: as for ``backward``.
 
     Returns:
         fp32 [row ranges, 3, rank, F], rank being the least power of two, 16 or more, that holds all ranks.
@@ -150,11 +150,11 @@ def begin(rows, columns, ranks, down, tile=None):
 
 
 def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, both, *, tile=None):
-    """``backward`` for a few of many tokens.
+    """``backward`` for a part of the tokens.
 
     Args:
         grad: of this piece, [t, F]. gate_up, down, xa, ranks, activation and tile as for ``backward``, with t rows.
-        parts: what ``begin`` gave. What is summed over tokens is added to it, in fp32.
+        parts: the result of ``begin``. Sums over tokens are added to it, in fp32.
         both: [t, >= 2F], where d_gate | d_up are written; gate_up may be its first columns.
 
     Raises:
@@ -164,10 +164,10 @@ def backward_of_piece(grad, gate_up, down, xa, ranks, activation, parts, both, *
 
 
 def sums(parts, ranks, down_rank):
-    """What was summed over all pieces.
+    """The sums over all parts of the tokens.
 
     Args:
-        parts: what ``begin`` gave, fp32 [row ranges, 3, rank, F].
+        parts: the result of ``begin``, fp32 [row ranges, 3, rank, F].
         ranks: (r_gate, r_up).
         down_rank: r, of the down projection's adapter.
 

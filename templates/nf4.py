@@ -5,8 +5,8 @@ the even element in the high nibble; each block of ``blocksize`` elements has on
 ``w = code[nibble] * absmax``. Double-quantised, absmax is a uint8 and the fp32 value is
 ``absmax_code[absmax] * absmax_scale[block // 256] + absmax_offset``, the product rounded before the sum.
 
-What limits a naive kernel is not memory but the lookup: a tree of 15 selects a weight fills the ALUs at about half
-the memory rate. Here the 16 codes lie in shared memory (16 banks, so no conflicts) and a lookup is one load
+A naive kernel is limited by the lookup instead of memory: with a tree of 15 selects per weight the ALUs reach about
+half the memory rate. Here the 16 codes are in shared memory (16 banks, so no conflicts) and a lookup is one load
 (``tl.gather``). A thread takes one 32-bit word, 8 weights, so that loads are 4 and stores 16 coalesced bytes a
 thread."""
 

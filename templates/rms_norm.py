@@ -61,7 +61,7 @@ def forward_kernel(
         other = tl.load(
             residual + _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0
         )
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)  # what the next layer adds to
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)  # the next layer adds to it
         tl.store(total + place, value, mask=mask)
     value = value.to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
@@ -242,7 +242,7 @@ def backward(
     tile = tile or _tiles.pick("rms_norm", x, n)
     programs = triton.cdiv(rows, tile.rows)
     partial = None
-    if need_weight_grad:  # few programs, so that few partial sums are left: those that fit on the GPU at once
+    if need_weight_grad:  # as many programs as fit on the GPU at once, so that there are few partial sums
         programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
         partial = torch.empty((programs, n), dtype=torch.float32, device=x.device)
     launch(

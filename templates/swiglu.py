@@ -1,12 +1,12 @@
 """Gated activation, ``act(gate) * up`` with act SiLU or tanh-GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
 
 gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into
-one buffer, the gradient of that output, so no concatenation is needed. It can also give the product again, which the
-down projection's weight gradient needs, for one write and no read more.
+one buffer, the gradient of that output, so no concatenation is needed. It can also recompute the product, which the
+weight gradient of the down projection needs, at the cost of one write and no read.
 
 Both of these activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
-The clamped gate, ``g sigmoid(alpha g) (u + 1)`` (https://arxiv.org/abs/2508.10925), has its gate and up in turns,
-column by column: pairs are read and written together.
+The clamped gate, ``g sigmoid(alpha g) (u + 1)`` (https://arxiv.org/abs/2508.10925), has gate and up interleaved
+by column: pairs are read and written together.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     Args:
         grad: of the result, [..., F], any row stride. gate, up, activation and tile as for ``forward``.
         joined: whether the buffer is returned as it is.
-        recompute: whether act(gate) * up comes last as well.
+        recompute: whether act(gate) * up is returned as well, last.
 
     Returns:
         (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype; ``joined``: that buffer.
-        ``recompute``: a [..., F] result behind them.
+        ``recompute``: also the [..., F] result, last.
 
     Raises:
         ValueError: the activation is unknown.

@@ -1,4 +1,4 @@
-"""Torch subgraphs to ops. Each file is one family; it says in plain PyTorch what it looks for."""
+"""Replace torch subgraphs by ops. Each file is one op family, with its patterns in plain PyTorch."""
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.document_attention import PASS as document_attention

@@ -1,4 +1,4 @@
-"""A residual add whose sum is normed at once: one read of each, and their gradients meet in one pass."""
+"""A residual add followed by a norm becomes one op: each input is read once, and one pass adds both gradients."""
 
 import torch
 

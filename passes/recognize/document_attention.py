@@ -1,8 +1,7 @@
-"""Attention under a document mask: by offsets, without the mask.
+"""Attention under a document mask becomes `varlen_attention`, which reads offsets instead of the mask.
 
-Padded and packed batches reach a layer as one row of documents, and images a tower as one row of patches. Its mask is
-the op `document_mask`. What a model's
-code does with it is in the graph: attention that only reads it becomes `varlen_attention`.
+Padded and packed batches reach a layer as one row of documents, and images reach a tower as one row of patches. The
+mask is the op `document_mask`. Attention that reads it, and does nothing else with it, is replaced.
 """
 
 import operator
@@ -64,7 +63,7 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
 
 
 def unrepeated(node: Node) -> Node:
-    """Keys or values before each head was repeated for the queries that share it; else the node itself.
+    """Keys or values before their heads were repeated for grouped queries; else the node itself.
 
     [1, K, N, D] -> [1, K, 1, N, D] -> [1, K, r, N, D] -> [1, K * r, N, D]
     """
@@ -86,7 +85,7 @@ def unrepeated(node: Node) -> Node:
 
 
 def _chain(node: Any) -> list[Node]:
-    """A node and the views that it was made by."""
+    """A node, and the nodes of which it is a view."""
     found = []
     while isinstance(node, Node) and node.op != "placeholder" and len(found) < 4:
         found.append(node)

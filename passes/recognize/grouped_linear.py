@@ -40,13 +40,15 @@ PURE = {
     "view",
     add,
     mul,
-}  #: what weights, biases and inputs of an adapter's own may be made by, to stand above another's
+}  #: operations on weights, biases and adapter inputs that may be moved above another linear
 
 
 def _siblings(graph: Graph) -> list[list[Node]]:
-    """Adapted linears by what they read, their adapters' dtype, whether they have biases and inputs of their own, and
-    which gated activation reads them: where attention and MLP read the same norm, gate|up are a group of their own,
-    whose gradient the activation's backward writes as it is needed."""
+    """Adapted linears, grouped by input, adapters' dtype, presence of biases and adapter inputs, and gated activation.
+
+    If attention and MLP read the same norm, gate|up are a group of their own: the activation's backward writes their
+    gradients side by side.
+    """
     groups: dict[tuple, list[Node]] = {}
     epoch = 0
     for node in graph.nodes:
@@ -55,7 +57,7 @@ def _siblings(graph: Graph) -> list[list[Node]]:
             x, inputs, _, biases, *_, dtype = node.args
             source = (
                 x.args if x.target == "to" and len(x.args) == 2 else x
-            )  # autocast gives every linear a cast of its own
+            )  # under autocast every linear has its own cast
             groups.setdefault(
                 (epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y), _gated(y)), []
             ).append(node)
@@ -67,7 +69,7 @@ def _result(node: Node) -> Node | None:
 
 
 def _readers(y: Node) -> Iterator[Node]:
-    """What reads y, a view of it or a piece."""
+    """The users of y, or of a view or slice of it."""
     for user in y.users:
         yield user
         if user.target in VIEWS:
@@ -75,17 +77,17 @@ def _readers(y: Node) -> Iterator[Node]:
 
 
 def _gated(y: Node) -> Node | None:
-    """The gated activation that y, or a piece of it, goes into."""
+    """The gated activation that reads y or a slice of it."""
     return next((user for user in _readers(y) if user.target is gated_activation.overload), None)
 
 
 def _changed_in_place(y: Node) -> bool:
-    """Whether y or a view of it is mutated, which autograd forbids for pieces of one tensor."""
+    """Whether y or a view of it is mutated, which autograd forbids for slices of one tensor."""
     return any(map(is_mutation, _readers(y)))
 
 
 def _leads_to_gradient(y: Node) -> bool:
-    """Whether an output depends on y through autograd. Otherwise its adapters' gradients have to stay None."""
+    """Whether an output depends on y through autograd. If not, its adapters' gradients must remain None."""
     seen, pending = set(), [y]
     while pending:
         for user in pending.pop().users:
@@ -103,7 +105,7 @@ def _requires_grad(node: Node) -> bool:
 
 
 def _hoist(graph: Graph, node: Node, before: Node, order: dict[Node, int]) -> None:
-    """Move what `node` reads (dequantisation, casts) above `before`; all of it is pure and reads nothing later."""
+    """Move the inputs of `node` (dequantisation, casts) above `before`. All are pure and depend on nothing later."""
     for argument in node.all_input_nodes:
         if order[argument] > order[before]:
             _hoist(graph, argument, before, order)
@@ -111,7 +113,7 @@ def _hoist(graph: Graph, node: Node, before: Node, order: dict[Node, int]) -> No
 
 
 def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
-    """Whether all that `node` reads can stand above `first`: pure functions of what is there already."""
+    """Whether all inputs of `node` can be moved above `first`: they are pure functions of earlier values."""
     for argument in node.all_input_nodes:
         if order[argument] > order[first]:
             pure = argument.target in PURE or "tunecompile" in str(argument.target)

@@ -1,4 +1,4 @@
-"""LayerNorm: torch's own, also between casts, and written out (Cohere); and the residual add whose sum is normed."""
+"""LayerNorm: torch's own, also between casts, and written out (Cohere); and a residual add followed by LayerNorm."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ __all__ = ["ADD", "PASS"]
 
 
 def _once_rounded(match: Match) -> str | None:
-    """The result has x's dtype, what scales it is as long as x's last dimension, and eps is a number."""
+    """Require that the result has x's dtype, weight and bias the length of the last dimension, and eps is a number."""
     x, out = match.bound["x"], match.outputs[0]
     if not isinstance(match.bound["eps"], float):
         return "eps is not a constant"

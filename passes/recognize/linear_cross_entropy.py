@@ -49,20 +49,20 @@ def _operands(node: Node) -> tuple:
 class _Chain:
     """The steps from a head to its loss: softcap * tanh(scale * product / softcap) of some rows.
 
-    `tunecompile.runtime.loss_head.logit_chain` has the same meaning of other things: of calls that were recorded while
-    a step ran, from the head downwards, with tensors of known sizes, log-softmax and indices among them. Here it is
-    read upwards from a loss in a graph, whose sizes may be symbols. What they share is one formula.
+    `tunecompile.runtime.loss_head.logit_chain` computes the same for calls that were recorded during a step: from the
+    head downwards, with known sizes, log-softmax and indices among them. Here a graph is read upwards from its loss,
+    and sizes may be symbols. Only the formula is common to both.
     """
 
     product: Node  #: the linear
     rows: list[Node]  #: steps that slice or reshape rows, from the loss upwards
-    scale: float = 1.0  #: of all multiplications so far; above a tanh, those behind it are its softcap
+    scale: float = 1.0  #: product of all factors so far; at a tanh, the factors after it are its softcap
     scaled: bool = False  #: whether there were any
     softcap: float = 0.0  #: 0: none
 
 
 def _climb(logits: Node) -> _Chain | str:
-    """The chain that ends in `logits`, read upwards; or the reason why it is not understood."""
+    """The chain that ends in `logits`, read upwards; or why it is not supported."""
     chain = _Chain(logits, [])
     while (node := chain.product).target is not linear:
         if len(node.users) > 1:
@@ -96,7 +96,7 @@ def _moves_rows(node: Node) -> bool:
 
 
 def _cuts_rows(node: Node) -> bool:
-    """A slice of leading dimensions that leaves the vocabulary whole."""
+    """Whether this slices only leading dimensions, and not the vocabulary."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     dims = value(node.args[0]).dim()
     whole = all(part == slice(None) for part in index[dims - 1 :])
@@ -127,7 +127,7 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _rewrite(graph: Graph, node: Node) -> str | None:
-    """Replace a loss and its chain by the op; or return the reason why not."""
+    """Replace a loss and its chain by the op, or return the reason why not."""
     arguments = _arguments(node)
     logits = arguments["input"]
     chain = _refuse(node, arguments) or _climb(logits)
@@ -150,7 +150,7 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
 
 
 def _build(node: Node, chain: _Chain, arguments: dict, x, weight, bias, target):
-    """The op on the rows that the loss reads, in the product's dtype."""
+    """Build the op for the rows that the loss reads, in the product's dtype."""
     product, dtype = chain.product, dtype_of(chain.product)
     x = x if dtype_of(product.args[0]) == dtype else x.to(dtype)
     weight, bias = (

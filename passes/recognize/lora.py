@@ -50,7 +50,7 @@ def _rows(match: Match) -> str | None:
 
 
 def _are_tokens(match: Match) -> str | None:
-    """Whether what is multiplied are the tokens of x, and the product has x's shape again."""
+    """Check that the rows that are multiplied are the tokens of x, and that the result has x's leading shape."""
     x, rows, made = value(match.bound["x"]), value(match.node("view")), value(match.node("view_1"))
     if rows.shape[-1] != x.shape[-1] or tuple(made.shape[:-1]) != tuple(x.shape[:-1]):
         return "the product's rows are not those of x"
@@ -58,7 +58,7 @@ def _are_tokens(match: Match) -> str | None:
 
 
 def _magnitudes(match: Match) -> str | None:
-    """Whether each column is multiplied by one number. The sum may have the magnitudes' dtype."""
+    """Check that each column is multiplied by one number. The sum may have the magnitudes' dtype."""
     magnitude = value(match.bound["magnitude"])
     if (
         not isinstance(magnitude, torch.Tensor)
@@ -86,7 +86,7 @@ def _base(match: Match):
 
 
 def _build(x, weight, bias, a, b, scale, adapter_input, own_bias, match):
-    if own_bias is not None:  # scaled as what it is added to; summed before anything is rounded
+    if own_bias is not None:  # scaled like the adapter's product; added before rounding
         given = dtype_of(match.bound["own_bias"])
         own_bias = _to(own_bias, given, torch.promote_types(given, torch.float32)) * scale
         bias = own_bias if bias is None else bias + own_bias
@@ -134,7 +134,7 @@ def _to(symbol, given, wanted):
 
 
 def _source(node):
-    """What a node is a cast of."""
+    """The node of which this one is a cast."""
     while node.op == "call_method" and node.target == "to" and len(node.args) == 2:
         node = node.args[0]
     return node
@@ -212,7 +212,7 @@ def of_rows_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, width, 
 
 
 def anchors(graph):
-    """A linear that only another, wider linear reads: the way down to the rank."""
+    """A linear whose only user is another, wider linear: the product with A."""
     found = []
     for node in graph.nodes:
         if node.target is linear and len(node.users) == 1:

@@ -1,4 +1,4 @@
-"""Adapted gate|up, gated activation, adapted down: one op, where a provider joins their backward."""
+"""Adapted gate|up, gated activation and adapted down become one op, if a provider fuses their backward."""
 
 from operator import getitem
 from typing import Any
@@ -18,14 +18,14 @@ _LINEARS = (lora_linear.overload, lora_linear_nf4.overload)
 
 
 def _through_casts(node: Node) -> Node:
-    """What a cast to the dtype that is there already was applied to."""
+    """The node before casts that do not change its dtype."""
     while node.op == "call_method" and node.target == "to" and value(node).dtype == value(node.args[0]).dtype:
         node = node.args[0]
     return node
 
 
 def _half(node: Node) -> tuple[Node, int] | None:
-    """(adapted linear, which of its two halves) for a piece of its split output that only one node reads."""
+    """(adapted linear, index of the half) if the node is a half of its output and has a single user."""
     if node.target is not getitem or getattr(node.args[0], "target", None) != "split" or len(node.users) != 1:
         return None
     split, index = node.args
@@ -42,7 +42,7 @@ def _half(node: Node) -> tuple[Node, int] | None:
 
 
 def _members(linear: Node) -> dict[str, Any]:
-    """An adapted linear's arguments by the names of `lora_mlp`, with what must agree under "same"."""
+    """An adapted linear's arguments by the names of `lora_mlp`; under "same" those that must agree."""
     if linear.target is lora_linear.overload:
         x, inputs, weights, biases, a, b, scales, dtype = linear.args
         return dict(
@@ -90,7 +90,7 @@ def _mode_changes(first: Node, last: Node) -> bool:
 
 
 def _match(down: Node) -> tuple | str | None:
-    """The arguments of `lora_mlp`; the reason if it is nearly one; None if it is none."""
+    """The arguments of `lora_mlp`; for a near miss the reason; otherwise None."""
     act = _through_casts(down.args[0])
     if (
         act.target is not gated_activation.overload
@@ -104,7 +104,7 @@ def _match(down: Node) -> tuple | str | None:
         return "up stands before gate"
     wide, narrow = _members(gate[0]), _members(down)
     if len(wide["rows"]) != 2:
-        return None  # one projection, cut in two afterwards
+        return None  # one projection whose output is split in two
     reason = _mismatch(down, act, wide, narrow) if not _mode_changes(gate[0], down) else _SWITCHED
     if reason is not None:
         return reason
@@ -160,7 +160,7 @@ def _replace(graph: Graph, down: Node, args: tuple) -> None:
     for user in outputs:
         user.replace_all_uses_with(y)
     dead, pending = {*outputs, down}, [down]
-    while pending:  # inputs that only the old nodes use, back to gate|up
+    while pending:  # erase the old nodes up to gate|up
         for source in pending.pop().all_input_nodes:
             if source.op in ("call_function", "call_method") and set(source.users) <= dead and source not in dead:
                 dead.add(source)

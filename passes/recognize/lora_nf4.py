@@ -1,4 +1,4 @@
-"""Adapted linears whose weights are all dequantised for them alone take the packed weights instead."""
+"""Adapted linears take packed weights directly, if nothing else reads the dequantised ones."""
 
 from torch.fx import Graph, Node
 

@@ -1,4 +1,4 @@
-"""bitsandbytes 4-bit matrix products become dequantisation and a plain linear, which every later pass understands."""
+"""4-bit matrix products of bitsandbytes become dequantisation and a plain linear, which later passes recognize."""
 
 import math
 
@@ -42,7 +42,7 @@ def _arguments(node: Node) -> dict:
 
 
 def _inner_gemm(graph: Graph, call: Node) -> dict | None:
-    """The arguments, as nodes of the outer graph, of the one product in an autograd function's body."""
+    """The arguments of the single product in an autograd function's body, as nodes of the outer graph."""
     body = getattr(graph.owning_module, call.args[0].target)
     outer = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), call.args[2:]))
     products = [node for node in body.graph.nodes if _is_gemm(node)]
@@ -66,7 +66,7 @@ def _refuse(arguments: dict) -> str | None:
         return f"quantisation {arguments['quant_type']!r} is unknown"
     if isinstance(shape, Node) or isinstance(
         blocksize, Node
-    ):  # the graph of a piece of a layer, broken in the middle of bitsandbytes' code
+    ):  # part of a layer, after a graph break inside bitsandbytes' code
         return "the weight's shape is no constant"
     if math.prod(shape) % blocksize:
         return "the last block is not full"

@@ -31,7 +31,7 @@ def _wide(match: Match) -> str | None:
 
 
 def _rounded_once(match: Match) -> str | None:
-    """The output has x's dtype, or the result would be rounded where the model does not."""
+    """Require that the output has x's dtype: otherwise the op would round where the model does not."""
     if dtype_of(match.outputs[0]) != dtype_of(match.bound["x"]):
         return f"the result is {dtype_of(match.outputs[0])}, x is {dtype_of(match.bound['x'])}"
     return _wide(match)
@@ -90,4 +90,4 @@ def anchors(graph):
 
 PASS = recognize(
     "rms_norm", [offset_cast, offset, then_rounded, after_rounding, torch_norm], anchors
-)  # 1 + w could be taken for a weight
+)  # otherwise 1 + w could match as a weight

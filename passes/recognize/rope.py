@@ -1,4 +1,4 @@
-"""Rotary embedding of pairs that lie half a row apart, or beside each other, also as a product of complex numbers."""
+"""Rotary embedding of pairs half a row apart or adjacent, also as a product of complex numbers."""
 
 import operator
 from typing import Any
@@ -28,7 +28,7 @@ def rotate_half(x, cos, sin, half):
 
 
 def _as_the_op_has_it(match: Match, dtype: torch.dtype) -> str | None:
-    """Whether a rotation in `dtype` gives what the op does, which has no gradient for its tables."""
+    """Check that a rotation in `dtype` is the op's, which has no gradient for its tables."""
     x, cos, sin, out = (
         value(node) for node in (match.bound["x"], match.bound["cos"], match.bound["sin"], match.outputs[0])
     )
@@ -77,7 +77,7 @@ def _split(match: Match) -> str | None:
 
 
 def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
-    """Whether two indices take the halves of the last dim, and all of the others."""
+    """Whether two indices select the halves of the last dim, and all of the other dims."""
     left, right = (_last_slice(index, rank) for index in (first, second))
     if left is None or right is None or left.step not in (None, 1) or right.step not in (None, 1):
         return False
@@ -85,7 +85,7 @@ def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
 
 
 def _joined(x, cos, sin, first, second, match):
-    """Pairs that lie beside each other become halves, as the model has them behind the rotation."""
+    """Reorder adjacent pairs to halves, the layout of the model's result."""
     width, rank = value(match.bound["x"]).shape[-1], value(match.bound["x"]).dim()
     halves = (
         x
@@ -111,19 +111,19 @@ def _pairs(match: Match) -> str | None:
         return "not stacked into pairs that lie beside each other"
     if (
         not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, x.dtype) != dtype
-    ):  # a narrower one rounds each gradient before their sum
+    ):  # a narrower dtype rounds each gradient before they are summed
         return "not cast to a wider dtype"
     return _as_the_op_has_it(match, dtype)
 
 
 def _every_second(index: Any, first: int, width: int, rank: int) -> bool:
-    """Whether an index takes each second element of the last dim, from `first` on, and all of the others."""
+    """Whether an index selects every second element of the last dim from `first` on, and all of the other dims."""
     last = _last_slice(index, rank)
     return last is not None and last.step == 2 and last.start in (first, first or None) and last.stop in (None, width)
 
 
 def _last_slice(index: Any, rank: int) -> slice | None:
-    """How an index takes the last dim, if that is a slice, and it takes all of the others."""
+    """The slice of the last dim, if an index has one and selects all of the other dims."""
     *others, last = index if isinstance(index, tuple) and index else (index,)
     whole = all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in others)
     return (
@@ -134,7 +134,7 @@ def _last_slice(index: Any, rank: int) -> slice | None:
 
 
 def _beside_again(bound: dict[str, Any], rank: int) -> bool:
-    """Whether what is stacked and flattened become pairs that lie beside each other."""
+    """Whether stacking and flattening gives adjacent pairs."""
     return _dim(bound["dim"], rank + 1) == rank and (_dim(bound["start"], rank + 1), _dim(bound["end"], rank + 1)) == (
         rank - 1,
         rank,
@@ -142,14 +142,12 @@ def _beside_again(bound: dict[str, Any], rank: int) -> bool:
 
 
 def _dim(dim: Any, rank: int) -> int | None:
-    """Counted from the first."""
+    """A dimension as a non-negative index."""
     return dim % rank if isinstance(dim, int) else None
 
 
 def turned(x, first, second, dim, start, end):
-    return torch.stack((-x[second], x[first]), dim).flatten(
-        start, end
-    )  # in as many spellings as there are: the guard reads them
+    return torch.stack((-x[second], x[first]), dim).flatten(start, end)  # the spellings vary: the guard checks them
 
 
 @rewrite("pairs", to=lambda x, cos, sin: op(x, cos, sin, True), where=_pairs)
@@ -159,7 +157,7 @@ def pairs(x, cos, sin, first, second, dim, start, end):
 
 @rewrite("pairs_cast", to=lambda x, cos, sin, dtype: op(x.to(dtype), cos, sin, True), where=_pairs)
 def pairs_cast(x, cos, sin, dtype, first, second, dim, start, end):
-    """The turn in x's own dtype, and what follows in a wider one: a turn rounds nothing."""
+    """The pairs are rearranged in x's dtype, which rounds nothing, and the arithmetic is in a wider one."""
     return x.to(dtype) * cos + turned(x, first, second, dim, start, end).to(dtype) * sin
 
 
@@ -222,7 +220,7 @@ def _is_turned(node):
 
 
 def anchors(graph):
-    """Nodes that suggest a rotation: joined halves, one negated, or a difference and a sum; or complex products."""
+    """Nodes that suggest a rotation: concatenated halves, one negated; a difference and a sum; or a complex product."""
     found = []
     for node in graph.nodes:
         if node.target in (torch.cat, torch.stack) and len(node.args[0]) == 2:

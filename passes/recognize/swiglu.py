@@ -1,4 +1,4 @@
-"""Gated activations: SwiGLU, GeGLU and a clamped one, whatever projections feed them."""
+"""Gated activations, independent of the projections before them: SwiGLU, GeGLU and a clamped gate."""
 
 import operator
 
@@ -44,7 +44,7 @@ def gelu(gate, up):
 
 
 def _constants(match: Match) -> str | None:
-    """Clamped between limit and -limit, by numbers, in one dtype."""
+    """Require that gate and up are clamped by constants limit and -limit, in one dtype."""
     numbers = [match.bound[name] for name in ("alpha", "limit", "least")]
     if not all(type(number) in (int, float) for number in numbers):
         return "alpha or the limit is not a constant"
@@ -61,18 +61,18 @@ def clamped(both, alpha, limit, least):
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-#: that no rewrite knows; where one is a gate, the report says so
+#: activations without a rewrite; the report names them where one is a gate
 _OTHERS = (F.relu, torch.relu, F.leaky_relu, F.elu, F.mish, F.hardswish)
 
 
 def _is_gate(node):
-    """Whether another tensor of the same shape is multiplied by it."""
+    """Whether it multiplies another tensor of the same shape."""
     sides = [side for user in node.users if user.target is operator.mul for side in user.args if side is not node]
     return any(getattr(value(side), "shape", None) == value(node).shape for side in sides)
 
 
 def _is_clamped(node):
-    """Whether it is the sigmoid of a multiple of what was clamped."""
+    """Whether it is the sigmoid of a multiple of a clamped value."""
     (scaled,) = node.args
     sides = scaled.args if isinstance(scaled, Node) and scaled.target is operator.mul else ()
     return any(isinstance(side, Node) and side.target in (torch.clamp, "clamp") for side in sides)

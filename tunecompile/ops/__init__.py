@@ -1,8 +1,8 @@
-"""What subgraphs mean, in plain PyTorch: one file an op family, and no kernel anywhere.
+"""The semantic ops in plain PyTorch: one file per op family, and no kernels.
 
-The function is the meaning; its backward, an op of its own, stands beside it in its file. In their docstrings a shape
-[T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; gradients have shape and dtype of what they are
-gradients of. `tunecompile.op` says how an op is made."""
+Each function defines what its op computes. The backward is a separate op in the same file. In the docstrings a shape
+[T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; a gradient has the shape and dtype of its tensor.
+`tunecompile.op` documents how an op is made."""
 
 from tunecompile.ops.attention import document_mask, varlen_attention
 from tunecompile.ops.dora import adapted_norm

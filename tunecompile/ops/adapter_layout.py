@@ -1,4 +1,4 @@
-"""Matrices in which adapters are laid out beside or below the weights that they adapt (K extension).
+"""Matrices that hold adapters beside or below the weights that they adapt (K extension).
 
 [x | x A^T] @ [W | scale B]^T is the adapted product of all siblings, and [dY | dY B] @ [W; A] is its gradient.
 """
@@ -25,7 +25,7 @@ def on_diagonal(b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype
 
 
 def below(a: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-    """Return [A; 0] in `dtype`, to be put below `rows` rows of weights: together as high as [dY | dY B | 0] is wide."""
+    """Return [A; 0] in `dtype`. Below `rows` rows of weights it gives a matrix as high as [dY | dY B | 0] is wide."""
     adapters = torch.cat([m.to(dtype) for m in a])
     room = padded(rows + adapters.shape[0]) - rows - adapters.shape[0]
     return torch.cat([adapters, adapters.new_zeros(room, adapters.shape[1])])
@@ -56,7 +56,7 @@ def written_weight(
 ) -> Tensor:
     """Return `extended_weight`, written by kernels into one buffer, with `below` [*, K] under W if given.
 
-    It needs a GPU and Triton, and makes no copy on the way.
+    Needs a GPU and Triton. Makes no intermediate copy.
     """
     from tunecompile.templates import lora
 

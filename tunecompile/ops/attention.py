@@ -17,7 +17,7 @@ __all__ = ["document_mask", "varlen_attention", "varlen_attention_backward"]
 
 @op(cost=Cost.POINTWISE)
 def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal: bool = True) -> Tensor:
-    """The mask of attention inside documents: each token sees itself and what stands before it in its own, or all.
+    """The mask of attention within documents: a token sees itself and the earlier tokens of its document, or all of it.
 
     Attention under it is `varlen_attention`, which reads offsets and makes no mask.
 
@@ -26,7 +26,7 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal
         longest: tokens of the longest document, or more: kernels are launched for so many.
         total: N.
         window: how many tokens a token sees, itself included; 0 for all.
-        causal: whether a token sees none behind it. If not, there is no window.
+        causal: whether a token sees no later token. If False, there is no window.
 
     Returns:
         bool [1, 1, N, N], True where the query of the third dimension sees the key of the fourth."""
@@ -56,7 +56,7 @@ def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, sof
     relative = scores - places.heads_first(out1.t()[..., None], heads)
     probabilities = relative.masked_fill(
         ~places.taken[:, None, :, None], float("-inf")
-    ).exp()  # a free place has another token's logsumexp
+    ).exp()  # an unused place holds the logsumexp of another token
     dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
     dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
     dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * slope * scale
@@ -147,13 +147,13 @@ def varlen_attention(
     causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v, where each token attends to itself and to what stands before it in its own sequence.
+    """softmax(scale q k^T) v, where each token attends to itself and earlier tokens of its sequence.
 
-    Not causal, it attends to the whole of its own sequence.
+    Without `causal` it attends to all of its own sequence.
 
-    Vendors' kernels for it go back to FlashAttention (arXiv:2205.14135). Sinks are numbers beside the scores in the
-    softmax, without a value: with lse of the scores alone, softmax and sinks give exp(lse - logaddexp(lse, sink)) times
-    what softmax alone gives, and the backward is that of softmax alone, handed the joined logarithm.
+    Vendors' kernels for it are based on FlashAttention (arXiv:2205.14135). A sink is one more score in the softmax,
+    without a value. With lse of the scores alone, sinks multiply the result by exp(lse - logaddexp(lse, sink)). The
+    backward is that of attention without sinks, given the logarithm that includes them.
 
     Args:
         q: queries of all N tokens, [N, H, D], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
@@ -164,7 +164,7 @@ def varlen_attention(
         scale: of the scores, mostly 1 / sqrt(D).
         window: how many tokens a token sees, itself included; 0 for all.
         sinks: [H], any floating dtype, or None.
-        causal: whether a token sees none behind it. If not, there is no window.
+        causal: whether a token sees no later token. If False, there is no window.
         softcap: c of c tanh(score / c), in the units of the scores (Gemma 2, arXiv:2408.00118); 0 for none.
 
     Returns:
@@ -209,7 +209,7 @@ def varlen_attention_backward(
 
 
 def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
-    """- sum of exp(sink - logsumexp) <grad, out> over tokens: a sink takes a share, and has no value."""
+    """- sum of exp(sink - logsumexp) <grad, out> over tokens: a sink has a share of the softmax but no value."""
     if sinks is None:
         return grad.new_zeros(0)
     wide = logsumexp.dtype
@@ -218,23 +218,23 @@ def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor 
 
 
 class _Places:
-    """The same tokens as rows of equal length, [S, longest]: beyond its sequence's end a place repeats some token. No
-    token sees those places, which all come later, so causality alone keeps them out. Where it is not causal, a place
-    beyond the end sees itself alone."""
+    """The tokens as rows of equal length, [S, longest]. Places beyond the end of a sequence repeat some token.
+
+    The causal mask alone excludes them, since they come last. Without it, such a place sees only itself."""
 
     def __init__(self, offsets: Tensor, longest: int, total: int, causal: bool):
         begin, end = offsets[:-1].long(), offsets[1:].long()
         place = torch.arange(longest, device=offsets.device)
         token = torch.arange(total, device=offsets.device)
-        self.index = (begin[:, None] + place).clamp(max=total - 1)  # [S, L]: which token stands there
-        self.taken = place < (end - begin)[:, None]  # [S, L]: whether one does
-        self.sequence = torch.searchsorted(end, token, right=True)  # [N]: where each token stands
+        self.index = (begin[:, None] + place).clamp(max=total - 1)  # [S, L]: the token at each place
+        self.taken = place < (end - begin)[:, None]  # [S, L]: whether the place is used
+        self.sequence = torch.searchsorted(end, token, right=True)  # [N]: the sequence of each token
         self.place = token - begin[self.sequence]
         self.distance = place[:, None] - place  # [L, L]
         self.causal = causal
 
     def heads_first(self, x: Tensor, heads: int) -> Tensor:
-        """[N, K, D] -> [S, heads, L, D] in the dtype of the arithmetic; heads that share a key each get it."""
+        """[N, K, D] -> [S, heads, L, D] in the dtype of the arithmetic; shared keys are repeated for each head."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return wide.repeat_interleave(heads // x.shape[1], 1)[self.index].transpose(1, 2)
 
@@ -252,12 +252,12 @@ class _Places:
         return made.masked_fill(~seen, float("-inf")), slope
 
     def tokens(self, rows: Tensor, heads: int | None = None) -> Tensor:
-        """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are added up."""
+        """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are summed."""
         flat = rows.transpose(1, 2)[self.sequence, self.place]
         return flat if heads is None else flat.reshape(flat.shape[0], heads, -1, flat.shape[-1]).sum(2)
 
 
-_FLASH = "reads sequences as they lie, and shared keys once"
+_FLASH = "reads sequences in place, and shared keys once"
 _TEMPLATE = "takes soft-capped scores and heads wider than 256; scores stay in registers"
 
 

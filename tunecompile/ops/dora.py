@@ -16,8 +16,8 @@ def _flops(weight: Tensor, a: Tensor, *_) -> int:
 def adapted_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return the norm of each row of W + scale B A, by which DoRA divides its magnitudes (arXiv:2402.09353).
 
-    It has no backward: section 4.3 treats the norm as a constant. It counts as a matrix product, so that N numbers are
-    saved, and the adapted weight is computed once.
+    It has no backward: section 4.3 of the paper treats the norm as a constant. Its cost is that of a matrix product, so
+    its N results are saved and the adapted weight is not computed a second time.
 
     Args:
         weight: W, [N, K], any floating dtype.

@@ -1,9 +1,9 @@
 """Frozen matrix products in FP8: e4m3 operands, fp32 accumulation, exact adapters (layout: `templates/fp8.py`).
 
 e4m3 has 4 significant bits and 2^15 between its largest and its smallest normal number (Micikevicius et al., 2022,
-arXiv:2209.05433), so a scale has to keep values in range and no more. Rows of activations and of gradients differ in
-size by orders of magnitude and get a scale each, found in the pass that rounds them; a weight's rows share one bound.
-What follows was chosen by `benchmarks/kernels/fp8.py`."""
+arXiv:2209.05433), so a scale only has to keep values in range. Rows of activations and of gradients differ in size by
+orders of magnitude: each has its own scale, computed in the pass that rounds it. The rows of a weight share one bound.
+The constants below were chosen with `benchmarks/kernels/fp8.py`."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,7 +29,7 @@ __all__ = [
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BECAUSE = "FP8 products: half the bytes, twice the rate of bf16's tensor cores"
-WIDTH = 128  #: what is summed is padded to a multiple of this
+WIDTH = 128  #: the dimension that is summed over is padded to a multiple of this
 #: whether the tensor cores' own accumulator (about 14 bits) is summed in fp32 only at the end
 FAST_FORWARD, FAST_BACKWARD = True, False
 WIDEST = 65536  #: columns of a row that one program quantises
@@ -108,7 +108,7 @@ def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
         dtype: of the adapter's arithmetic.
 
     Returns:
-        (x a^T, [T, R] in `dtype`; and the two results of `quantize` of x and it).
+        (x a^T, [T, R] in `dtype`; and the two results of `quantize` for x and x a^T).
     """
     projected = x.to(dtype) @ a.t()
     return projected, *quantize(x, projected)
@@ -176,6 +176,6 @@ def _split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join(parts: list[Tensor], width: int) -> Tensor:
-    """The parts side by side, padded with zeros. (By way of bf16: some versions of torch cannot concatenate e4m3.)"""
+    """The parts side by side, padded with zeros. (Via bf16: some versions of torch cannot concatenate e4m3.)"""
     joined = torch.cat([part.bfloat16() for part in parts], 1)
     return torch.nn.functional.pad(joined, (0, width - joined.shape[1])).to(E4M3)

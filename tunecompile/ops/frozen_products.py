@@ -1,4 +1,7 @@
-"""The frozen weights that a call in a graph reads, and the same call on matrices that hold weights and adapters."""
+"""Find the frozen weights that a call in a graph reads, and make the same call on fused matrices.
+
+A fused matrix holds weights and adapters (`tunecompile.ops.frozen_weights.WeightLayout`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ class FrozenProduct:
 
     weights: tuple[
         tuple, ...
-    ]  #: of each the arguments of `dequantize_4bit`, or a tuple of the dense weight [N_i, K] alone
+    ]  #: for each weight the arguments of `dequantize_4bit`, or a tuple with the dense weight [N_i, K]
     a: tuple[Node, ...]  #: A_i, [r_i, K]
     b: tuple[Node, ...]  #: B_i, [N_i, r_i]
     scales: tuple[float, ...]  #: factors, one an adapter
@@ -41,13 +44,13 @@ class FrozenProduct:
     def quantized(self) -> bool:
         """Whether all weights are 4-bit.
 
-        Dense weights may change without a new version (`weight.data += delta`, as adapters are merged).
+        Dense weights may change without a new `_version` (`weight.data += delta`, when adapters are merged).
         """
         return all(len(weight) > 1 for weight in self.weights)
 
     @property
     def place(self) -> Node:
-        """The first weight's input, which represents all of them."""
+        """The input node of the first weight, which identifies the product."""
         return self.weights[0][0]
 
 
@@ -74,7 +77,7 @@ def frozen(node: Node) -> list[FrozenProduct] | None:
 
 
 def _columns(adapter: Node) -> int:
-    """K, of A [r, K]: a parameter's size is a number, while that of an input is a symbol in graphs for changing sizes.
+    """K, read from A [r, K]: sizes of parameters are numbers, while those of inputs are symbols under dynamic shapes.
 
     (A view of [n, heads, width] as [n, K] has a symbolic K, though n cancels out.)
     """
@@ -82,7 +85,7 @@ def _columns(adapter: Node) -> int:
 
 
 def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
-    """Return the same call, on matrices that hold the weights and their adapters.
+    """Return the same call on fused matrices.
 
     Args:
         node: one for which `frozen` is not None.

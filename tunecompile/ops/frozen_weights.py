@@ -1,4 +1,4 @@
-"""The frozen weights of a matrix product in every layout that an op accepts, and the matrices that products read."""
+"""The layouts in which an op accepts frozen weights, and the matrices that its products read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["FrozenWeights", "PackedWeights", "WeightLayout"]
 class WeightLayout(enum.Enum):
     """How the weights W_i, [N_i, K], of siblings that share their input are stored."""
 
-    SEPARATE = "W_i"  #: dense, one matrix each
+    SEPARATE = "W_i"  #: dense, one matrix for each weight
     STACKED = "[W; A; 0]"  #: one dense matrix: all W_i below each other, and the A_i below them
-    #: one dense matrix: the W_i below each other, each adapter in columns and rows of its own, zeros to multiples of 64
+    #: one dense matrix: the W_i below each other, each adapter in its own columns and rows, padded to multiples of 64
     EXTENDED = "[[W, scale B, 0], [A, 0, 0], [0, 0, 0]]"
     PACKED = "4-bit codes"  #: as bitsandbytes stores them
 
@@ -36,7 +36,7 @@ class PackedWeights:
 
     packed: Sequence[Tensor]  #: uint8, rows[i] * columns / 2 elements each
     absmax: Sequence[Tensor]  #: fp32 [blocks], or uint8 [blocks] with double quantisation
-    code: Sequence[Tensor]  #: fp32 [256] with double quantisation; else empty, as scale and offset
+    code: Sequence[Tensor]  #: fp32 [256] with double quantisation; else empty, as are scale and offset
     scale: Sequence[Tensor]  #: fp32 [ceil(blocks / 256)]
     offset: Sequence[Tensor]  #: fp32, one element
     rows: Sequence[int]  #: N_i
@@ -55,7 +55,7 @@ class PackedWeights:
         return [dequantize_4bit.reference(*arguments) for arguments in self._arguments()]
 
     def dequantized(self) -> list[Tensor]:
-        """Return the W_i, dequantised by the provider that takes them."""
+        """Return the W_i, dequantised by the first provider that accepts them."""
         return [dequantize_4bit.choose(arguments).run(*arguments) for arguments in self._arguments()]
 
     def refuse_bitsandbytes(self) -> str | None:
@@ -80,7 +80,7 @@ class PackedWeights:
         return self._write(self._room(self.columns, below), None, below)
 
     def in_fp8(self) -> fp8.Operand:
-        """Return the operand of FP8 products: codes become e4m3 with nothing in between."""
+        """Return the operand of FP8 products: codes are converted directly to e4m3."""
         if not self.packed[0].is_cuda:
             return fp8.dense_operand(self.reference())
         from tunecompile.templates import fp8 as templates
@@ -135,9 +135,9 @@ class PackedWeights:
         return out
 
     def _largest(self) -> Tensor:
-        """A bound of every weight: codes are at most 1, so a weight is at most its block's scale.
+        """An upper bound of all weights: levels are at most 1, so a weight is at most the scale of its block.
 
-        Double-quantised scales are bounded without decoding them, from a 256th of the bytes.
+        Double-quantised scales are bounded without decoding them, which reads a 256th of the bytes.
         """
         if not self.code:
             return torch.stack([m.amax() for m in self.absmax]).amax().float()
@@ -149,7 +149,7 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """The weights of one matrix product. Made by `dense` or `of_packed`."""
+    """The frozen weights of one matrix product. Made by `dense` or `of_packed`."""
 
     layout: WeightLayout
     matrices: Sequence[Tensor]  #: the dense ones, as the layout says; empty if packed
@@ -187,16 +187,16 @@ class FrozenWeights:
         return self.layout in (WeightLayout.STACKED, WeightLayout.EXTENDED)
 
     def members(self) -> Sequence[Tensor]:
-        """Return the W_i, [N_i, K]: views of a fused matrix; packed ones dequantised by the reference."""
+        """Return the W_i, [N_i, K]: views of a fused matrix, or packed weights dequantised by the reference."""
         if self.packed is not None:
             return self.packed.reference()
         return self.matrices[0][: self.height, : self.columns].split(self.rows) if self.fused else self.matrices
 
     def without_copy(self, tokens: int) -> Tensor | None:
-        """Return W of all siblings where a product should read it, and add the adapters' share afterwards; else None.
+        """Return W of all siblings if a product should read it alone and add the adapters' term afterwards; else None.
 
-        For a short batch, adding moves fewer bytes than a copy of W with scale B beside it. None where that is not so,
-        where the matrix holds scale B already, or where W is not one dense matrix.
+        For a small batch this moves fewer bytes than a copy of W with scale B beside it. None for larger batches, if
+        the matrix already holds scale B, or if W is not one dense matrix.
 
         Args:
             tokens: rows of the product; may be symbolic.
@@ -224,7 +224,7 @@ class FrozenWeights:
         return written_weight(self.matrices, b, scales, dtype, below)
 
     def stacked(self, a: Sequence[Tensor], dtype: torch.dtype, with_adapters: bool = True) -> Tensor:
-        """Return [W; A; 0] in `dtype`, which [dY | dY B | 0] is multiplied by; or W alone, for dY."""
+        """Return [W; A; 0] in `dtype`, the factor of [dY | dY B | 0]; or only W, the factor of dY."""
         if self.fused:
             return self.matrices[0][: None if with_adapters else self.height, : self.columns]
         adapters = below(a, self.height, dtype) if with_adapters else None

@@ -1,4 +1,4 @@
-"""The head of a language model and its loss as one op: logits exist for one chunk of rows at a time.
+"""The head of a language model and its loss as one op, which computes logits for one chunk of rows at a time.
 
 As in Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024,
 arXiv:2411.09009)."""
@@ -58,9 +58,11 @@ def workspace(weight: Tensor, rows: int) -> int:
 
 
 def _step(weight: Tensor, trained: bool) -> int:
-    """How many rows make a chunk. Each reads and writes a trained weight's gradient once more, beside which as many
-    logits as the weight has values are little: 39.7 ms, and 43.2 by chunks of 1,024 rows (8,192 rows, V = 128,256, H
-    = 4,096, H200)."""
+    """The rows of a chunk. Each chunk reads and writes the gradient of a trained weight once.
+
+    So chunks are larger then, with as many logits as the weight has values: 39.7 ms, and 43.2 with chunks of 1,024 rows
+    (8,192 rows, V = 128,256, H = 4,096, H200).
+    """
     return max(chunk_rows(weight.shape[0]), weight.shape[1] if trained else 0)
 
 
@@ -73,7 +75,7 @@ def mean_of_labelled(total: Tensor, labels: Tensor, ignore_index: int) -> Tensor
         ignore_index: what a row without a label has.
 
     Returns:
-        [], total's dtype. Of no label it is not a number, as in torch, and passes gradients that are zero.
+        [], total's dtype. Without any label it is NaN, as in torch, and its gradients are zero.
     """
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
@@ -201,7 +203,7 @@ def _losses_and_gradient(
     factors: Tensor | None = None,
     gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss and, if `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
+    """The loss of each row and, with `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
 
     The logits may be overwritten.
     """
@@ -301,11 +303,11 @@ def linear_cross_entropy_rows(
     train_hidden: bool,
     train_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, for objectives that weigh tokens; `linear_cross_entropy` is the sum of them.
+    """Return the loss of each row, for objectives that weight tokens; `linear_cross_entropy` is their sum.
 
-    Under a frozen head the gradient of a row's hidden state is its loss's gradient times one number, so it is
-    computed in the forward pass, where the logits are at hand. That of a trained head mixes rows, whose weights only
-    the backward pass knows: there each chunk of logits is made once more.
+    Under a frozen head the gradient of a row's hidden state is a vector, known in the forward pass, times the incoming
+    gradient of its loss. So it is computed in the forward pass, while the logits exist. The gradient of a trained head
+    sums over rows with weights that only the backward pass knows: there each chunk of logits is recomputed.
 
     Args:
         hidden: [T, H], any floating dtype.

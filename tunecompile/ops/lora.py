@@ -135,7 +135,7 @@ def _(x, inputs, weights, biases, a, b, scales, dtype):
 
 
 def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) -> tuple[Tensor, Tensor]:
-    """Compute as "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
+    """As the provider "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
     if inputs:
         xa = down(x, inputs, a, dtype)
         rows, row_scales = fp8.quantize(_tokens(x), xa)
@@ -148,8 +148,8 @@ def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) 
 def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return ([x | extra | 0], extra) as rows of tokens, with extra = make(x), [T, columns].
 
-    The wide buffer is made before anything reads x, and before x is reshaped. So Inductor lets the kernel that
-    computes x write into it, and nothing is copied."""
+    The wide buffer is allocated before anything reads x, and before x is reshaped. So Inductor makes the kernel that
+    computes x write into it, without a copy."""
     width = x.shape[-1]
     wide = _tokens(torch.cat([x, x.new_zeros(*x.shape[:-1], padded(width + columns) - width)], -1))
     extra = make(wide[:, :width])
@@ -248,8 +248,8 @@ BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
     """Return whether dX is computed as [dY | dY B] @ [W; A], for `rows` of W.
 
-    That costs a copy of dY where its producer cannot write it in place. Accumulating the adapters' share instead
-    writes it, copies it under the product (cuBLAS overwrites its addend) and reads it there, each as large as dX."""
+    That costs a copy of dY if its producer cannot write it in place. Adding the adapters' term instead writes it,
+    copies it to the output of the product (cuBLAS overwrites its addend) and reads it there, each as large as dX."""
     return not inputs and rows <= 2 * x.shape[-1]
 
 
@@ -301,6 +301,6 @@ def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, 
         p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype)
         for p, v in zip(g.split(sizes, 1), biases)
     ]
-    all_b = g.t().to(dtype) @ xa  # [N, R]: the blocks on the diagonal are dB
+    all_b = g.t().to(dtype) @ xa  # [N, R]: its diagonal blocks are dB
     d_b = [(part.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, part in enumerate(all_b.split(sizes))]
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

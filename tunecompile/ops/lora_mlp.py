@@ -1,7 +1,8 @@
-"""A gated MLP with LoRA on its three projections as one op, so that its backward passes once over the wide tensors.
+"""A gated MLP with LoRA on its three projections as one op, whose backward reads the wide tensors only once.
 
-The gradients of gate and up are the largest tensors of a decoder layer. In one op they are computed together with the
-adapters' sums over them (`tunecompile.templates.lora_mlp`), and written where the next product reads them. Gated linear
+The gradients of gate and up are the largest tensors of a decoder layer. As one op they are computed together with the
+adapters' gradients, which sum over them (`tunecompile.templates.lora_mlp`), and written where the next product reads
+them. Gated linear
 units: Shazeer, 2020, arXiv:2002.05202; adapters: Hu et al., 2021, arXiv:2106.09685.
 """
 
@@ -276,7 +277,7 @@ def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen):
 
 
 def with_room(gate_up: Tensor, width: int) -> Tensor:
-    """Return [gate | up | 0], to be overwritten by its gradient. Inductor lets a product write there without a copy."""
+    """Return [gate | up | 0], to be overwritten by its gradient. Inductor makes a product write there directly."""
     return torch.cat([gate_up, gate_up.new_zeros(gate_up.shape[0], width - gate_up.shape[1])], 1)
 
 

@@ -1,7 +1,7 @@
-"""`lora_mlp` tile by tile over the tokens, so that no wide tensor exists for more than one tile.
+"""`lora_mlp`, computed tile by tile over the tokens, so that wide tensors have the size of one tile.
 
-A layer's gate|up, its gradient and the activation need most of the memory of a long batch: 1.36 GiB for 8,192 tokens
-of an 8B model, while the hidden states between layers take 64 MiB. Only x is saved; the backward recomputes each
+In a long batch gate|up, its gradient and the activation need most of the memory of a layer: 1.36 GiB for 8,192 tokens
+of an 8B model, where the hidden states between layers need 64 MiB. Only x is saved; the backward recomputes each
 tile's gate|up. Weights are dequantised once for all tiles. (As Arctic's TiledMLP: Bekman et al., 2025,
 arXiv:2506.13996.)"""
 
@@ -35,8 +35,8 @@ def backward_flops(grad, x, *rest) -> int:
 def pieces(tokens: int, tiles: int) -> list[slice]:
     """Return the slices of `tokens` rows that make up the tiles.
 
-    There are `tiles` of them, of equal length but for the last, which takes the remainder, too; or one, where there are
-    fewer tokens than tiles.
+    There are `tiles` of them. All have equal length, except that the last one also has the remainder. There is one
+    if there are fewer tokens than tiles.
     """
     tiles = tiles if tokens >= tiles else 1
     each = tokens // tiles
@@ -88,7 +88,7 @@ def lora_mlp_tiled(
 
 @lora_mlp_tiled.provider(
     "joined",
-    because="nothing wide is held for more than a piece of the tokens",
+    because="wide tensors exist for one tile of the tokens at a time",
     refuses=_refuse,
 )
 def _(*, x, a, b, scales, rows, activation, tiles, **frozen):
@@ -168,7 +168,7 @@ def lora_mlp_tiled_backward(
     refuses=_refuse,
 )
 def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
-    """The adapters' inner products are narrow: they are kept for all tokens, and summed by one product each."""
+    """The adapters' inner products are narrow: they are stored for all tokens, and each gradient is one product."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), of pairs half a row apart, or of neighbours."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) of pairs half a row apart, or of adjacent pairs."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["rope", "rope_backward", "rotate_half", "rotate_pairs"]
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """A quarter turn of each pair (x1, x2), whose members lie half a row apart.
+    """Rotate each pair (x1, x2) by 90 degrees; its members are half a row apart.
 
     Args:
         x: [..., D], any dtype, D even.
@@ -22,13 +22,13 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """A quarter turn of each pair (x1, x2), whose members lie beside each other.
+    """Rotate each pair (x1, x2) by 90 degrees; its members are adjacent.
 
     Args:
         x: [..., D], any dtype, D even.
 
     Returns:
-        -x2 where x1 was, x1 where x2 was, of the same shape and dtype.
+        -x2 in the place of x1, and x1 in the place of x2; of the same shape and dtype.
     """
     signs = torch.arange(-1, 2, 2, device=x.device, dtype=x.dtype)
     return (x.unflatten(-1, (-1, 2)).flip(-1) * signs).flatten(
@@ -42,14 +42,14 @@ def turn(x: Tensor, interleaved: bool) -> Tensor:
 
 @op(cost=Cost.POINTWISE)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x * cos + (a quarter turn of x) * sin, computed in fp32 or wider and rounded once (arXiv:2104.09864).
+    """Return x * cos + (x rotated by 90 degrees) * sin, in fp32 or wider and rounded once (arXiv:2104.09864).
 
     Args:
         x: [B, H, T, D], or any shape that ends in an even D; any floating dtype.
         cos: of the angles, in radians, of each position; broadcasts to x. It gets no gradient.
         sin: of the same angles, in shape and dtype of cos. It gets no gradient.
-        interleaved: whether the members of a pair lie beside each other (`rotate_pairs`), and not half a row apart
-            (`rotate_half`). The tables have their layout: each angle twice in succession, or all angles twice.
+        interleaved: whether the members of a pair are adjacent (`rotate_pairs`) instead of half a row apart
+            (`rotate_half`). cos and sin have the same layout: each angle twice in succession, or all angles twice.
 
     Returns:
         As x in shape, in the dtype that x and cos promote to.

@@ -1,4 +1,4 @@
-"""Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU, GeGLU, and the clamped one of gpt-oss."""
+"""Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU, GeGLU, and the clamped gate of gpt-oss."""
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Note | N
 @gated_activation_backward.provider(
     "triton",
     refuses=_refuse,
-    because="both gradients in one buffer, as the fused projection's gradient stands: "
+    because="both gradients in one buffer, which is the fused projection's gradient: "
     "0.29 ms, Inductor's concatenation 0.38 (8192x14336 bf16, H200)",
 )
 def _(grad, gate, up, activation):
@@ -85,7 +85,7 @@ def _(grad, gate, up, activation):
 
 @op(cost=Cost.POINTWISE)
 def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return g sigmoid(alpha g) (u + 1) with g and u clamped, gate and up in turns (arXiv:2508.10925).
+    """Return g sigmoid(alpha g) (u + 1) with g and u clamped, gate and up interleaved (arXiv:2508.10925).
 
     Args:
         both: [..., 2F], any floating dtype: g at even columns, u at odd ones. Arithmetic is in fp32, in fp64 for fp64.
@@ -102,7 +102,7 @@ def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 @clamped_gate.backward(saves=("both", "alpha", "limit"), gives=("both",))
 def clamped_gate_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> list[Tensor]:
-    """The gradient of `clamped_gate`; values beyond the limit get none, as torch's `clamp` has it.
+    """The gradient of `clamped_gate`; clamped values get none, as in torch's `clamp`.
 
     Args:
         grad: of the result, [..., F] in its dtype. The others are those of `clamped_gate`.
@@ -127,7 +127,7 @@ def _refuse_clamped(both: Tensor) -> Note | None:
 
 
 @clamped_gate.provider(
-    "triton", refuses=_refuse_clamped, because="pairs of columns are read as they stand, and apart in registers"
+    "triton", refuses=_refuse_clamped, because="interleaved columns are read as pairs and separated in registers"
 )
 def _(both, alpha, limit):
     from tunecompile.templates import swiglu
@@ -136,7 +136,7 @@ def _(both, alpha, limit):
 
 
 @clamped_gate_backward.provider(
-    "triton", refuses=_refuse_clamped, because="pairs of gradients are written as the projection's gradient stands"
+    "triton", refuses=_refuse_clamped, because="interleaved pairs are written, as in the projection's gradient"
 )
 def _(grad, both, alpha, limit):
     from tunecompile.templates import swiglu

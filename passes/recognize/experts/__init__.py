@@ -1,4 +1,4 @@
-"""Mixtures of experts: their grouped products, biases, and rows on their way there and back."""
+"""Mixtures of experts: grouped products, biases, and the copies of tokens to experts and back."""
 
 from tunecompile.passes.recognize.experts.biases import PASS as expert_biases
 from tunecompile.passes.recognize.experts.masks import PASS as expert_masks

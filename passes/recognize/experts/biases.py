@@ -1,8 +1,8 @@
-"""Biases of experts: what is added to each row of a product is part of the product.
+"""Biases of experts, which are added to each row of a grouped product, become part of the product.
 
-Models gather a row of biases for each row (`integrations/moe.py` of transformers), by the id of its expert. That it is
-the expert whose rows the offsets count is proved from the graph. In rows of nobody the product is 0, without a bias;
-torch's grouped product leaves them unwritten, so no model reads them.
+Models gather a row of biases for each row (`integrations/moe.py` of transformers), by the id of its expert. The graph
+must show that these ids are those that the offsets count. In rows of no expert our product is 0, without a bias.
+torch's leaves them unwritten, so no model reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BIAS = grouped_lora_linear.parameters.index("bias")
 
 
 def _added(rows: Node) -> tuple[Node, Node] | None:
-    """(The call that adds something to a product's rows first, what it adds)."""
+    """(The first call that adds something to a product's rows, what it adds)."""
     for user in rows.users:
         if user.op in ("call_function", "call_method") and user.target in _ADDS:
             sides = [side for side in user.args if side is not rows]
@@ -37,7 +37,7 @@ def _added(rows: Node) -> tuple[Node, Node] | None:
 
 
 def _is_choice(ids: Node) -> bool:
-    """Whether sorted ids are places of the largest of some scores: none is below 0."""
+    """Whether sorted ids come from a top-k, so that none is negative."""
     sort = ids.args[0]
     made = source(sort, torch.sort, "sort")
     while (shaped := source(made, "view", "reshape", torch.reshape, "flatten", torch.flatten)) is not None:
@@ -54,7 +54,7 @@ def _refusal(product: Node, rows: Node, add: Node, biases: Node) -> str | None:
         return "what is added is no bias of an expert"
     if counted(offsets) is not ids or not _is_choice(ids):
         return "its biases are chosen by other ids than its matrices"
-    # such a clamp changes ids of nobody alone
+    # such a clamp only changes ids of no expert
     clamps = [asked(user, "min", "max") if user.target == "clamp_" else None for user in ids.users if is_mutation(user)]
     if any(clamp not in ([None, experts - 1], [0, experts - 1]) for clamp in clamps):
         return "the ids are changed"

@@ -1,4 +1,4 @@
-"""Whose rows are whose: ids in the order in which experts get their rows, and offsets counted from them."""
+"""Expert ids in sorted order, and the offsets that are counted from them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["asked", "counted", "source"]
 
 
 def asked(node: Node, *names: str) -> list:
-    """Arguments of a call behind the first, by position or by name."""
+    """Arguments of a call after the first, given by position or by name."""
     given = {**dict(zip(names, node.args[1:])), **node.kwargs}
     return [given.get(name) for name in names]
 
 
 def source(node: object, *targets: object) -> Node | None:
-    """What a call of one of these targets reads first."""
+    """The first argument, if the node is a call of one of these targets."""
     called = isinstance(node, Node) and node.op in ("call_function", "call_method") and node.target in targets
     return node.args[0] if called and node.args and isinstance(node.args[0], Node) else None
 
 
 def counted(offsets: Node) -> Node | None:
-    """The sorted ids whose counts, one an expert, the offsets add up: those outside of 0 ... E - 1 are not counted."""
+    """The sorted ids of which offsets are the cumulative counts per expert; ids outside 0 ... E - 1 are not counted."""
     counts = source(offsets, torch.cumsum, "cumsum")
     if counts is None or asked(offsets, "dim", "dtype")[0] not in (0, -1):
         return None

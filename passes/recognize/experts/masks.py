@@ -1,8 +1,8 @@
-"""Masks over rows of experts that another rank has: products grouped by expert give 0 there as they are.
+"""Masks over rows of experts on other ranks are removed: grouped products give 0 there without them.
 
-transformers sets such rows to 0 before and behind each product, on one rank too (`integrations/moe.py`), because a
-grouped product leaves them unwritten. `grouped_lora_linear` writes zeros, and a mask would only stand between it and
-the rows that it could read in place.
+transformers sets such rows to 0 before and after each product, also on a single rank (`integrations/moe.py`), because a
+grouped product leaves them unwritten. `grouped_lora_linear` writes zeros, and a mask would prevent it from reading rows
+in place.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FILLS = ("masked_fill", torch.masked_fill, _IN_PLACE)
 
 
 def _of_nobody(mask: object, offsets: Node) -> bool:
-    """Whether a mask is over rows behind the last offset alone.
+    """Whether a mask covers only rows behind the last offset.
 
-    Ids stand in increasing order, and the last offset is how many of them are below E: one that is not stands behind.
+    Ids are in increasing order, and the last offset is the number of ids below E: the other ids are behind it.
     """
     compared = source(mask, "unsqueeze", torch.unsqueeze)
     ids = source(compared, operator.ge, torch.ge, "ge")
@@ -42,7 +42,7 @@ def _of_nobody(mask: object, offsets: Node) -> bool:
 
 
 def _between(ids: Node, offsets: Node) -> Iterator[Node]:
-    """The calls that make offsets of ids."""
+    """The calls that compute offsets from ids."""
     node = offsets
     while node is not ids:
         yield node
@@ -50,7 +50,7 @@ def _between(ids: Node, offsets: Node) -> Iterator[Node]:
 
 
 def _fills(node: Node, offsets: Node) -> bool:
-    """Whether a call sets rows of nobody to 0, and does nothing else."""
+    """Whether a call sets rows of no expert to 0, and does nothing else."""
     if node.op == "output" or node.target not in _FILLS:
         return False
     mask, filled = asked(node, "mask", "value")
@@ -58,7 +58,7 @@ def _fills(node: Node, offsets: Node) -> bool:
 
 
 def _before(product: Node, offsets: Node) -> Node | None:
-    """The mask over what a product reads, where it is read by nothing else."""
+    """The mask over a product's input, if the masked input has no other user."""
     x = product.args[0]
     if _fills(x, offsets) and x.target != _IN_PLACE:
         return x
@@ -69,7 +69,7 @@ def _before(product: Node, offsets: Node) -> Node | None:
 
 
 def _behind(product: Node, offsets: Node) -> Iterator[Node]:
-    """Masks over what a product makes, which is 0 there already."""
+    """Masks over a product's result, which is already 0 there."""
     for made in product.users:
         rows = made.target is operator.getitem and made.args[1] == 0
         if rows and not any(is_mutation(user) for user in made.users):

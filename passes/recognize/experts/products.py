@@ -1,6 +1,6 @@
 """Products grouped by expert, of stacks of weights with or without adapters.
 
-Those of torch, and the op that transformers has for dtypes that torch's does not take.
+These are torch's, and transformers' own op for dtypes that torch's does not support.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["PASS"]
 
 _PRODUCTS = {torch._grouped_mm, torch.ops.aten._grouped_mm.default, getattr(F, "grouped_mm", None)} - {None}
 _PARAMETERS = ("input", "weight", "offs", "bias", "out_dtype")
-#: torch's and transformers' other names of these
+#: parameter names of torch and transformers -> ours
 _ALIASES = {"self": "input", "mat_a": "input", "mat2": "weight", "mat_b": "weight"}
-#: what makes memory of its own, of all that could be taken for a view
+#: calls that allocate their result, though their names suggest a view
 _FRESH = {
     *(operator.mul, operator.add, operator.sub, operator.truediv, operator.floordiv, operator.pow),
     *(torch.sort, "sort", torch.cumsum, "cumsum", torch.histc, "histc", torch.empty_like, torch.zeros_like),
@@ -45,7 +45,7 @@ def _operands(node: Node) -> dict[str, Any]:
 
 
 def _turned(node: Node) -> Node | None:
-    """The stack of which this node is a view with the last two dims exchanged."""
+    """The stack of which this node is the transpose of the last two dims."""
     if node.op not in ("call_function", "call_method"):
         return None
     rest = tuple(tuple(each) if isinstance(each, list) else each for each in node.args[1:])
@@ -58,7 +58,7 @@ def _turned(node: Node) -> Node | None:
 
 
 def _origin(node: Node) -> Node:
-    """What a node may be a view of: arithmetic and ops make memory of their own."""
+    """The node of which this one may be a view: arithmetic and ops allocate their results."""
     while node.op in ("call_function", "call_method") and node.target not in OPS and node.target not in _FRESH:
         if _is_product(node) or not node.all_input_nodes:
             break
@@ -67,7 +67,7 @@ def _origin(node: Node) -> Node:
 
 
 def _mutated(graph: Graph, operands: Iterable[Any]) -> bool:
-    """Whether the graph mutates one of these, or what shares memory with it."""
+    """Whether the graph mutates one of these, or something that shares memory with it."""
     watched = {_origin(operand) for operand in operands if isinstance(operand, Node)}
     return any(
         _origin(node.all_input_nodes[0]) in watched
@@ -95,7 +95,7 @@ def _refusal(graph: Graph, operands: dict[str, Any]) -> str | None:
 
 
 def _written(weight: Node) -> Node:
-    """The stack whose matrices, or whose matrices' transposes, a product reads."""
+    """The stack whose matrices, transposed or not, a product reads."""
     turned = _turned(weight)
     return weight if turned is None else turned
 
@@ -151,7 +151,7 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _weighted(y: Node) -> tuple[list[Node], Node] | None:
-    """(The calls from a product's rows to their routing weights, the weights), where nothing else reads the rows."""
+    """(The calls from a product's rows to their routing weights, the weights), if nothing else uses the rows."""
     chain = [y]
     while len(chain[-1].users) == 1:
         (user,) = chain[-1].users
@@ -169,12 +169,12 @@ def _weighted(y: Node) -> tuple[list[Node], Node] | None:
 
 
 def _weigh_first(graph: Graph, product: Node) -> None:
-    """Weight what a product reads, in place of its result: w (x W^T) is (w x) W^T. The product moves to the weights.
+    """Apply routing weights to a product's input instead of its result: w (x W^T) = (w x) W^T.
 
-    So no result is saved for the weights' gradient. What lies between sets rows to 0, which it does either way.
+    So no result is saved for the weights' gradient. Calls in between only set rows to 0, which is still correct.
     """
     (y, *others), (x, *rest) = list(product.users), product.args
-    if rest[-1] is not None:  # a bias is weighted, too
+    if rest[-1] is not None:  # the bias is weighted, too
         return
     read = [x, *(item for each in rest for item in (each if isinstance(each, (list, tuple)) else [each]))]
     found = None if others or not isinstance(x, Node) or _mutated(graph, read) else _weighted(y)

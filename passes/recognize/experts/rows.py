@@ -1,6 +1,6 @@
-"""Tokens on their way to experts and back: reads through a sort's order and through its inverse.
+"""Copies of tokens to experts and back, which index by a sort's order and by its inverse, become ops.
 
-Their gradients would add by atomics otherwise, in another order each time.
+Otherwise their gradients use atomic additions, in a different order each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tunecompile.ops import collect_rows, inverse_order, spread_rows
 
 __all__ = ["PASS"]
 
-_ARANGE = {"dtype", "device"}  #: what may be said of an arange that counts from 0
+_ARANGE = {"dtype", "device"}  #: the keywords that an arange from 0 may have
 
 
 def _orders(graph: Graph) -> Iterator[Node]:
@@ -36,7 +36,7 @@ def _orders(graph: Graph) -> Iterator[Node]:
 
 
 def _inverses(order: Node) -> list[Node]:
-    """Nodes that hold the inverse: empty at first, and then numbered through the order; or a sort of the order."""
+    """Nodes that hold the inverse: an empty tensor, filled at the order with 0, 1, ...; or a sort of the order."""
     found = [user for user in order.users if user.target in (torch.argsort, "argsort") and user.args[0] is order]
     for user in order.users:
         if user.target is operator.setitem and user.args[1] is order:
@@ -65,7 +65,7 @@ def _counts(numbers: object, order: Node) -> bool:
 
 
 def _reads(index: Node) -> Iterator[Node]:
-    """Reads of floating rows through an index."""
+    """Calls that read floating-point rows by an index."""
     for user in index.users:
         reads = user.target is operator.getitem and user.args[1] is index and isinstance(user.args[0], Node)
         if reads and value(user.args[0]).is_floating_point():
@@ -73,7 +73,7 @@ def _reads(index: Node) -> Iterator[Node]:
 
 
 def _shares(order: Node) -> Iterator[tuple[Node, int]]:
-    """(index, how many rows a token has): the order itself, or its quotient."""
+    """(index, rows per token): the order itself, or its quotient by the rows per token."""
     yield order, 1
     for user in order.users:
         divides = user.target in (operator.floordiv, torch.floor_divide) and len(user.args) == 2
@@ -82,7 +82,7 @@ def _shares(order: Node) -> Iterator[tuple[Node, int]]:
 
 
 def _summed(read: Node) -> tuple[Node, int] | None:
-    """(The sum over a token's rows, how many there are), where that is all that is done with the rows read."""
+    """(The sum over a token's rows, their number), if the rows that were read have no other user."""
     if len(read.users) != 1:
         return None
     (shaped,) = read.users
@@ -121,7 +121,7 @@ def run(graph: Graph, context: Context) -> None:
         reads = [(read, share, True) for index, share in _shares(order) for read in _reads(index)]
         reads += [(read, 1, False) for index in inverses for read in _reads(index)]
         if not inverses and all(share == 1 for _, share, _ in reads):
-            continue  # a sort for something else
+            continue  # a sort for another purpose
         tally.found += len(reads)
         places, before = _places(graph, order), set(graph.nodes)
         for read, share, forth in reads:
@@ -135,7 +135,7 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, forth: bool) -> str | None:
-    """Put an op in the place of one read; the reason why not, or None."""
+    """Replace one read by an op; return the reason why not, or None."""
     source = read.args[0]
     if value(source).shape[0] * share != value(order).shape[0]:
         return "rows are left out, or read twice"
@@ -159,12 +159,12 @@ def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, fo
 
 
 def _collect(dtype, y, order, places, choices):
-    """In the sum's dtype: autocast sums in fp32."""
+    """Collect rows in the sum's dtype: autocast sums in fp32."""
     return collect_rows(y if dtype is None else y.to(dtype), order, places, choices)
 
 
 def _forget(graph: Graph, order: Node, inverses: list[Node], before: set[Node]) -> None:
-    """Erase what made the inverse, where nothing reads it any more."""
+    """Erase the nodes that computed the inverse, if they have no users left."""
     for place in inverses:
         written = [user for user in place.users if user.target is operator.setitem]
         if place not in before or len(place.users) != len(written):

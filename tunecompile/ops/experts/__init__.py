@@ -1,7 +1,7 @@
 """Mixtures of experts: products grouped by expert, adapters over stacks of weights, rows on their way to experts.
 
-An expert is one matrix of a stack [E, ...]. A row is a token on its way to one expert; rows stand sorted by expert, and
-`offsets` says where each expert's end."""
+An expert is one matrix of a stack [E, ...]. A row is a token for one of its experts. Rows are sorted by expert, and
+`offsets` holds the end of each expert's rows. Rows behind the last offset belong to no expert."""
 
 from tunecompile.ops.experts.adapted_stack import adapted_stack
 from tunecompile.ops.experts.gathered import gathered_lora_linear, gathered_lora_linear_backward, sum_rows

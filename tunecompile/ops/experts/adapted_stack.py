@@ -1,7 +1,7 @@
 """A stack of weights with low-rank adapters, written out: W_e + scale B_e A_e of every expert e.
 
-It is what an adapted stack is to code that does more with it than a grouped product (arXiv:2106.09685). A grouped
-product of it becomes `tunecompile.ops.experts.grouped_linear`, and then it is not computed.
+For code that uses an adapted stack (arXiv:2106.09685) other than in a grouped product. Grouped products become
+`tunecompile.ops.experts.grouped_linear`, which does not compute the sum.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def adapted_stack(
         weight: [E, N, K], or [E, K, N] where `transposed`; any floating dtype.
         a: [E * r_i, K] each, any floating dtype, expert by expert.
         b: [N, r_i * E] each, any floating dtype; an expert's columns are E apart.
-        scales: factors, one an adapter.
+        scales: factors, one for each adapter.
         transposed: whether an expert's matrix is [K, N].
 
     Returns:

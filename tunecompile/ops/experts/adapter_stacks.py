@@ -1,7 +1,7 @@
-"""How PEFT lays out the adapters of a stack of weights, and how products want them: one matrix an expert.
+"""Convert the adapters of a stack of weights from PEFT's layout to that of grouped products: one matrix per expert.
 
-PEFT holds both matrices of all E experts in two: A is [E * r, in], expert by expert; B is [out, r * E], where an
-expert's columns are E apart.
+PEFT stores the adapters of all E experts in two matrices: A is [E * r, in], expert by expert; B is [out, r * E], where
+an expert's columns are E apart.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["downs", "split_downs", "split_ups", "ups"]
 
-NARROWEST = 16  #: tensor cores multiply so many columns at once; torch's grouped products want rows of 16 bytes
+NARROWEST = 16  #: columns of a tensor core's tile; torch's grouped products need rows of a multiple of 16 bytes
 
 
 def padded_rank(a: Sequence[Tensor], experts: int) -> int:
@@ -21,7 +21,7 @@ def padded_rank(a: Sequence[Tensor], experts: int) -> int:
 
 
 def _fill(parts: list[Tensor], rank: int) -> Tensor:
-    """Side by side along the rank, dim 1, and zeros up to `rank`."""
+    """Concatenate along the rank, dim 1, and pad with zeros up to `rank`."""
     missing = rank - sum(part.shape[1] for part in parts)
     if missing > 0:
         parts = [*parts, parts[0].new_zeros(parts[0].shape[0], missing, parts[0].shape[2])]
@@ -29,8 +29,7 @@ def _fill(parts: list[Tensor], rank: int) -> Tensor:
 
 
 def _dense(stack: Tensor) -> Tensor:
-    """A copy that Inductor lays out densely, too: it chooses the strides of a mere copy, and of those that a grouped
-    product cannot read."""
+    """A dense copy under Inductor, too. It may choose strides for a plain copy that a grouped product cannot read."""
     strides = stack.shape[1] * stack.shape[2], stack.shape[2], 1
     return stack.clone(memory_format=torch.contiguous_format).as_strided(stack.shape, strides)
 
@@ -51,14 +50,14 @@ def ups(b: Sequence[Tensor], scales: Sequence[float], experts: int, dtype: torch
 
 
 def split_downs(grad: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of each A, of that of `downs`: [E, R, in]."""
+    """Return the gradient of each A from the gradient of `downs`, [E, R, in]."""
     ranks = [m.shape[0] // grad.shape[0] for m in a]
     parts = grad[:, : sum(ranks)].split(ranks, 1)
     return [part.reshape(m.shape).to(m.dtype, copy=True) for part, m in zip(parts, a)]
 
 
 def split_ups(grad: Tensor, b: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-    """Return the gradient of each B, of that of `ups`: [E, R, out]."""
+    """Return the gradient of each B from the gradient of `ups`, [E, R, out]."""
     ranks = [m.shape[1] // grad.shape[0] for m in b]
     parts = grad[:, : sum(ranks)].split(ranks, 1)
     wide = torch.promote_types(grad.dtype, torch.float32)

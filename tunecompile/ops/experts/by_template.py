@@ -1,4 +1,4 @@
-"""Grouped products by a template: it adds the adapters' part before it rounds, and reads rows through an order."""
+"""Grouped products by a template, which adds the adapters' term before rounding and may read rows by an index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunecompile.ops.experts.rows import spread
 
 __all__ = ["backward", "forward", "refuse", "refuse_plain"]
 
-WIDEST = 256  #: rank of all adapters, up to which the template keeps their gradients in registers
+WIDEST = 256  #: the largest rank of all adapters together for which their gradients fit in registers
 
 
 def refuse(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> Note | None:
@@ -34,7 +34,7 @@ def refuse(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> N
 
 
 def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor], bias: Tensor | None) -> Note | None:
-    """As `refuse`; and torch's products are faster where nothing is added and no row is gathered."""
+    """As `refuse`; also if nothing is added and no row is gathered, where torch's products are faster."""
     if reason := refuse(x, weight, offsets, a):
         return reason
     fast = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
@@ -58,11 +58,11 @@ def forward(
     transposed: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `grouped_lora_linear` does of row order[s] // choices of x, or of row s where there is no order.
+    """Return `grouped_lora_linear` of row order[s] // choices of x for each s, or of row s without an order.
 
     Args:
         x, order, choices: [S, K], None and 0; or [T, K], a permutation [S] and how many rows a token has.
-        weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`; nothing that `refuse` refuses.
+        weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`; `refuse` returns None for them.
     """
     from tunecompile.templates import experts
 
@@ -95,12 +95,12 @@ def backward(
     xa: Tensor,
     used: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of `grouped_lora_linear`, of rows that are read through permutations.
+    """Return the gradients of `grouped_lora_linear` for rows that are read by permutations.
 
     Args:
         grad, grad_order, grad_choices: of y, as x, order and choices of `forward`.
         xa: as `forward` returned it. The others are its arguments.
-        used: which of the gradients anybody reads: the others are None.
+        used: whether each gradient is read; the others are None.
     """
     from tunecompile.templates import experts
 

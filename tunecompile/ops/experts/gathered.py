@@ -1,7 +1,7 @@
-"""Products grouped by expert whose rows are read where tokens stand: rows on their way to experts are never copied.
+"""Grouped products that read rows directly from the tokens, so that no copy sorted by expert is made.
 
-They are `grouped_lora_linear` and its backward with a permutation at their inputs. They have no gradients of their own:
-`tunecompile.passes.lower.gather_rows` puts them into graphs that are forward or backward already.
+They are `grouped_lora_linear` and its backward with permuted inputs. They have no autograd formula:
+`tunecompile.passes.lower.gather_rows` inserts them into forward and backward graphs.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def gathered_lora_linear(
 gathered_lora_linear.provider(
     "triton",
     refuses=by_template.refuse,
-    because="tokens are read where they stand, and adapters added before the result is rounded",
+    because="tokens are read in place, and adapters added before the result is rounded",
 )(by_template.forward)
 
 
@@ -81,7 +81,7 @@ def gathered_lora_linear_backward(
     bias: Optional[Tensor],
     out1: Tensor,
 ) -> list[Tensor]:
-    """Return the gradients of `grouped_lora_linear`, of rows that are read through permutations.
+    """Return the gradients of `grouped_lora_linear` for rows that are read by permutations.
 
     Args:
         grad: of y: [T, N], of which row s is row grad_order[s] // grad_choices; [S, N] where grad_order is None.
@@ -100,7 +100,7 @@ def gathered_lora_linear_backward(
 @gathered_lora_linear_backward.provider(
     "triton",
     refuses=by_template.refuse,
-    because="rows are read where they stand, and adapters' gradients summed in order",
+    because="rows are read in place, and adapters' gradients summed in a fixed order",
 )
 def _(
     grad, grad_order, grad_choices, x, order, choices, weight, offsets, a, b, scales, transposed, bias, out1, *, used
@@ -115,7 +115,7 @@ def sum_rows(y: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Ten
 
     Args:
         y: [T * choices, ...], any floating dtype. Sums are in fp32, in fp64 for fp64.
-        places: [T * choices], int64: where each choice stands in y.
+        places: [T * choices], int64: the row of y of each choice.
         choices: how many rows a token has.
         dtype: of the result.
 

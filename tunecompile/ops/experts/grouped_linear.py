@@ -1,4 +1,4 @@
-"""Linear layers of experts, frozen, trained or with low-rank adapters: each row is multiplied by its expert's own."""
+"""Linear layers of experts, frozen, trained or with adapters: each row is multiplied by the matrix of its expert."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -45,13 +45,12 @@ def grouped_lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return x_s W_e^T + b_e + sum_i scale_i (x_s A_ie^T) B_ie^T for each row s of expert e.
 
-    Mixtures by sorted rows are of arXiv:2211.15841, adapters of arXiv:2106.09685.
-    W + BA is never computed, and neither is its gradient where W is frozen.
+    (Sorted rows: arXiv:2211.15841; adapters: arXiv:2106.09685.) W + BA is not computed, nor the gradient of a frozen W.
 
     Args:
         x: [S, K], sorted by expert; any floating dtype.
         weight: [E, N, K], or [E, K, N] where `transposed`; in x's dtype.
-        offsets: [E], int32 or int64: where the rows of each expert end. Rows behind the last offset are nobody's.
+        offsets: [E], int32 or int64: where the rows of each expert end. Rows behind the last offset have no expert.
         a: [E * r_i, K] each, any floating dtype, expert by expert; empty without adapters.
         b: [N, r_i * E] each, any floating dtype; an expert's columns are E apart.
         scales: factors, one an adapter.
@@ -59,7 +58,7 @@ def grouped_lora_linear(
         bias: [E, N], any floating dtype, or None.
 
     Returns:
-        (y, xa): y is [S, N] in x's dtype, 0 in rows of nobody; xa, [S, R] in x's dtype, all adapters' x A^T side by
+        (y, xa): y is [S, N] in x's dtype, 0 in rows of no expert; xa, [S, R] in x's dtype, all adapters' x A^T side by
         side, R the sum of r_i rounded up to a power of two of at least 16, is for the backward and gets no gradient.
     """
     return _forward(LOOPED, x, weight, offsets, a, b, scales, transposed, bias)
@@ -120,8 +119,8 @@ def grouped_lora_linear_backward(
         out1: xa, as `grouped_lora_linear` returned it. The others are its inputs.
 
     Returns:
-        [dx, dweight, dA_i..., dB_i..., dbias], each with the shape and dtype of its input; dx is 0 in rows of nobody,
-        and dbias is empty without a bias.
+        [dx, dweight, dA_i..., dB_i..., dbias], each with the shape and dtype of its input. dx is 0 in rows of no
+        expert, and dbias is empty without a bias.
     """
     return _backward(LOOPED, grad, x, weight, offsets, a, b, scales, transposed, bias, out1)
 
@@ -146,7 +145,7 @@ def _backward(
 
 @grouped_lora_linear_backward.provider(
     "triton",
-    because="adapters' gradients are summed by expert, in order; W + BA is not computed",
+    because="adapters' gradients are summed by expert, in a fixed order; W + BA is not computed",
     refuses=by_template.refuse_plain,
 )
 def _(grad, x, weight, offsets, a, b, scales, transposed, bias, out1, *, used):

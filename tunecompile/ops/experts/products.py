@@ -1,6 +1,6 @@
 """Grouped products: rows times the matrix of their expert, and sums of outer products by expert.
 
-Rows stand sorted by expert. `offsets[e]` is where those of expert e end; rows behind the last offset are nobody's.
+Rows are sorted by expert. Those of expert e end at `offsets[e]`; rows behind the last offset belong to no expert.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Products:
-    """One way to compute both grouped products."""
+    """An implementation of both grouped products."""
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]  #: (x [S, K], matrices [E, K, N], offsets) -> [S, N]
     outer: Callable[[Tensor, Tensor, Tensor], Tensor]  #: (left [S, M], right [S, N], offsets) -> [E, M, N]
 
 
 def inside(rows: int, offsets: Tensor) -> Tensor:
-    """Return which rows are some expert's: bool [S, 1]."""
+    """Return whether each row belongs to an expert: bool [S, 1]."""
     return (torch.arange(rows, device=offsets.device) < offsets[-1]).unsqueeze(1)
 
 
@@ -53,7 +53,9 @@ def outer_flops(left, right, offsets) -> int:
 
 @op(cost=Cost.MATMUL, flops=rows_flops, opaque=True)
 def expert_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return x_s W_e for each row s of expert e, an expert at a time; it waits for the offsets (arXiv:2211.15841).
+    """Return x_s W_e for each row s of expert e, by a loop over experts (arXiv:2211.15841).
+
+    It reads the offsets on the host.
 
     Args:
         x: [S, K], sorted by expert; any floating dtype.
@@ -76,7 +78,9 @@ def expert_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @op(cost=Cost.MATMUL, flops=outer_flops, opaque=True)
 def expert_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Return L_e^T R_e of the rows of each expert e, an expert at a time; it waits for the offsets (arXiv:2211.15841).
+    """Return L_e^T R_e for each expert e, by a loop over experts (arXiv:2211.15841).
+
+    It reads the offsets on the host.
 
     Args:
         left: [S, M], sorted by expert; any floating dtype.
@@ -98,32 +102,32 @@ def expert_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of nobody hold anything (pytorch#154557)."""
+    """torch leaves rows of no expert unwritten (pytorch#154557): here they are set to 0."""
     return torch._grouped_mm(x, weight, offs=offsets.to(torch.int32))
 
 
 def _torch_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Experts without rows are set to 0 here (pytorch#172439)."""
+    """torch leaves experts without rows unwritten (pytorch#172439): here they are set to 0."""
     ends = offsets.to(torch.int32)
     made = torch._grouped_mm(left.t(), right, offs=ends)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     return torch.where((ends > starts)[:, None, None], made, 0)
 
 
-#: an expert at a time
+#: by a loop over experts
 LOOPED = Products(expert_rows, expert_outer)
-#: by torch's grouped product, which wants rows of 16 bytes
+#: by torch's grouped product, which needs rows of a multiple of 16 bytes
 BY_TORCH = Products(_torch_rows, _torch_outer)
 
 
 def biases_of_rows(bias: Tensor, rows: int, offsets: Tensor) -> Tensor:
-    """Return the bias [S, N] of each row's expert, of [E, N]; any in rows of nobody."""
+    """Return the bias of each row's expert, [S, N], from [E, N]; undefined in rows of no expert."""
     expert = torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
     return bias[expert.clamp(max=len(bias) - 1)]
 
 
 def bias_gradient(by: Products, grad: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the sum of each expert's rows of a gradient, in the bias's dtype; nothing where there is no bias."""
+    """Return the sum of each expert's rows of a gradient, in the bias's dtype; empty without a bias."""
     if bias is None:
         return grad.new_empty(0)
     ones = grad.new_ones(grad.shape[0], 8)  # 16 bytes a row, for torch's products
@@ -133,8 +137,8 @@ def bias_gradient(by: Products, grad: Tensor, offsets: Tensor, bias: Tensor | No
 def refuse_grouped(x: Tensor, stacks: Sequence[Tensor]) -> Note | None:
     """Return why torch's grouped product cannot take rows and stacks [E, M, N] like these, or None.
 
-    It takes bfloat16 alone under a compiler, and rows of 16 bytes. One that is neither contiguous nor the transpose of
-    one may be misread (pytorch#186365).
+    Under a compiler it takes only bfloat16, and rows of a multiple of 16 bytes. A stack that is neither contiguous nor
+    the transpose of a contiguous one may be misread (pytorch#186365).
     """
     if any(t.dtype != torch.bfloat16 for t in (x, *stacks)):
         return note("not-bfloat16", detail=str(x.dtype).removeprefix("torch."))

@@ -1,6 +1,6 @@
-"""Rows on their way to experts and back: each token as many times as it has experts, sorted, and summed again.
+"""Copy each token to a row for each of its experts, sorted by expert, and sum a token's rows afterwards.
 
-Neither way adds by atomics, and the sum has a fixed order: a step gives the same bits again.
+Neither direction uses atomic additions, and sums have a fixed order, so a step is reproducible bit for bit.
 """
 
 import torch
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def spread(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
-    """Row order[s] // choices of x for each s; x itself where there is no order."""
+    """Row order[s] // choices of x for each s; x itself without an order."""
     if order is None:
         return x
     return x[order // choices] if choices > 1 else x[order]
@@ -37,13 +37,13 @@ def collected(y: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Te
 
 @op(cost=Cost.POINTWISE)
 def spread_rows(x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
-    """Return row order[s] // choices of x for each s: a token once for each expert it chose, as in arXiv:2211.15841.
+    """Return row order[s] // choices of x for each s: each token once for each of its experts (arXiv:2211.15841).
 
     Args:
         x: [T, ...], any floating dtype.
         order: [T * choices], int64: a permutation; row s of the result is choice order[s].
-        places: the inverse permutation: where each choice stands.
-        choices: how many rows a token has; its choices stand side by side.
+        places: the inverse permutation: the row of each choice.
+        choices: rows per token; the choices of a token are adjacent.
 
     Returns:
         [T * choices, ...] in x's dtype.
@@ -71,8 +71,8 @@ def collect_rows(y: Tensor, order: Tensor, places: Tensor, choices: int) -> Tens
     Args:
         y: [T * choices, ...], any floating dtype. Sums are in fp32, in fp64 for fp64.
         order: [T * choices], int64: a permutation; row s of y is choice order[s].
-        places: the inverse permutation: where each choice stands.
-        choices: how many rows a token has; its choices stand side by side.
+        places: the inverse permutation: the row of each choice.
+        choices: rows per token; the choices of a token are adjacent.
 
     Returns:
         [T, ...] in y's dtype.
@@ -95,13 +95,13 @@ def collect_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: 
 
 @op(cost=Cost.POINTWISE)
 def inverse_order(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation, without another sort: as arXiv:2211.15841 keeps it beside the sorted rows.
+    """Return the inverse of a permutation without a sort, as in arXiv:2211.15841.
 
     Args:
         order: [S], int64: a permutation of 0 ... S - 1.
 
     Returns:
-        [S], int64: where each number stands in order.
+        [S], int64: the position of each number in `order`.
     """
     index = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter(0, order, index)

@@ -34,7 +34,7 @@ def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps:
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> list[Tensor]:
-    """The gradients of `layer_norm`. Mean and variance are recomputed: cheaper than two more tensors to read.
+    """The gradients of `layer_norm`. Mean and variance are recomputed, which is cheaper than reading saved ones.
 
     Args:
         grad: of the result, [..., H] in its dtype. The others are those of `layer_norm`; of bias only the dtype counts.
@@ -48,7 +48,7 @@ def layer_norm_backward(
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x without its mean, divided by its deviation; one over that), in the dtype of the arithmetic."""
+    """((x - mean) / deviation, 1 / deviation), in the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -56,7 +56,7 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype of the arithmetic."""
+    """The gradients before rounding, in the dtype of the arithmetic."""
     normed, inverse = _normed(x, eps)
     wide = grad.to(normed.dtype)
     scaled = wide if weight is None else wide * weight.to(normed.dtype)
@@ -74,7 +74,7 @@ def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor:
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return a residual sum and its norm: each is read once, and the gradients meet in one pass (arXiv:1607.06450).
+    """Return a residual sum and its norm: one read of each, and one pass for both gradients (arXiv:1607.06450).
 
     Args:
         x: [..., H], any floating dtype.
@@ -82,7 +82,7 @@ def add_layer_norm(
         weight: [H], or None. This, bias and eps (in the units of x²): as for `layer_norm`.
 
     Returns:
-        (`layer_norm` of total, total), with total = x + residual, rounded to their dtype: what the next residual
+        (`layer_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
         addition reads."""
     total = x + residual
     return layer_norm.reference(total, weight, bias, eps), total
@@ -94,7 +94,7 @@ def add_layer_norm(
 def add_layer_norm_backward(
     grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> list[Tensor]:
-    """The gradients of `add_layer_norm`: the norm's and the residual path's are added before the one rounding.
+    """The gradients of `add_layer_norm`: those of the norm and of the residual path are added before rounding.
 
     Args:
         grad: of the norm, [..., H] in its dtype.
@@ -102,8 +102,8 @@ def add_layer_norm_backward(
         out1: the sum, x + residual. The others are those of `add_layer_norm`.
 
     Returns:
-        [dtotal, dweight, dbias], in shape and dtype of out1, weight and bias; empty for one that is None. x and
-        residual share the first.
+        [dtotal, dweight, dbias], in shape and dtype of out1, weight and bias; empty for one that is None. The
+        first is the gradient of both x and residual.
     """
     dx, dweight, dbias = _gradients(grad, out1, weight, eps)
     return [(dx + grad_total).to(out1.dtype), _as(dweight, weight), _as(dbias, bias)]

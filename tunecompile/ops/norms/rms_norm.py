@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
             rounded once (OLMo 2, Gemma).
 
     Returns:
-        [..., H], in x's dtype; with `round_first` in that which x and weight promote to.
+        [..., H], in x's dtype; with `round_first` in the dtype that x and weight promote to.
     """
     wide = x.to(compute_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> list[Tensor]:
-    """The gradients of `rms_norm`. 1/rms is recomputed: cheaper than one more tensor to read.
+    """The gradients of `rms_norm`. 1/rms is recomputed, which is cheaper than reading a saved tensor.
 
     Args:
         grad: of the result, [..., H] in its dtype. The others are those of `rms_norm`.
@@ -62,7 +62,7 @@ def rms_norm_backward(
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """In the dtype of the arithmetic."""
+    """The gradients before rounding, in the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * r
@@ -76,7 +76,7 @@ def _gradients(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a residual sum and its norm: each is read once, and the gradients meet in one pass (arXiv:1910.07467).
+    """Return a residual sum and its norm: one read of each, and one pass for both gradients (arXiv:1910.07467).
 
     Args:
         x: [..., H], any floating dtype.
@@ -84,7 +84,7 @@ def add_rms_norm(
         weight: [H]. This and eps (in the units of x²), offset and round_first: as for `rms_norm`.
 
     Returns:
-        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: what the next residual
+        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
         addition reads."""
     total = x + residual
     return rms_norm.reference(total, weight, eps, offset, round_first), total
@@ -96,7 +96,7 @@ def add_rms_norm(
 def add_rms_norm_backward(
     grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> list[Tensor]:
-    """The gradients of `add_rms_norm`: the norm's and the residual path's are added before the one rounding.
+    """The gradients of `add_rms_norm`: those of the norm and of the residual path are added before rounding.
 
     Args:
         grad: of the norm, [..., H] in its dtype.
@@ -104,14 +104,14 @@ def add_rms_norm_backward(
         out1: the sum, x + residual. The others are those of `add_rms_norm`.
 
     Returns:
-        [dtotal, dweight], in shape and dtype of out1 and weight. x and residual share the first.
+        [dtotal, dweight], in shape and dtype of out1 and weight. The first is the gradient of both x and residual.
     """
     dx, dweight = _gradients(grad, out1, weight, eps, offset, round_first)
     return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
 
 
 def refuse_norm(*tensors: Tensor) -> Note | None:
-    """Why the template of a norm's backward does not take these tensors, [..., H]; None where it does."""
+    """Return why the template of a norm's backward cannot take tensors [..., H] like these, or None."""
     if reason := refuse_gpu(*tensors):
         return reason
     if any(t.stride(-1) != 1 for t in tensors):

@@ -1,4 +1,4 @@
-"""Operations that carry something from token to token: delta rules, state spaces, and convolutions before them."""
+"""Recurrent operations over tokens: delta rules, state spaces, and the short convolutions before them."""
 
 from tunecompile.ops.recurrent.gated_delta_rule import gated_delta_rule
 from tunecompile.ops.recurrent.short_convolution import short_convolution

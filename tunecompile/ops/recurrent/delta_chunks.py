@@ -1,15 +1,15 @@
-"""The gated delta rule in chunks of tokens: what a chunk is by itself, and the walk over states between chunks.
+"""The gated delta rule in chunks of tokens: the computation within chunks, and the recurrence of states between them.
 
 Within a chunk (arXiv:2412.06464, 2406.06484), with G the running sum of log decays and S the state that enters it:
 
     D_ij = e^(G_i - G_j) for j <= i        A = strict lower part of (beta_i k_i . k_j D_ij)       T = (I + A)^-1
-    r = beta (v - e^G k S)                 n = T r                                                what is written
+    r = beta (v - e^G k S)                 n = T r                                                new values
     o = e^G q S + ((q_i . k_j) D_ij) n     S' = e^(G_last) S + (e^(G_last - G) k)^T n
 
 Without the delta, as in state spaces (arXiv:2405.21060), T is I and n = beta v.
 
-A token that begins a document sees no state and no pair before it: D, and the three decays to and from the chunk's
-edges, are 0 across documents. So chunks stand where they stand, whatever the documents; no count depends on values.
+At the first token of a document the state is 0, and no earlier token is seen: D, and the three decays to and from the
+edges of a chunk, are 0 across documents. So chunks do not depend on documents, and no size depends on values.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows of length 1, and what their gradient needs."""
+    """Rows normalised to length 1, and the values that their gradient needs."""
 
     value: Tensor
-    inverse: Tensor | None  #: 1 / length; None where rows are as they came
+    inverse: Tensor | None  #: 1 / length; None if rows are not normalised
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Of the rows, from that of the rows of length 1."""
+        """Return the gradient of the original rows from that of the normalised rows."""
         if self.inverse is None:
             return grad
         return self.inverse * (grad - self.value * (grad * self.value).sum(-1, keepdim=True))
 
 
 def unit(x: Tensor, eps: float) -> Unit:
-    """x / sqrt(sum(x^2) + eps) over the last dimension; x itself where eps is 0."""
+    """x / sqrt(sum(x^2) + eps) over the last dimension; x itself if eps is 0."""
     if not eps:
         return Unit(x, None)
     inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
@@ -50,7 +50,7 @@ def unit(x: Tensor, eps: float) -> Unit:
 
 
 def in_chunks(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H', ...] -> [B, heads, M, CHUNK, ...] in the dtype of the arithmetic, 0 behind T; heads may be shared."""
+    """[B, T, H', ...] -> [B, heads, M, CHUNK, ...] in the dtype of the arithmetic, 0 after T; shared heads repeated."""
     x = x.to(compute_dtype(x.dtype)).transpose(1, 2)
     if x.shape[1] != heads:
         x = x.repeat_interleave(heads // x.shape[1], 1)
@@ -69,33 +69,33 @@ def out_of_chunks(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """All chunks at once: [B, H, M, C, ...]."""
+    """The values of all chunks: [B, H, M, C, ...]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     beta: Tensor  #: [B, H, M, C, 1], as the decays below
     pairs: Tensor  #: D, [B, H, M, C, C]
-    entering: Tensor  #: of the state that enters, at each token
-    leaving: Tensor  #: from each token to the end
-    through: Tensor  #: from the beginning to the end: [B, H, M, 1, 1]
+    entering: Tensor  #: decay from the chunk's beginning to each token
+    leaving: Tensor  #: decay from each token to the chunk's end
+    through: Tensor  #: decay over the whole chunk: [B, H, M, 1, 1]
     system: Tensor | None  #: I + A; None without the delta
 
     @staticmethod
     def of(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None, delta: bool = True
     ) -> Chunks:
-        """Of operands in chunks.
+        """Compute them from operands in chunks.
 
         Args:
-            delta: whether what a key gives is taken off what is written.
-            documents: the number of each token's document, [T]; None where a row is one.
+            delta: whether the value that the state holds for a key is subtracted from the new value.
+            documents: the number of each token's document, [T]; None if each row is one.
         """
         total = g.cumsum(-1)
         lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
         enters = leaves = passes = torch.ones((), dtype=torch.bool, device=q.device)
         if documents is not None:
-            behind = documents[-1:].repeat(-len(documents) % CHUNK)  # blank tokens leave the last state as it is
+            behind = documents[-1:].repeat(-len(documents) % CHUNK)  # padding tokens do not change the last state
             number = torch.cat([documents, behind]).unflatten(0, (-1, CHUNK))
             lower = lower & (number[:, :, None] == number[:, None, :])
             before = F.pad(number[:-1, -1], (1, 0), value=-1)
@@ -130,7 +130,7 @@ class Chunks:
         return (self.q @ self.k.mT) * self.pairs
 
     def walk(self, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The states that enter chunks, [B, H, M, K, V]; what chunks write; and the state behind the last one.
+        """The initial state of each chunk, [B, H, M, K, V]; the new values n; and the state after the last chunk.
 
         Args:
             initial: [B, H, K, V], or None for 0.
@@ -148,11 +148,11 @@ class Chunks:
         return torch.stack(states, 2), torch.stack(written, 2), state
 
     def walk_back(self, grad: Tensor, grad_final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of states that leave chunks, [B, H, M, K, V]; of what chunks write; and of the initial state.
+        """Gradients of the final state of each chunk, [B, H, M, K, V]; of the new values n; and of the initial state.
 
         Args:
             grad: of the outputs, in chunks.
-            grad_final: of the state behind the last chunk.
+            grad_final: of the state after the last chunk.
         """
         inside = self.scores().mT @ grad
         w, keys = self.solve(self.beta * self.entering * self.k).mT, self.leaving * self.k

@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464): a state that forgets, and corrects what a key gives."""
+"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464): a decaying state whose value for a key is corrected."""
 
 from typing import Any, Optional
 
@@ -21,17 +21,17 @@ __all__ = [
     "refuse",
 ]
 
-LONGEST_KEY = 256  #: of the template, which has a state's columns in registers
+LONGEST_KEY = 256  #: of the template, which holds columns of the state in registers
 
 
 def forward_flops(q, k, v, *_: Any) -> int:
-    """Count the products of a chunk: three squares of it, and three with the state."""
+    """Count the products of a chunk: three between its tokens, and three with the state."""
     keys, values = q.shape[-1], v.shape[-1]
     return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
 
 
 def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
-    """Count the forward's once more, and two products for each of them."""
+    """Count the forward's products again, and two for each of them."""
     return 3 * forward_flops(q, k, v)
 
 
@@ -57,11 +57,11 @@ def delta_chunks(
     eps: float,
     delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `gated_delta_rule` does, all chunks at once and a loop over their states (arXiv:2406.06484).
+    """Compute `gated_delta_rule`: all chunks at once, and a loop over their states (arXiv:2406.06484).
 
     Args:
         q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule`.
-        delta: whether what a key gives is taken off; `ssd_scan` without.
+        delta: whether the value that the state holds for a key is subtracted; False for `ssd_scan`.
 
     Returns:
         (o, final), as `gated_delta_rule`.
@@ -92,7 +92,7 @@ def delta_chunks_backward(
     eps: float,
     delta: bool,
 ) -> list[Tensor]:
-    """Return what `gated_delta_rule_backward` does, in chunks (arXiv:2406.06484); states are recomputed.
+    """Compute `gated_delta_rule_backward` in chunks (arXiv:2406.06484); states are recomputed.
 
     Args:
         grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule_backward`.
@@ -116,17 +116,17 @@ def delta_chunks_backward(
 
 
 def _initial(initial: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """What the gradient of the initial state looks like."""
+    """A tensor of the shape and dtype of the initial state's gradient."""
     if initial is not None:
         return initial
     return q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
 
 
 def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) -> tuple[Tensor, ...]:
-    """Gradients of a chunk's operands, all that crosses its edges being known: (dq, dk, dv, dg, dbeta)."""
+    """Gradients of the operands within chunks, from those of states and new values: (dq, dk, dv, dg, dbeta)."""
     q, k, v, beta = chunks.q, chunks.k, chunks.v, chunks.beta
     entering, leaving, through, pairs = chunks.entering, chunks.leaving, chunks.through, chunks.pairs
-    missing = chunks.solve_transposed(grad_written)  # of r, what beta weighs
+    missing = chunks.solve_transposed(grad_written)  # of r, which is weighted by beta
     to_q, to_end = grad @ states.mT, written @ grad_states.mT
     by_score = grad @ written.mT * pairs
     dq = entering * to_q + by_score @ k
@@ -169,16 +169,16 @@ def gated_delta_rule(
         q: [B, T, Hk, K], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
         k: as q in shape.
         v: [B, T, H, V], H a multiple of Hk: head h reads q and k of head h // (H / Hk).
-        g: [B, T, H], not above 0: the logarithm of what is kept of the state.
+        g: [B, T, H], at most 0: the logarithm of the state's decay.
         beta: [B, T, H].
-        initial: the state in front of the first token, [B, H, K, V]; None for 0.
+        initial: the state before the first token, [B, H, K, V]; None for 0.
         offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
-            with a state of 0. None where each row is a document.
+            with a state of 0. None if each row is a document.
         scale: multiplies q.
         eps: where it is not 0, q and k are divided by sqrt(sum(q^2) + eps) first.
 
     Returns:
-        (o, final): [B, T, H, V] in q's dtype, and the state behind the last token, [B, H, K, V] in that of the
+        (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the
         arithmetic.
     """
     return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps, True)
@@ -206,7 +206,7 @@ def documents_in(q: Tensor, offsets: Tensor | None) -> Tensor | None:
 @gated_delta_rule.provider(
     "triton",
     refuses=refuse,
-    because="chunks in parallel, states in registers; no loop over chunks outside of a kernel",
+    because="chunks in parallel, states in registers; the loop over chunks is inside a kernel",
 )
 def _(q, k, v, g, beta, initial, offsets, scale, eps):
     from tunecompile.templates import delta_rule
@@ -236,7 +236,7 @@ def gated_delta_rule_backward(
     scale: float,
     eps: float,
 ) -> list[Tensor]:
-    """Return the gradients of `gated_delta_rule`. States are recomputed: they would be more to keep than all inputs.
+    """Return the gradients of `gated_delta_rule`. States are recomputed: they are larger than all inputs.
 
     Args:
         grad: of o, in its shape and dtype.

@@ -14,7 +14,7 @@ __all__ = ["short_convolution", "short_convolution_backward"]
 
 
 def _back(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
-    """What stands `steps` tokens before each one: 0 where that is another document, or none."""
+    """The value `steps` tokens before each token: 0 outside of its document."""
     if not steps:
         return x
     moved = F.pad(x, (0, 0, steps, 0))[:, : x.shape[1]]
@@ -25,7 +25,7 @@ def _back(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
 
 
 def _ahead(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
-    """What stands `steps` tokens behind each one: 0 where that is another document, or none."""
+    """The value `steps` tokens after each token: 0 outside of its document."""
     if not steps:
         return x
     moved = F.pad(x, (0, 0, 0, steps))[:, steps:]

@@ -14,13 +14,13 @@ __all__ = ["ssd_scan", "ssd_scan_backward"]
 
 
 def forward_flops(c, b, x, *_: Any) -> int:
-    """Count the products of a chunk: two squares of it, and two with the state."""
+    """Count the products of a chunk: two between its tokens, and two with the state."""
     keys, values = c.shape[-1], x.shape[-1]
     return 2 * x.numel() // values * (CHUNK * (keys + values) + 2 * keys * values)
 
 
 def backward_flops(grad, grad_final, c, b, x, *_: Any) -> int:
-    """Count the forward's once more, and two products for each of them."""
+    """Count the forward's products again, and two for each of them."""
     return 3 * forward_flops(c, b, x)
 
 
@@ -40,14 +40,14 @@ def ssd_scan(
         c: [B, T, G, N], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
         b: as c in shape.
         x: [B, T, H, P], H a multiple of G: head h reads c and b of group h // (H / G).
-        g: [B, T, H], not above 0: the logarithm of what is kept of the state.
+        g: [B, T, H], at most 0: the logarithm of the state's decay.
         dt: [B, T, H].
-        initial: the state in front of the first token, [B, H, N, P]; None for 0.
+        initial: the state before the first token, [B, H, N, P]; None for 0.
         offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
             with a state of 0. None where each row is a document.
 
     Returns:
-        (y, final): [B, T, H, P] in c's dtype, and the state behind the last token, [B, H, N, P] in that of the
+        (y, final): [B, T, H, P] in c's dtype, and the state after the last token, [B, H, N, P] in that of the
         arithmetic.
     """
     return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
