@@ -55,6 +55,7 @@ from tunecompile.errors.tools import (
     UnsafeFolder,
 )
 from tunecompile.errors.training import (
+    HostOptions,
     HostTooOld,
     InvalidPackage,
     LayerChanged,
@@ -85,6 +86,7 @@ __all__ = [
     "DataMissing",
     "DataNotFound",
     "EmptyData",
+    "HostOptions",
     "HostTooOld",
     "InvalidOp",
     "InvalidPackage",

@@ -19,6 +19,15 @@ class NotOptimized(TunecompileError):
     template = "This {type} is not optimized. Call tunecompile.optimize(model) first, on this very object."
 
 
+class HostOptions(TunecompileError, ValueError):
+    """Raised by a plugin of `tunecompile.trainers`: the host is to replace code that tunecompile compiles."""
+
+    template = (
+        "These options of {host} replace code that tunecompile compiles: {options}. Switch them off, or leave "
+        "tunecompile's plugin out."
+    )
+
+
 class HostTooOld(TunecompileError):
     """Raised by the callbacks and plugins of `tunecompile.trainers`: the host lacks what they use."""
 
