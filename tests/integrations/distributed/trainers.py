@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from pathlib import Path
@@ -16,8 +17,8 @@ from tests.integrations.distributed.common import DEVICE, batch, model, optimize
 from tests.integrations.distributed.fsdp import _refused
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
-from tests.support.matrix.trainers import hugging_face
-from tests.support.matrix.trl import by_trl, pairs, texts
+from tests.support.matrix.trainers import DISTILLED, GENERATED, hugging_face
+from tests.support.matrix.trl import by_trl, classifier, judged, pairs, texts
 from tests.support.notes import fell_back
 
 PORT = {"MASTER_PORT": "29500"}  #: accelerate and Lightning want one, although the ranks have met
@@ -63,9 +64,24 @@ def hugging_faces(rank, ranks):
 @slow
 def trls(rank, ranks):
     """DPO's reference is another adapter, which is switched to for each batch."""
-    for kind, rows in (("SFT", texts), ("DPO", pairs)):
+    for kind, rows in (("SFT", texts), ("DPO", pairs), ("KTO", judged)):
         made = _alike(by_trl(kind, rows), model)
-        assert tunecompile.report(made).compiles <= 3 and not fell_back(made)
+        report = tunecompile.report(made)
+        assert report.compiles <= 3 and not fell_back(report), (kind, report)
+
+
+@slow
+def trls_that_generate(rank, ranks):
+    """Each rank samples completions of its own, of other lengths than the other's."""
+    for kind, options in (("GRPO", GENERATED), ("RLOO", GENERATED), ("Distillation", DISTILLED)):
+        if hasattr(importlib.import_module("trl"), f"{kind}Trainer"):
+            assert not fell_back(_alike(by_trl(kind, **options), model))
+
+
+@slow
+def trls_reward(rank, ranks):
+    report = tunecompile.report(_alike(by_trl("Reward", pairs), classifier))
+    assert report.compiles <= 2 and not fell_back(report), report
 
 
 @slow

@@ -101,6 +101,13 @@ GENERATED = dict(
     gradient_accumulation_steps=1,
     beta=0.04,
 )
+DISTILLED = dict(
+    rows=prompts,
+    own=lambda: {"teacher_model": small("qwen2")},
+    max_completion_length=6,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=1,
+)
 
 
 # -- loops of the user's own, accelerate's and Lightning's -----------------------------------------------------------------
@@ -323,6 +330,7 @@ TRAINERS: dict[str, dict] = {
     "GRPO": dict(run=by_trl("GRPO", **GENERATED)),
     "RLOO": dict(run=by_trl("RLOO", **GENERATED)),
     "reward": dict(build=classifier, run=by_trl("Reward", pairs)),
+    "distillation": dict(run=by_trl("Distillation", **DISTILLED)),
     "distillation (GKD)": dict(run=by_trl("GKD", talks, own=lambda: {"teacher_model": small("qwen2")}, lmbda=0.0)),
     "accelerate": dict(run=by_accelerate),
     "Lightning": dict(run=by_lightning),
