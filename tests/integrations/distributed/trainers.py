@@ -64,10 +64,10 @@ def hugging_faces(rank, ranks):
 @slow
 def trls(rank, ranks):
     """DPO's reference is another adapter, which is switched to for each batch."""
-    for kind, rows in (("SFT", texts), ("DPO", pairs), ("KTO", judged)):
+    for kind, rows, most in (("SFT", texts, 3), ("DPO", pairs, 3), ("KTO", judged, 5)):
         made = _alike(by_trl(kind, rows), model)
         report = tunecompile.report(made)
-        assert report.compiles <= 3 and not fell_back(report), (kind, report)
+        assert report.compiles <= most and not fell_back(report), (kind, report)
 
 
 @slow

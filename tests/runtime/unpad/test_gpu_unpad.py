@@ -31,6 +31,7 @@ def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window
         dim**-0.5,
         window,
         torch.randn(heads, device="cuda").mul(2) if sinks else None,
+        True,
         0.0,
     )
     flash = next(p for p in varlen_attention.providers if p.name == "flash")
