@@ -12,13 +12,16 @@ import torch
 
 __all__ = ["TABLE", "Tile", "TileRow", "find", "pick"]
 
+AMPERE = 80
+THREADS = 1024  #: of a program, at most
+
 
 class Tile(NamedTuple):
     """What one program of a kernel computes, and with how many warps."""
 
     block: int  #: elements along the contiguous dimension; 0: all
     rows: int = 1  #: rows
-    num_warps: int = 4  #: warps of 32 threads
+    num_warps: int = 4  #: warps of 32 threads; of 64 on AMD's data center cards, at most 16
     num_stages: int = 1  #: stages of software pipelining, in a loop
     step: int = 1  #: rows at a time, where a program loops over them
 
@@ -128,12 +131,15 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
 
 
 @functools.cache
-def _capability(index: int | None) -> int:
+def _card(index: int | None) -> tuple[int, int]:
+    """(compute capability, threads of a warp). AMD's cards take the tiles that fit 64 KiB, those of Ampere."""
+    if torch.version.hip:
+        return AMPERE, torch.cuda.get_device_properties(index).warp_size
     major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+    return 10 * major + minor, 32
 
 
-def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
+def find(kernel: str, cc: int, itemsize: int, size: int, warp: int = 32) -> Tile:
     """The first row of a kernel's table that fits.
 
     Args:
@@ -141,6 +147,7 @@ def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
         cc: compute capability, times ten.
         itemsize: bytes an element.
         size: in the units that the table names for the kernel: elements, rows or columns.
+        warp: threads of a warp; a program has at most 1024.
 
     Returns:
         Its tile.
@@ -150,7 +157,7 @@ def find(kernel: str, cc: int, itemsize: int, size: int) -> Tile:
     """
     for row in TABLE[kernel]:
         if cc >= row.cc and row.itemsize in (None, itemsize) and (row.upto is None or size <= row.upto):
-            return row.tile
+            return row.tile._replace(num_warps=min(row.tile.num_warps, THREADS // warp))
     raise LookupError(f"no tile for {kernel}: compute capability {cc}, {itemsize} bytes an element, size {size}")
 
 
@@ -165,5 +172,5 @@ def pick(kernel: str, tensor: torch.Tensor, size: int) -> Tile:
     Returns:
         The first that fits; compute capability counts as 0 where the tensor is on no GPU.
     """
-    cc = _capability(tensor.device.index) if tensor.is_cuda and torch.cuda.is_available() else 0
-    return find(kernel, cc, tensor.element_size(), size)
+    cc, warp = _card(tensor.device.index) if tensor.is_cuda and torch.cuda.is_available() else (0, 32)
+    return find(kernel, cc, tensor.element_size(), size, warp)

@@ -1,6 +1,7 @@
 """The report says why each provider was taken, and why the others were not."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 import tunecompile
 from tests.support import zoo
-from tunecompile.ir.op import OPS
+from tunecompile.ir.op import OPS, refuse_spills
 from tunecompile.notes import note
 from tunecompile.ops import gated_activation, lora_linear, rms_norm, varlen_attention
 
@@ -88,3 +89,11 @@ def test_ops_with_providers_have_no_defaults():
     for op in (made for made in OPS.values() if made.providers):
         defaults = [p.name for p in inspect.signature(op.reference).parameters.values() if p.default is not p.empty]
         assert not defaults, op.name
+
+
+@pytest.mark.parametrize(("hip", "warp", "refuses"), [("6.4", 32, True), ("6.4", 64, False), (None, 32, False)])
+def test_kernels_that_would_spill_are_torchs(hip, warp, refuses, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(warp_size=warp))
+    assert (refuse_spills(SimpleNamespace(is_cuda=True, device="cuda")) is not None) == refuses
+    assert refuse_spills(torch.empty(2)) is None

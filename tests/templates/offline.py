@@ -6,6 +6,7 @@ Inductor's passes trace it.
 """
 
 import json
+import re
 import sys
 
 import torch
@@ -255,22 +256,51 @@ TYPES = {
 }
 
 
+def target_of(architecture):
+    """("90" or "gfx942") -> (its target, the compute capability whose tiles it takes)."""
+    from triton.backends.compiler import GPUTarget
+
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32), 80
+    return GPUTarget("cuda", int(architecture), 32), int(architecture)
+
+
+def spilled(asm):
+    """Bytes or registers that AMD's assembler says were spilled."""
+    counts = re.findall(r"(?:vgpr_spill_count|sgpr_spill_count|ScratchSize): (\d+)", asm.get("amdgcn", ""))
+    return sum(map(int, counts))
+
+
+def half(args, cc):
+    """Arguments with fp16 in the place of bf16, which cards before Ampere lack."""
+    return [a.to(torch.float16) if cc < 80 and a.dtype == torch.bfloat16 else a for a in args]
+
+
+def refused_on(architecture, cc):
+    """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
+    products = ("experts", "delta", "attention")
+    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:] * (architecture == "gfx1100")
+
+
 def compile_for(architectures, modules):
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     launches = []
     for module in modules:
         module.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
     _tiles = modules[0]._tiles
-    for cc in architectures:
-        _tiles.pick = lambda kernel, tensor, size, cc=cc: _tiles.find(kernel, cc, tensor.element_size(), size)
+    for architecture in architectures:
+        target, cc = target_of(architecture)
+        warp = target.warp_size
+        _tiles.pick = lambda kernel, tensor, size, cc=cc, warp=warp: _tiles.find(
+            kernel, cc, tensor.element_size(), size, warp
+        )
         for name, (function, args) in cases(*modules).items():
-            if name.startswith("fp8") and cc < 89:  # no e4m3 there
+            if name.startswith(refused_on(architecture, cc)):
                 continue
             launches.clear()
-            function(*args)
+            function(*half(args, cc))
             ((kernel, args, options),) = launches
             warps, stages = options.pop("num_warps"), options.pop("num_stages", 3)
             fuses = options.pop("fuse_products", True)
@@ -286,16 +316,17 @@ def compile_for(architectures, modules):
             source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
             compiled = triton.compile(
                 source,
-                target=GPUTarget("cuda", cc, 32),
+                target=target,
                 options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
             )
-            ptx = compiled.asm["ptx"]
+            ptx = compiled.asm.get("ptx", "")
             print(
                 json.dumps(
                     {
                         "name": name,
-                        "cc": cc,
+                        "architecture": architecture,
                         "shared": compiled.metadata.shared,
+                        "spilled": spilled(compiled.asm),
                         "wide_stores": "st.global.v4.b32" in ptx,
                         "wide_loads": "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx,
                     }
@@ -365,4 +396,4 @@ if __name__ == "__main__":
         attention_forward,
         attention_backward,
     )
-    compile_for([int(cc) for cc in sys.argv[2:]], everything) if sys.argv[1] == "compile" else trace(everything)
+    compile_for(sys.argv[2:], everything) if sys.argv[1] == "compile" else trace(everything)

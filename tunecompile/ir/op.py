@@ -65,7 +65,19 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import remembered
 from tunecompile.notes import Note, note
 
-__all__ = ["HALF", "OPS", "Cost", "Op", "Provider", "aten_name", "has_triton", "op", "refuse_gpu", "returns_view"]
+__all__ = [
+    "HALF",
+    "OPS",
+    "Cost",
+    "Op",
+    "Provider",
+    "aten_name",
+    "has_triton",
+    "op",
+    "refuse_gpu",
+    "refuse_spills",
+    "returns_view",
+]
 
 NAMESPACE = "tunecompile"
 FILLED_IN = ("used", "dying")  #: what lowering tells a provider that declares it, see `Op.provider`
@@ -347,6 +359,16 @@ def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> Note | None:
     if wide := [t for t in tensors if t.dtype not in HALF]:
         return note("not-half-precision", detail=str(wide[0].dtype).removeprefix("torch."))
     return note("no-triton") if triton and not has_triton() else None
+
+
+def refuse_spills(tensor: torch.Tensor) -> Note | None:
+    """Return why a kernel that fills the registers of other GPUs cannot run where a tensor is, or None.
+
+    Args:
+        tensor: on AMD's cards with warps of 32 threads (RDNA) such kernels spill, as compiled for gfx1100.
+    """
+    narrow = torch.version.hip and tensor.is_cuda and torch.cuda.get_device_properties(tensor.device).warp_size < 64
+    return note("registers-spill") if narrow else None
 
 
 def _by_name(fn: Callable, names: tuple[str, ...]) -> Callable:

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
@@ -281,7 +281,7 @@ def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | Non
 
 
 def _refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
-    if reason := _refuse_gpu(q, k, v, triton=True):
+    if reason := _refuse_gpu(q, k, v, triton=True) or refuse_spills(q):
         return reason
     if not causal:
         return note("not-causal")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
-from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunks, out_of_chunks, unit
@@ -192,6 +192,8 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | No
         return note("not-bfloat16", detail=str(q.dtype).removeprefix("torch."))
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
         return note("gpu-before-ampere")
+    if reason := refuse_spills(q):
+        return reason
     if initial is not None:
         return note("state-to-begin-with")
     fits = q.shape[3] % 16 == v.shape[3] % 16 == 0 and q.shape[3] <= LONGEST_KEY
