@@ -1,4 +1,4 @@
-"""`tunecompile run`: a training script or command as it is, with what its Trainers train optimized."""
+"""`tunecompile run`: a training script or command as it is, with what it trains optimized."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def run(
         bool, typer.Option("--verify", help="Check the gradients of the first step against fp32.")
     ] = False,
 ) -> None:
-    """Run a training, and optimize what each Trainer of transformers (TRL, axolotl, ...) in it trains.
+    """Run a training, and optimize what it trains: by a Trainer of transformers, TRL, Lightning, or in a loop.
 
-    In every process that the command starts. Code with a loop of its own calls tunecompile.optimize(model) itself.
+    In every process that the command starts. In a loop, it is the model that an optimizer of torch's is made for.
     """
 
     def work() -> int:
@@ -51,8 +51,8 @@ def run(
             code = subprocess.call(arguments(command), env=environment(options, told))
             if not told.exists():
                 Console(stderr=True).print(
-                    "tunecompile run: nothing was optimized, since no Trainer of transformers was made. In a loop of "
-                    "your own, call model = tunecompile.optimize(model) before it.",
+                    "tunecompile run: nothing was optimized: no Trainer was made, and no optimizer of torch's over "
+                    "a model with repeated layers. Call model = tunecompile.optimize(model) before the loop.",
                     highlight=False,
                     soft_wrap=True,
                 )

@@ -1,40 +1,44 @@
 """Python runs this file at its start where `tunecompile run` has put its folder first on the path.
 
 It imports nothing but the standard library: most processes of a run (workers, compilers) train nothing. Where one of
-them imports transformers' Trainer, the Trainer's default callbacks get one more. Another `sitecustomize` that would
-have run without this one runs all the same.
+them imports transformers' Trainer, the Trainer's default callbacks get one more; where one makes an optimizer of
+torch's, the model of its parameters is looked for. Another `sitecustomize` that would have run without this one runs
+all the same.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
 
 HERE = str(Path(__file__).parent)
-HOST = "transformers.trainer"
 
 
 class Watch:
-    """A finder that adds the callback behind the import of the Trainer."""
+    """A finder that adds to the modules in `HOSTS` when they are imported."""
+
+    def __init__(self):
+        self.waiting = dict(HOSTS)
 
     def find_spec(self, name, path=None, target=None):
         """The module's own spec, with a loader that does so."""
-        if name != HOST:
+        add = self.waiting.pop(name, None)
+        if add is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = Loader(spec.loader)
+            spec.loader = Loader(spec.loader, add)
         return spec
 
 
 class Loader:
-    """The module's own loader, and then the callback."""
+    """The module's own loader, and then what is added."""
 
-    def __init__(self, own):
-        self.own = own
+    def __init__(self, own, add):
+        self.own, self.add = own, add
 
     def __getattr__(self, name):
         return getattr(self.own, name)
@@ -44,9 +48,9 @@ class Loader:
         return self.own.create_module(spec)
 
     def exec_module(self, module):
-        """As its own loader does; then the callback is one of the defaults."""
+        """As its own loader does; then it is added to."""
         self.own.exec_module(module)
-        add_callback(module)
+        self.add(module)
 
 
 def add_callback(trainer):
@@ -54,6 +58,23 @@ def add_callback(trainer):
     from tunecompile.trainers.huggingface import from_environment
 
     trainer.DEFAULT_CALLBACKS.append(from_environment())
+
+
+def watch_optimizers(optim):
+    """Look for the model of every optimizer, when it is made: before its first step, and before engines wrap both."""
+    own = optim.Optimizer.__init__
+
+    @functools.wraps(own)
+    def made(self, *args, **kwargs):
+        own(self, *args, **kwargs)
+        from tunecompile.trainers.loops import optimizer_made
+
+        optimizer_made(self)
+
+    optim.Optimizer.__init__ = made
+
+
+HOSTS = {"transformers.trainer": add_callback, "torch.optim.optimizer": watch_optimizers}
 
 
 def run_other():
