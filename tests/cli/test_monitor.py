@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import time
 import types
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -367,3 +369,19 @@ def test_it_looks_and_asks_until_interrupted(monkeypatch, terminal):
         watch.watch(console, interval=20.0, sleep=sleep)
     assert max(slept) < telemetry_files.PATIENCE / 2 and len(asked) >= len(slept) and sum(slept[:4]) == 20
     assert "17,406" in console.export_text()
+
+
+def test_the_dashboard_shows_the_exporters_metrics():
+    """Every metric is on it, with labels that the exporter gives, and none that there is not."""
+    prometheus = pytest.importorskip("tunecompile.cli.monitor.prometheus")
+    text = (Path(__file__).parents[2] / "docs/grafana/tunecompile.json").read_text(encoding="utf-8")
+    dashboard = json.loads(text)
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    known = {f"tunecompile_{name}" for name, *_ in (*prometheus.GPU, *prometheus.TRAINING)}
+    assert set(re.findall(r"tunecompile_\w+", " ".join(shown))) == known
+    variables = [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    assert set(re.findall(r"tunecompile_\w+", " ".join(variables))) < known
+    labels = {"pid", "model", "device", "gpu_uuid", "rank", "gpu", "uuid", "name"}
+    assert set(re.findall(r"\{\{(\w+)\}\}|(\w+)=~", text)) <= {(a, b) for a in labels | {""} for b in labels | {""}}
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
