@@ -11,8 +11,8 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_close
-from tests.support.models.images import GRIDS, adapted, images_of, qwen2_5_vl, qwen3_vl
-from tests.support.notes import fell_back
+from tests.support.models.images import GRIDS, adapted, images_of, padded, qwen2_5_vl, qwen3_vl
+from tests.support.notes import fell_back, has
 from tunecompile.integrations.kernel_functions.fork import Fork, fork_of
 from tunecompile.runtime.unpad.image_bounds import read_bounds
 
@@ -61,6 +61,29 @@ def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
     region = report.regions[0]
     assert not fell_back(ours) and region.compiles == 2, report
     assert region.providers["varlen_attention: reference"] == 1, report
+
+
+@pytest.mark.slow
+def test_code_of_inductor_for_other_sizes():
+    """No further from fp64 than eager in fp32 is."""
+    model = Tower(qwen2_5_vl)
+    exact, ours = copy.deepcopy(model).double(), tunecompile.optimize(copy.deepcopy(model))
+    for grids in EDGES[:3]:
+        batch = images_of(grids)
+        _, true = zoo.step(exact, {**batch, "pixel_values": batch["pixel_values"].double()})
+        found, eager = (zoo.errors(zoo.step(each, batch)[1], true, 1e-3) for each in (ours, model))
+        assert max(found.values()) <= 2 * max(eager.values()) + 1e-6, (found, eager)
+    assert not fell_back(ours) and tunecompile.report(ours).regions[0].compiles == 2, tunecompile.report(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl])
+def test_padding_behind_images_is_removed(make):
+    """Positions are of three kinds, and tables [3, B, T, D] in some of these models."""
+    model, batch = adapted(make)
+    ours = optimized(model)
+    assert_close(zoo.step(ours, padded(batch)), zoo.step(model, padded(batch)))
+    assert has(ours, "padding-removed") and not fell_back(ours)
 
 
 @pytest.mark.slow
