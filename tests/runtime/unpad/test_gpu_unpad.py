@@ -17,11 +17,21 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "dim, heads, shared, window", [(64, 9, 3, 0), (128, 8, 8, 0), (128, 8, 2, 40), (256, 4, 1, 0), (72, 4, 2, 17)]
+    "dim, heads, shared, window",
+    [
+        (64, 9, 3, 0),
+        (128, 8, 8, 0),
+        (128, 8, 2, 40),
+        (256, 4, 1, 0),
+        (72, 4, 2, 17),
+        (64, 4, 4, None),
+        (80, 4, 4, None),
+    ],
 )
-@pytest.mark.parametrize("lengths", [(1, 300, 0, 77), (513,)])
+@pytest.mark.parametrize("lengths", [(1, 300, 0, 77), (513,), (200, 60, 0)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window, lengths, sinks):
+    """window: None where attention is not causal."""
     torch.manual_seed(0)
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     q, k, v = (torch.randn(sum(lengths), h, dim, device="cuda", dtype=torch.bfloat16) for h in (heads, shared, shared))
@@ -29,9 +39,9 @@ def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window
         offsets,
         max(lengths) + 50,
         dim**-0.5,
-        window,
+        window or 0,
         torch.randn(heads, device="cuda").mul(2) if sinks else None,
-        True,
+        window is not None,
         0.0,
     )
     flash = next(p for p in varlen_attention.providers if p.name == "flash")
