@@ -138,7 +138,7 @@ def test_backward_twice():
     assert empty(offload)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
+@pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow), None])
 def test_two_forwards_then_two_backwards(order):
     offload = make_offload()
     stack, reference = offloaded(offload), Stack()

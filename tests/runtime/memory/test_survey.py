@@ -52,7 +52,7 @@ def step(model, rows=8):
     return loss.detach(), *grads, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("broken", [False, True], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "in pieces"])
 def test_nothing_runs_twice(broken, capsys):
     reference, model = step(build(None, broken)), build("1KiB", broken)
     for number in (1, 2):

@@ -178,7 +178,7 @@ def wrapped(wrap, only=None):
 @pytest.mark.parametrize(
     "wrap, said",
     [
-        pytest.param(lambda inner: Average(), "mixes-tokens", id="average"),
+        pytest.param(lambda inner: Average(), "mixes-tokens", id="average", marks=pytest.mark.slow),
         pytest.param(Shifted, "mixes-tokens", id="convolution", marks=pytest.mark.slow),
         pytest.param(Centred, "mixes-tokens", id="centred", marks=pytest.mark.slow),
         pytest.param(Reading, "mixes-tokens", id="mask"),

@@ -130,6 +130,7 @@ def test_a_collator_of_transformers():
 
 
 @pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_verified_step(use_cache):
     """What is compared sees the same tokens: with a cache, as in an eager step with one."""
     reference = zoo.make("llama", use_cache=use_cache).train()

@@ -282,7 +282,9 @@ def test_labels_of_a_call_that_was_interrupted():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("where", ["model", "model.layers.1", "model.norm"])
+@pytest.mark.parametrize(
+    "where", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("model.layers.1", "model.norm"))]
+)
 def test_hooks_see_the_padded_batch(where):
     shapes = []
     for m in pair(lambda: zoo.make("llama")):

@@ -29,6 +29,7 @@ def table(monkeypatch):
     return type(ALL_ATTENTION_FUNCTIONS)
 
 
+@pytest.mark.slow
 def test_attention_of_the_users_own_under_sdpa(table):
     stock = table._global_mapping["sdpa"]
 
@@ -69,7 +70,7 @@ def nearby(*args, and_mask_function=None, **kwargs):
     return create_causal_mask(*args, and_mask_function=lambda b, h, q, k: (q - k) < 4, **kwargs)
 
 
-@pytest.mark.parametrize("function, removed", [(both_ways, 0), (nearby, 0)])
+@pytest.mark.parametrize("function, removed", [pytest.param(both_ways, 0, marks=pytest.mark.slow), (nearby, 0)])
 def test_mask_functions_of_the_users_own(function, removed, monkeypatch):
     from transformers.models.llama import modeling_llama
 

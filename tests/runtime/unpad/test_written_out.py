@@ -23,7 +23,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
     "family, more",
     [
         ("gpt_oss", WINDOWS),
-        ("llama", {"attn_implementation": "eager"}),
+        pytest.param("llama", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         ("gemma2", {**WINDOWS, "attn_implementation": "eager", "attn_logit_softcapping": 0.02}),
         pytest.param("gpt2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("mistral", {"attn_implementation": "eager", "sliding_window": 6}, marks=pytest.mark.slow),
