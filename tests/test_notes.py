@@ -17,6 +17,7 @@ from tunecompile.notes import (
     REASONS,
     Note,
     compiling,
+    health,
     memory,
     note,
     padding,
@@ -27,7 +28,7 @@ from tunecompile.notes import (
 
 ROOT = Path(__file__).parents[1]
 
-TABLES = (compiling, memory, padding, providers, running, verifying)
+TABLES = (compiling, health, memory, padding, providers, running, verifying)
 #: calls that make a note of a code, subject and detail: `note` itself, and what hands these on to it
 MAKERS = {"note", "_note", "_note_failure"}
 

@@ -28,6 +28,7 @@ from tunecompile.ir.rewrite import rewrite
 from tunecompile.planner.liveness import tensor_bytes
 from tunecompile.report.explain import explain
 from tunecompile.report.memory_timeline import memory_timeline
+from tunecompile.trainers.watch import Watcher, watch
 from tunecompile.verification.check_pass import Example, Finding, check, compiled
 from tunecompile.verification.verify import Verification, verify
 
@@ -41,6 +42,7 @@ __all__ = [
     "Finding",
     "Pass",
     "Verification",
+    "Watcher",
     "check",
     "compiled",
     "estimate",
@@ -60,6 +62,7 @@ __all__ = [
     "save_merged",
     "tensor_bytes",
     "verify",
+    "watch",
 ]
 
 

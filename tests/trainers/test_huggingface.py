@@ -27,7 +27,7 @@ def trainer(folder, callbacks, **given):
 def test_a_callback_is_all_a_trainer_needs(tmp_path):
     plain = trainer(tmp_path, [])
     plain.train()
-    door = tunecompile.Callback(executor="eager")
+    door = tunecompile.Callback(watch=True, executor="eager")
     with pytest.raises(NotOptimized):
         door.report()
     ours = trainer(tmp_path, [door])
@@ -35,6 +35,7 @@ def test_a_callback_is_all_a_trainer_needs(tmp_path):
     ours.train()
     assert curve(ours) == pytest.approx(curve(plain), rel=1e-4) and len(curve(ours)) == 4
     assert {match.family: match.rewritten for match in door.report().matches}["lora"] == 7
+    assert door.watcher.steps == 2 and door.watcher.findings == []
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tunecompile.notes import compiling, memory, padding, providers, running, verifying
+from tunecompile.notes import compiling, health, memory, padding, providers, running, verifying
 from tunecompile.notes.kind import NoteKind
 
 __all__ = ["KINDS", "NOTES", "REASONS", "Note", "NoteKind", "note"]
@@ -28,7 +28,7 @@ def _joined(tables: list[dict[str, NoteKind]]) -> dict[str, NoteKind]:
     return made
 
 
-NOTES = _joined([compiling.NOTES, running.NOTES, padding.NOTES, memory.NOTES, verifying.NOTES])
+NOTES = _joined([compiling.NOTES, running.NOTES, padding.NOTES, memory.NOTES, verifying.NOTES, health.NOTES])
 REASONS = _joined(
     [compiling.REASONS, providers.REASONS, running.REASONS, padding.REASONS, memory.REASONS, verifying.REASONS]
 )

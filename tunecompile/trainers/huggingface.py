@@ -9,6 +9,7 @@ from torch import nn
 
 from tunecompile.errors import MissingExtra
 from tunecompile.trainers.door import Door, options_of_run
+from tunecompile.trainers.watch import Watcher, watch
 
 try:
     from transformers import TrainerCallback
@@ -30,8 +31,14 @@ class Callback(Door, TrainerCallback):
     it is. The report is `callback.report()`.
 
     Args:
+        watch: whether the training's health is watched, as `tunecompile.watch` does.
         options: of `tunecompile.optimize`.
     """
+
+    def __init__(self, *, watch: bool = False, **options: Any):
+        super().__init__(**options)
+        self.watches = watch
+        self.watcher: Watcher | None = None  #: while training
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Optimize the model before engines wrap it."""
@@ -40,9 +47,13 @@ class Callback(Door, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Optimize a model that was not there at the beginning."""
         self._optimize(model)
+        if self.watches and model is not None:
+            self.watcher = watch(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the report."""
+        if self.watcher is not None:
+            self.watcher.stop()
         if state.is_world_process_zero and self.models:
             log.info("%s", self.report())
 
