@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._harness import TEMPLATE, attempt, main, randn, relative_error
 from tunecompile.ops import gated_delta_rule
-from tunecompile.templates import delta_rule, delta_rule_backward
+from tunecompile.templates import delta_rule
 
 CHUNKS = "torch, in chunks"  #: the op's reference
 SCALE = 0.125
@@ -42,7 +42,7 @@ def fla_backward():
 
 def backward(grad, q, k, v, g, beta):
     final = torch.zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], device=q.device)
-    made = delta_rule_backward.backward(grad, final, q, k, v, g, beta, scale=SCALE)
+    made = delta_rule.backward(grad, final, q, k, v, g, beta, scale=SCALE)
     made[:2] = [x.unflatten(2, (q.shape[2], -1)).float().sum(3).to(q.dtype) for x in made[:2]]
     return made
 

@@ -21,9 +21,10 @@ def cases(
     lora_mlp,
     fp8,
     experts,
-    delta_rule,
-    delta_rule_backward,
-    delta_rule_gradients,
+    delta_chunks,
+    delta_forward,
+    delta_backward,
+    delta_gradients,
     layer_norm,
     attention,
     attention_backward,
@@ -87,13 +88,13 @@ def cases(
     def forward():
         total, square, state = e(1, 32, 256, dtype=torch.float32), e(1, 200, 32, 64), e(1, 4, 32, 128, 128)
         final, values = e(1, 32, 128, 128, dtype=torch.float32), e(1, 200, 32, 128)
-        return delta_rule.Chunks(total, square, values, values), delta_rule.States(values, state, final)
+        return delta_chunks.Chunks(total, square, values, values), delta_forward.States(values, state, final)
 
     def delta(function, *rest):
         """A step of the rule's backward, under documents."""
 
         def call(q, k, v, beta, ends, numbers, *given):
-            made = delta_rule_gradients.Operands(v, q, k, v, beta, ends, numbers, 0.1)
+            made = delta_gradients.Operands(v, q, k, v, beta, ends, numbers, 0.1)
             return function(made, *given)
 
         return call, [*heads, rates, ends, numbers, *rest]
@@ -218,25 +219,23 @@ def cases(
             [e(512, 2048), order],
         ),
         "delta_prepare": (
-            lambda k, v, g, beta, numbers: delta_rule.prepare(k, v, g, beta, numbers),
+            lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),
             [*heads[1:], sums, rates, numbers],
         ),
-        "delta_scan": (lambda k, v, ends: delta_rule.scan(forward()[0], k, v, ends), [*heads[1:], ends]),
+        "delta_scan": (lambda k, v, ends: delta_forward.scan(forward()[0], k, v, ends), [*heads[1:], ends]),
         "delta_outputs": (
-            lambda q, k, v, numbers: delta_rule.outputs(*forward(), q, k, v, numbers, 0.1),
+            lambda q, k, v, numbers: delta_forward.outputs(*forward(), q, k, v, numbers, 0.1),
             [*heads, numbers],
         ),
-        "delta_pending": delta(lambda call: delta_rule_backward.pending(call, forward()[0].total)),
+        "delta_pending": delta(lambda call: delta_backward.pending(call, forward()[0].total)),
         "delta_scan_back": delta(
-            lambda call, waiting, final: delta_rule_backward.scan(call, forward()[0], waiting, final),
+            lambda call, waiting, final: delta_backward.scan(call, forward()[0], waiting, final),
             values,
             e(1, 32, 128, 128, dtype=torch.float32),
         ),
-        "delta_products": delta(
-            lambda call, given: delta_rule_gradients.products(call, forward()[0], given, given), values
-        ),
+        "delta_products": delta(lambda call, given: delta_gradients.products(call, forward()[0], given, given), values),
         "delta_operands": delta(
-            lambda call, states, square, missing, one, other: delta_rule_gradients.operands(
+            lambda call, states, square, missing, one, other: delta_gradients.operands(
                 call, *forward(), states, square, square, missing, one, other
             ),
             *(e(1, 4, 32, 128, 128), e(1, 200, 32, 64), values, sums, e(1, 200, 32, dtype=torch.float32)),
@@ -365,9 +364,6 @@ def trace(modules):
 if __name__ == "__main__":
     from tunecompile.templates import (
         cross_entropy,
-        delta_rule,
-        delta_rule_backward,
-        delta_rule_gradients,
         experts,
         fp8,
         layer_norm,
@@ -379,6 +375,10 @@ if __name__ == "__main__":
     )
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import forward_pass as attention_forward
+    from tunecompile.templates.delta_rule import backward_pass as delta_backward
+    from tunecompile.templates.delta_rule import chunks as delta_chunks
+    from tunecompile.templates.delta_rule import forward_pass as delta_forward
+    from tunecompile.templates.delta_rule import gradients as delta_gradients
 
     everything = (
         nf4,
@@ -389,9 +389,10 @@ if __name__ == "__main__":
         lora_mlp,
         fp8,
         experts,
-        delta_rule,
-        delta_rule_backward,
-        delta_rule_gradients,
+        delta_chunks,
+        delta_forward,
+        delta_backward,
+        delta_gradients,
         layer_norm,
         attention_forward,
         attention_backward,

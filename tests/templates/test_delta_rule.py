@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 from tests.support.ops.recurrent import operands, recurrence  # noqa: E402
 from tunecompile.ops.recurrent.documents import document_of  # noqa: E402
-from tunecompile.templates import delta_rule, delta_rule_backward  # noqa: E402
+from tunecompile.templates import delta_rule  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 #: Triton's interpreter multiplies no bf16
@@ -42,7 +42,7 @@ def exact(args, offsets, grads, delta=True):
 
 def by_template(args, offsets, numbers, grads, delta=True):
     made = delta_rule.forward(*args, offsets, numbers, scale=0.3, delta=delta)
-    found = delta_rule_backward.backward(*grads, *args, offsets, numbers, scale=0.3, delta=delta)
+    found = delta_rule.backward(*grads, *args, offsets, numbers, scale=0.3, delta=delta)
     shared = args[0].shape[2]
     found[:2] = [x.unflatten(2, (shared, -1)).double().sum(3) for x in found[:2]]
     return made, found

@@ -256,11 +256,11 @@ def gated_delta_rule_backward(
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
-    from tunecompile.templates import delta_rule_backward
+    from tunecompile.templates import delta_rule
 
     documents, units = documents_in(q, offsets), [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)
-    made = delta_rule_backward.backward(
+    made = delta_rule.backward(
         grad,
         grad_final.contiguous(),
         queries,

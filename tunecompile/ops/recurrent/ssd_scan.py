@@ -104,9 +104,9 @@ def ssd_scan_backward(
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
-    from tunecompile.templates import delta_rule_backward
+    from tunecompile.templates import delta_rule
 
-    made = delta_rule_backward.backward(
+    made = delta_rule.backward(
         grad,
         grad_final.contiguous(),
         c,

@@ -2,7 +2,7 @@
 
 The forward's ``prepare`` and ``scan`` run again. Then ``pending`` computes the part of the gradients of new values that
 comes from outputs, ``scan`` iterates over chunks from the last to the first with the gradient of a state in registers,
-and ``delta_rule_gradients`` computes the gradients within all chunks at once.
+and ``gradients`` computes the gradients within all chunks at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import launch, next_power_of_2
-from .delta_rule import documents_at, pairs_of, prepare, row_of
-from .delta_rule import scan as scan_forward
-from .delta_rule_gradients import Operands, operands, products
+from .._launch import launch, next_power_of_2
+from .chunks import documents_at, pairs_of, prepare, row_of
+from .forward_pass import scan as scan_forward
+from .gradients import Operands, operands, products
 
 __all__ = ["backward", "pending", "scan"]
 
@@ -162,7 +162,7 @@ def pending(call, total):
 
     Args:
         call: the backward's operands.
-        total: running sums of log decays, from `delta_rule.prepare`.
+        total: running sums of log decays, from `prepare`.
 
     Returns:
         [B, T, H, V].
@@ -180,7 +180,7 @@ def scan(call, chunks, waiting, grad_final):
 
     Args:
         call: the backward's operands.
-        chunks: from `delta_rule.prepare`.
+        chunks: from `prepare`.
         waiting: from `pending`.
         grad_final: [B, H, K, V], of the final state, contiguous.
 
@@ -201,12 +201,12 @@ def scan(call, chunks, waiting, grad_final):
 
 
 def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *, scale, delta=True):
-    """The gradients of `delta_rule.forward`.
+    """The gradients of `forward`.
 
     Args:
         grad: of o, [B, T, H, V] in its dtype.
         grad_final: of the final state, [B, H, K, V], any floating dtype, contiguous.
-        q, k, v, g, beta, offsets, documents, scale, delta: as given to `delta_rule.forward`.
+        q, k, v, g, beta, offsets, documents, scale, delta: as given to `forward`.
 
     Returns:
         [dq, dk, dv, dg, dbeta]: dq and dk [B, T, H, K], not yet summed over heads that share q and k; dg and dbeta in

@@ -1,4 +1,4 @@
-"""Gradients inside chunks of the gated delta rule (arXiv:2412.06464): the last two steps of ``delta_rule_backward``.
+"""Gradients inside chunks of the gated delta rule (arXiv:2412.06464): the last two steps of ``backward_pass``.
 
 Both process all chunks at once: ``products`` the square matrices of a chunk, ``operands`` its rows. A single kernel
 would need more registers than there are.
@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _tiles
-from ._launch import launch
-from .delta_rule import CHUNK, chunks_of, documents_at, pairs_of, row_of, rows
+from .. import _tiles
+from .._launch import launch
+from .chunks import CHUNK, chunks_of, documents_at, pairs_of, row_of, rows
 
 __all__ = ["Operands", "operands", "products"]
 
@@ -264,7 +264,7 @@ def products(call, chunks, written, grad_written):
 
     Args:
         call: the backward's operands.
-        chunks, written: from `delta_rule.prepare` and `delta_rule.scan`.
+        chunks, written: from `prepare` and the forward's `scan`.
         grad_written: from `delta_rule_backward.scan`.
 
     Returns:
@@ -290,7 +290,7 @@ def operands(call, chunks, states, grad_states, by_score, by_system, missing, dt
 
     Args:
         call: the backward's operands.
-        chunks, states: from `delta_rule.prepare` and `delta_rule.scan`.
+        chunks, states: from `prepare` and the forward's `scan`.
         grad_states: from `delta_rule_backward.scan`.
         by_score, by_system, missing, dtotal, dbeta: from `products`.
 
