@@ -145,7 +145,13 @@ def test_other_calls_and_configs_are_as_they_were():
     assert {name: getattr(config, "_attn_implementation", "") for name, config in configs(ours)} == before
     with torch.no_grad():
         assert torch.equal(ours.eval()(**batch).loss, model.eval()(**batch).loss)
-    again = copy.deepcopy(model).train()
+
+
+@pytest.mark.slow
+def test_towers_that_the_user_compiles_are_image_by_image():
+    model = Tower(qwen2_5_vl)
+    optimized(model)
+    batch, again = images_of(EDGES[1]), copy.deepcopy(model).train()
     torch.testing.assert_close(torch.compile(again, backend="eager")(**batch).loss, model.train()(**batch).loss)
 
 
