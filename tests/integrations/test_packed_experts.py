@@ -173,6 +173,7 @@ def test_experts_in_every_state(tmp_path):
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_is_removed():
     packed, dense = pair("qwen3_moe")
     batch = zoo.batch(rows=3)

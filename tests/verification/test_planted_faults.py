@@ -265,7 +265,6 @@ FAULTS = [
     Fault("attention with a cap", "lost slope of the cap", "keepdim=True)) * slope * scale", "keepdim=True)) * scale"),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
-CAUGHT_BY_A_MODEL = {fault.of: fault for fault in reversed(FAULTS)}  #: one for each subject; the others are slow
 
 
 def named(faults):
@@ -305,11 +304,7 @@ def test_the_pass_shows_it(fault, monkeypatch):
 
 @pytest.mark.parametrize(
     "of",
-    [
-        pytest.param(of, marks=[] if of == "NF4" else pytest.mark.slow)
-        for of, subject in SUBJECTS.items()
-        if subject.model
-    ],
+    [pytest.param(of, marks=pytest.mark.slow) for of, subject in SUBJECTS.items() if subject.model],
 )
 def test_a_right_step_is_verified(of, monkeypatch):
     plant(monkeypatch, SUBJECTS[of])
@@ -322,7 +317,7 @@ def test_a_right_step_is_verified(of, monkeypatch):
         pytest.param(
             fault,
             id=f"{fault.of}: {fault.what}",
-            marks=[] if fault is CAUGHT_BY_A_MODEL[fault.of] and fault.of == "RoPE" else pytest.mark.slow,
+            marks=pytest.mark.slow,
         )
         for fault in FAULTS
         if SUBJECTS[fault.of].model

@@ -59,6 +59,7 @@ def test_adapters_under_checkpointing(quantized):
     assert told_apart(model) == 1
 
 
+@pytest.mark.slow
 def test_one_compilation_for_any_number_of_sequences():
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))
     for number, lengths in enumerate([(5, 6), (3, 3, 3, 2), (1,) * 5 + (4,), (12, 30), (16, 1, 1)]):

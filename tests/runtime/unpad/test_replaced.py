@@ -174,6 +174,7 @@ def test_modules_whose_result_is_over_all_tokens(monkeypatch):
     assert has(model, "padding-kept", reason="mixes-tokens")
 
 
+@pytest.mark.slow
 def test_logits_at_every_position_beside_the_models_own_loss():
     """A first step is a step."""
     teacher = zoo.make("llama", num_hidden_layers=2).eval()
