@@ -92,10 +92,20 @@ def why_not_token_wise(gm: GraphModule) -> Note | None:
 
 
 def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
-    """The graph's inputs, as fake tensors of `TOKENS` tokens in the place of the symbol."""
+    """The graph's inputs, as fake tensors of `TOKENS` tokens in the place of the symbol.
+
+    Where a graph holds two rows and never compares them, each has a symbol of its own: what a decoder's layer is given
+    of its encoder, say, whose tokens it must not mix either.
+    """
+    values = map(value, gm.graph.find_nodes(op="placeholder"))
+    rows = [v.shape[1] for v in values if isinstance(v, Tensor) and v.dim() > 1 and v.shape[0] == 1]
+    symbols = [tokens, *(size for size in rows if not isinstance(size, int))]
 
     def size(given: Any) -> int:
-        return given if isinstance(given, int) else size_with(given, tokens, TOKENS)
+        if isinstance(given, int):
+            return given
+        sizes = (size_with(given, symbol, TOKENS) for symbol in symbols)
+        return next((made for made in sizes if made != size_hint(given)), size_hint(given))
 
     def make(given: Any) -> Any:
         if isinstance(given, torch.SymInt):

@@ -16,6 +16,7 @@ from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+SIDE = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
@@ -44,6 +45,23 @@ def test_padded_packed_and_full(family, more):
     assert not find(model, "padding-kept", "packing-kept"), report
     (region,) = report.regions
     assert region.providers["varlen_attention: reference"] and not region.recompiles, report
+
+
+def test_a_decoder_that_reads_an_encoder():
+    """Its written-out attention to the encoder's tokens has no mask, so rows of documents would see each other's."""
+    transformers = pytest.importorskip("transformers")
+    small = {"d_model": 32, "max_position_embeddings": 64, "vocab_size": 256, "dropout": 0.0}
+    small |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDE.items()}
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.BartConfig(**small, attn_implementation="eager")
+        return transformers.BartForConditionalGeneration(config).double()
+
+    model, reference = pair(make)
+    inputs = zoo.batch(256, 2, 16)
+    (loss, ours), (exact, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+    assert abs(loss - exact) < 1e-12 and max(zoo.errors(ours, theirs, 1e-6).values()) < 1e-9
 
 
 def test_a_bias_is_no_mask():
