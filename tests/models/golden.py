@@ -46,7 +46,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         | {"lora": (15, 15), "grouped_linear": (10, 10), "swiglu": (3, 3), "rms_norm": (7, 7)}
         | {"add_rms_norm": (2, 2)},
         **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"layer_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}),
-        "gemma2": LLAMA | {"rms_norm": (4, 4)},
+        "gemma2": LLAMA | {"rms_norm": (4, 4), "document_attention": (1, 1)},  # written out, with a soft-cap
         "gemma3": LLAMA | {"rms_norm": (6, 6)},
         "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
         "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"}
