@@ -142,6 +142,18 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_the_guide_runs(op_by_op):
+    accelerate = pytest.importorskip("accelerate")
+    (block,) = blocks("guides/loops.md")
+    names = {"model": zoo.adapt(zoo.make("llama")).train(), "batches": [zoo.batch(), zoo.batch(seed=2)]}
+    exec(block, names)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert tunecompile.report(names["model"]).compiles and names["watcher"].steps == 2
+    assert names["watcher"].findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_the_callback_of_the_guide_runs(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
     from tunecompile.trainers import door

@@ -21,8 +21,8 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
     """The outermost `nn.ModuleList`s (or Sequentials) of at least two layers that hold modules.
 
     A Sequential must be of one class. In a ModuleList at least one class repeats: others may stand between (layers with
-    cross-attention). Lists inside a found layer (experts) are not regions. Lists of bare linears (several heads) are
-    not layers.
+    cross-attention). A ModuleDict whose names are numbers is a list, too (torchtitan's layers). Lists inside a found
+    layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
     """
     found: list[LayerStack] = []
 
@@ -35,16 +35,21 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
             classes = len({type(m) for m in members})
             repeated = (
                 classes < len(members)
-                if isinstance(child, nn.ModuleList)
+                if _is_list(child)
                 else isinstance(child, nn.Sequential) and classes == 1 < len(members)
             )
             if repeated and all(next(m.children(), None) is not None for m in members):
-                found.append(LayerStack(where, runner if isinstance(child, nn.ModuleList) else child, members))
+                found.append(LayerStack(where, runner if _is_list(child) else child, members))
             else:
                 visit(child, where, runner)
 
     visit(model, "", model)
     return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether its owner calls its members."""
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module)))
 
 
 def find_norms(owner: nn.Module) -> list[nn.Module]:
