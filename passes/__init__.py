@@ -42,6 +42,7 @@ __all__ = ["PIPELINE"]
 PIPELINE = [
     recognize.linear_cross_entropy,  # widest first: a narrow rewrite must not eat a wide one's anchor
     recognize.document_attention,
+    recognize.attention,  # what is left of it, under masks that are not of documents
     recognize.experts,
     recognize.expert_rows,
     recognize.expert_biases,

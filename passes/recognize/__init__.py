@@ -1,6 +1,7 @@
 """Replace torch subgraphs by ops. Each file is one op family, with its patterns in plain PyTorch."""
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
+from tunecompile.passes.recognize.attention import PASS as attention
 from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
 from tunecompile.passes.recognize.experts import expert_biases, expert_masks, expert_rows, experts
@@ -19,6 +20,7 @@ from tunecompile.passes.recognize.swiglu import PASS as swiglu
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "document_attention",
     "dora",
     "expert_biases",

@@ -19,7 +19,14 @@ from torch.fx import Graph, Node
 from tunecompile.ir.canonicalize import name_of, value
 from tunecompile.ops import document_mask
 
-__all__ = ["AttentionArguments", "FoundAttention", "attention_arguments", "attention_calls", "document_mask_of"]
+__all__ = [
+    "AttentionArguments",
+    "FoundAttention",
+    "attention_arguments",
+    "attention_calls",
+    "document_mask_of",
+    "written_out_attention",
+]
 
 LOWEST = -65504.0  #: the least number of fp16: what a mask adds to scores that count for nothing, or less
 
@@ -47,8 +54,10 @@ class AttentionArguments:
 class FoundAttention:
     """One attention of a graph."""
 
-    arguments: AttentionArguments
+    arguments: AttentionArguments  #: with a mask where that is all that is done to its scores
     inside: frozenset[Node] = frozenset()  #: calls between its arguments and its result
+    #: what is done to scores before the softmax, first to last: (what is added, None) or (where they become, a number)
+    terms: tuple[tuple[Node, float | None], ...] = ()
 
 
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
@@ -63,6 +72,31 @@ def attention_calls(graph: Graph) -> dict[Node, FoundAttention]:
         if call is not None and document_mask_of(call.arguments.mask) is not None:
             found[node] = call
     return found
+
+
+def written_out_attention(graph: Graph) -> dict[Node, FoundAttention | str]:
+    """Attention that a model's code writes out, by the node of its result; or why it is none that is understood."""
+    found: dict[Node, FoundAttention | str] = {}
+    for node in graph.nodes:
+        if _is(node, "matmul") and len(node.args) == 2 and (weights := _softmax_of(node.args[0])) is not None:
+            found[node] = _written_out(node) or _WHY[weights]
+    return found
+
+
+_WHY = {
+    "dropout": "its weights have dropout",
+    "softmax": "its scores are more than a product, a factor and masks, or are read elsewhere too",
+}
+
+
+def _softmax_of(node: Any) -> str | None:
+    """Whether weights are a softmax over four dimensions, or dropout of one."""
+    name = "softmax"
+    while isinstance(node, Node) and (_casts_or_keeps_all(node) or _is(node, "dropout")):
+        name = name if _casts_or_keeps_all(node) else "dropout"
+        node = node.args[0]
+    made = value(node) if _is(node, "softmax") else None
+    return name if isinstance(made, Tensor) and made.dim() == 4 else None
 
 
 def attention_arguments(node: Node) -> AttentionArguments:
@@ -94,7 +128,7 @@ def document_mask_of(mask: Any) -> Node | None:
 
 
 def _written_out(node: Node) -> FoundAttention | None:
-    """softmax(scale q k^T + mask) v, of which nothing else is read."""
+    """softmax(scale q k^T + masks) v, of which nothing else is read."""
     if not _is(node, "matmul") or len(node.args) != 2:
         return None
     read = _Reading()
@@ -115,10 +149,7 @@ def _written_out(node: Node) -> FoundAttention | None:
         scores, beside = scores.args[0]
         sinks = _sinks(beside, read)
         scores = read.through(scores, _casts)
-    if not _is(scores, "add") or len(scores.args) != 2 or scores.kwargs:
-        return None
-    read.inside.append(scores)
-    products, mask = scores.args
+    terms, products = _terms(scores, read)
     products, softcap = _without_cap(products, read)
     products, scale = _without_factor(products, read)
     if not _is(products, "matmul") or len(products.args) != 2 or not _turned(products.args[1]):
@@ -130,9 +161,23 @@ def _written_out(node: Node) -> FoundAttention | None:
         return None
     if column and (sinks is None or tuple(value(sinks).shape) != (value(query).shape[1],)):
         return None
-    return FoundAttention(
-        AttentionArguments(query, keys, values, mask, 0.0, False, scale, sinks, softcap), frozenset(read.inside)
-    )
+    alone = terms[0][0] if len(terms) == 1 and terms[0][1] is None else None
+    call = AttentionArguments(query, keys, values, alone, 0.0, False, scale, sinks, softcap)
+    return FoundAttention(call, frozenset(read.inside), terms)
+
+
+def _terms(scores: Any, read: _Reading) -> tuple[tuple[tuple[Node, float | None], ...], Any]:
+    """(`FoundAttention.terms`, the scores before them)."""
+    terms: list[tuple[Node, float | None]] = []
+    while isinstance(scores, Node) and not scores.kwargs:
+        if _is(scores, "add") and len(scores.args) == 2 and isinstance(value(scores.args[1]), Tensor):
+            terms.append((scores.args[1], None))
+        elif _is(scores, "masked_fill") and _is_number(scores.args[2]) and scores.args[2] <= LOWEST:
+            terms.append((scores.args[1], float(scores.args[2])))
+        else:
+            break
+        scores = read.through(read.step(scores), _casts)
+    return tuple(reversed(terms)), scores
 
 
 def _without_factor(node: Any, read: _Reading) -> tuple[Any, float]:

@@ -1,0 +1,124 @@
+"""Attention that is written out under any mask or bias becomes torch's own; what is more than that stays."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.passes.run import check, family, random
+
+PASSES = family("document_attention", "attention")
+ROWS, HEADS, TOKENS, KEYS, WIDTH = 2, 4, 6, 7, 8
+LEAST = torch.finfo(torch.float32).min
+
+
+def masked(blind=None):
+    """Additive, [B, 1, T, S], with a row that sees nothing, or none."""
+    seen = torch.ones(TOKENS, KEYS, dtype=torch.bool).tril()
+    if blind is not None:
+        seen[blind] = False
+    return torch.where(seen, 0.0, LEAST).expand(ROWS, 1, TOKENS, KEYS).contiguous()
+
+
+def inputs(dtype=torch.float32):
+    q, k, v = (random(ROWS, HEADS, n, WIDTH, dtype=dtype) for n in (TOKENS, KEYS, KEYS))
+    return [
+        q,
+        k,
+        v,
+        masked().to(dtype) if dtype == torch.float32 else masked().clamp(min=torch.finfo(dtype).min).to(dtype),
+    ]
+
+
+def bert(q, k, v, mask, bias):
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + mask
+    return torch.matmul(F.dropout(F.softmax(scores, dim=-1), p=0.0, training=True), v).transpose(1, 2).contiguous()
+
+
+def without_a_mask(q, k, v, mask, bias):
+    return (q @ k.mT / 2.5).softmax(-1) @ v
+
+
+def in_fp32(q, k, v, mask, bias):
+    weights = F.softmax(torch.matmul(q, k.transpose(2, 3)) * 0.3 + mask, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, v)
+
+
+def learned_bias(q, k, v, mask, bias):
+    """T5: no scale, and a bias with a gradient beside the mask."""
+    return F.softmax((torch.matmul(q, k.transpose(3, 2)) + (bias + mask)).float(), dim=-1).type_as(q) @ v
+
+
+def two_terms(q, k, v, mask, bias):
+    return (q @ k.mT * 0.3 + bias + mask).softmax(-1) @ v
+
+
+def alibi_and_fill(q, k, v, mask, bias):
+    """MPT: a bias of three dimensions, and a boolean mask."""
+    scores = (torch.matmul(q, k.transpose(-1, -2)) * 0.3 + bias[0, :, :1]).masked_fill(mask < 0, LEAST)
+    return F.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("spelling", [bert, without_a_mask, in_fp32, learned_bias, two_terms, alibi_and_fill])
+def test_spellings(spelling):
+    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, tol=2e-6)
+    text = str(seen.graphs[0])
+    assert "softmax" not in text and "scaled_dot_product_attention" in text, seen.refused
+
+
+def test_half_precision():
+    """No further from fp64 than the model's own code."""
+    given = [*inputs(torch.bfloat16), random(1, HEADS, TOKENS, KEYS, dtype=torch.bfloat16)]
+    seen = check(in_fp32, *given, passes=PASSES, expect={}, tol=2e-2)
+    assert "softmax" not in str(seen.graphs[0])
+
+
+def test_a_row_that_sees_nothing():
+    """Its result is eager's, the mean of all values; and it disturbs no gradient of another's."""
+
+    def fn(q, k, v, mask):
+        made = in_fp32(q, k, v, mask, None)
+        return made * (torch.arange(TOKENS) != 2)[:, None], made.detach()
+
+    seen = check(fn, *inputs()[:3], masked(2), passes=PASSES, expect={}, tol=2e-6)
+    assert "softmax" not in str(seen.graphs[0])
+
+
+def dropped(q, k, v, mask, bias):
+    return F.dropout((q @ k.mT).softmax(-1), 1.0) @ v
+
+
+def capped(q, k, v, mask, bias):
+    return (torch.tanh(q @ k.mT / 5.0) * 5.0 + mask).softmax(-1) @ v
+
+
+def weights_read(q, k, v, mask, bias):
+    weights = (q @ k.mT + mask).softmax(-1)
+    return weights @ v + weights.sum()
+
+
+def over_queries(q, k, v, mask, bias):
+    return (q @ k.mT + mask).softmax(-2) @ v
+
+
+def filled_with_little(q, k, v, mask, bias):
+    return (q @ k.mT).masked_fill(mask < 0, -5.0).softmax(-1) @ v
+
+
+def scores_squared(q, k, v, mask, bias):
+    return ((q @ k.mT) ** 2 + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "spelling, why",
+    [
+        (dropped, "dropout"),
+        (capped, "soft-capped"),
+        (weights_read, "read elsewhere"),
+        (over_queries, "more than"),
+        (filled_with_little, "more than"),
+        (scores_squared, "more than"),
+    ],
+)
+def test_near_misses_say_why(spelling, why):
+    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, whole=False)
+    assert "softmax" in str(seen.graphs[0]) and any(why in reason for reason in seen.refused), seen.refused
