@@ -170,10 +170,11 @@ def _terms(scores: Any, read: _Reading) -> tuple[tuple[tuple[Node, float | None]
     """(`FoundAttention.terms`, the scores before them)."""
     terms: list[tuple[Node, float | None]] = []
     while isinstance(scores, Node) and not scores.kwargs:
-        if _is(scores, "add") and len(scores.args) == 2 and isinstance(value(scores.args[1]), Tensor):
-            terms.append((scores.args[1], None))
-        elif _is(scores, "masked_fill") and _is_number(scores.args[2]) and scores.args[2] <= LOWEST:
-            terms.append((scores.args[1], float(scores.args[2])))
+        given: tuple[Any, ...] = tuple(scores.args)
+        if _is(scores, "add") and len(given) == 2 and isinstance(value(given[1]), Tensor):
+            terms.append((given[1], None))
+        elif _is(scores, "masked_fill") and len(given) == 3 and _is_number(given[2]) and given[2] <= LOWEST:
+            terms.append((given[1], float(given[2])))
         else:
             break
         scores = read.through(read.step(scores), _casts)
