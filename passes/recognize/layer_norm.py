@@ -99,9 +99,9 @@ def _is_anchor(node):
         return True
     if node.target is not torch.rsqrt:
         return False
-    for names in (("add",), ("mean",), ("pow",), ("sub",)):
-        node = node.args[0]
-        if not isinstance(node, torch.fx.Node) or getattr(node.target, "__name__", node.target) not in names:
+    for name in ("add", "mean", "pow", "sub"):
+        node = node.args[0] if node.args else None  # an operand by its keyword is not among them
+        if not isinstance(node, torch.fx.Node) or getattr(node.target, "__name__", node.target) != name:
             return False
     return True
 

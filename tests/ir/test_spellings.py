@@ -27,7 +27,7 @@ def test_other_spellings_are_found(of):
 def test_near_misses_stay_right(of):
     ((asked, passed, detail),) = answers(near_misses, FAMILIES[of])
     assert passed, f"{asked}: {detail}"
-    assert int(asked.split()[0]) >= 5
+    assert int(asked.split()[0]) >= 4  # of a single call: its constant, negated, rolled, read elsewhere
 
 
 def test_variants_are_what_they_say():
