@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tunecompile.api import optimize, report
 from tunecompile.errors import HostTooOld, NotOptimized
@@ -19,7 +20,7 @@ from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers.names import RUN
 
-__all__ = ["Door", "check_host", "options_of_run", "trained"]
+__all__ = ["Door", "check_host", "held_by", "options_of_run", "trained"]
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ def _trainable(model: nn.Module) -> bool:
 
 def _optimized_inside(model: nn.Module) -> bool:
     return not is_optimized(model) and any(is_optimized(part) for part in model.modules())
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """The identities of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def options_of_run() -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tunecompile.runtime.model_state import is_optimized
-from tunecompile.trainers.door import Door, options_of_run, trained
+from tunecompile.trainers.door import Door, held_by, options_of_run, trained
 
 __all__ = ["optimizer_made"]
 
@@ -33,7 +33,7 @@ def optimizer_made(optimizer: Optimizer) -> None:
 
 def roots(optimizer: Optimizer) -> list[nn.Module]:
     """The outermost modules that have some of the optimizer's parameters."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = held_by(optimizer)
     gc.collect()  # wrappers that nobody has any more
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
     parents = defaultdict(list)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.model_state import is_optimized, state_of
 from tunecompile.runtime.telemetry import describe
+from tunecompile.trainers.door import held_by
 from tunecompile.trainers.health import Judge
 
 __all__ = ["Watcher", "watch"]
@@ -102,7 +104,7 @@ class Watcher:
 
     def _is_own(self, optimizer: Optimizer) -> bool:
         if id(optimizer) not in self._own:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            held = held_by(optimizer)
             self._own[id(optimizer)] = any(id(parameter) in held for parameter in self.model.parameters())
         return self._own[id(optimizer)]
 
@@ -195,10 +197,7 @@ def _local(tensor: Any) -> Tensor:
 
 def _to_host(vector: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """A copy on the host, and whether it has arrived."""
-    if vector.device.type != "cuda":
+    if not vector.is_cuda:
         return vector.cpu(), lambda: True
-    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-    host.copy_(vector, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(vector.device))
-    return host, done.query
+    host, copied = start_copy_to_host(vector)
+    return host, copied.query
