@@ -86,7 +86,8 @@ class MemoryAccounting:
     def allowed(self) -> int:
         """Bytes that torch's allocator may hold: the budget, or less where others hold a part of it at present."""
         allowed = allowed_bytes(self.limit, self.gauge)
-        return min(allowed, self.gauge.available()) if self.bounds_all else allowed
+        bounded = self.bounds_all and isinstance(self.limit, int)  # without a number, it is what is available
+        return min(allowed, self.gauge.available()) if bounded else allowed
 
     def within(self) -> int:
         """Bytes that would have been the right budget, as far as steps have shown."""
