@@ -63,24 +63,21 @@ def to_markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def load_all(pattern: str, folder: Path = RESULTS) -> list[dict]:
-    """The files of one benchmark, by name."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))]
+    """The whole files of one benchmark, by name; those of runs that were cut off are left out."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))]
+    return [result for result in results if not result.get("incomplete")]
 
 
 def load_one(name: str, folder: Path = RESULTS) -> dict | None:
-    """One file, or None where it is missing."""
-    path = folder / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """One file, or None where it is missing or incomplete."""
+    return next(iter(load_all(name, folder)), None)
 
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """Every comparison of training steps, by its first run's model, mode and shape."""
-    paths = [
-        path
-        for path in folder.glob("*.json")
-        if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(APART)
-    ]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    paths = sorted(folder.glob("*.json"))
+    names = [path.name for path in paths if path.name not in (KERNELS, BUDGETS) and not path.name.startswith(APART)]
+    results = [result for name in names for result in load_all(name, folder)]
     return sorted(
         results, key=lambda result: ([result["runs"][0][key] for key in ("model", "mode", "shape")], result["date"])
     )

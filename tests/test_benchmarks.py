@@ -80,6 +80,15 @@ def test_the_readmes_table_names_the_fastest_peer(result):
     assert len(report.render_kernels(result).splitlines()) > 20
 
 
+def test_tables_leave_out_what_was_cut_off(tmp_path):
+    tables = script("report_tables")
+    run = {"model": "m", "mode": "lora", "shape": "1x8"}
+    for name, more in (("whole", {}), ("part", {"incomplete": ["check"]})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": name, "runs": [run], **more}))
+    assert [result["date"] for result in tables.load_results(tmp_path)] == ["whole"]
+    assert tables.load_one("whole.json", tmp_path) and tables.load_one("part.json", tmp_path) is None
+
+
 @pytest.fixture
 def longest(monkeypatch, tmp_path):
     """The script as a module; its command line is what the fixture is called with."""

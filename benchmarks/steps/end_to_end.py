@@ -9,7 +9,8 @@
 count real tokens, and unsloth-padding-free gets the same rows as one without padding.
 
 Each system has a process of its own, and with --rounds 2 each has two, in alternating order. Losses and gradients of the
-same layers, two of them, are checked against fp32 unless --no-check is given.
+same layers, two of them, are checked against fp32 unless --no-check is given. The file is written after each system; until
+all has ended, its field "incomplete" names what is to come, and report.py leaves it out.
 """
 
 from __future__ import annotations
@@ -87,15 +88,20 @@ def main() -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(result: dict) -> None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        scratch = given.out.with_suffix(".tmp")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        scratch.replace(given.out)  # a run that is cut off leaves a whole file
 
     comparison = Comparison(
         systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, keep=keep, listen=show
     )
     result = run_comparison(comparison)
     for number in range(1, given.rounds):
+        keep(result | {"incomplete": [f"round {number + 1}"]})
         order = systems[::-1] if number % 2 else systems
-        again = run_comparison(dataclasses.replace(comparison, systems=order, check=False, warm=False))
+        again = run_comparison(
+            dataclasses.replace(comparison, systems=order, check=False, warm=False, keep=lambda _: None)
+        )
         result["runs"] += [run | {"order": run["order"] + number * len(systems)} for run in again["runs"]]
     keep(result)
     for run in result["runs"]:

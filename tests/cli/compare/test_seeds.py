@@ -68,7 +68,8 @@ def test_the_report_shows_the_spread(result, tmp_path):
 def test_each_seed_draws_anew_and_weights_stay(tmp_path, monkeypatch):
     """In this process, for time's sake."""
     monkeypatch.setattr(
-        "tunecompile.cli.compare.run.run_workers", lambda workers, at_once: [worker.random_runs(w.job) for w in workers]
+        "tunecompile.cli.compare.run.run_workers",
+        lambda workers, at_once, ended: [worker.random_runs(w.job) for w in workers],
     )
     job = Job(
         system="hf",

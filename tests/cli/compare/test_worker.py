@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tunecompile
+from tests.support.comparisons import run as made_up
 from tunecompile.cli.compare import meters, models, worker
 from tunecompile.cli.compare.processes import Worker, run_workers
 from tunecompile.cli.compare.request import Comparison
@@ -37,6 +38,20 @@ def test_figures_of_steps_outlive_what_does_not_fit_beside_them(monkeypatch):
     monkeypatch.setattr(meters, "count_saved_bytes", full)
     (run,) = worker.random_runs(TINY)["runs"]
     assert run["status"] == "ok" and len(run["losses"]) == 4 and "saved_bytes" not in run
+
+
+def test_what_ended_is_handed_on_before_the_rest_is_cut_off(tmp_path, monkeypatch):
+    """Time is up while the third system runs: its turn raises."""
+    turns = iter([False, False])
+    monkeypatch.setattr(Worker, "start", lambda worker: None)
+    monkeypatch.setattr(Worker, "run_turn", lambda worker: next(turns))
+    monkeypatch.setattr(Worker, "read_result", lambda worker: {"runs": [made_up(worker.job.system, 100.0, 0.5)]})
+    kept = []
+    systems = [SYSTEMS[name] for name in ("hf", "compile", "tunecompile")]
+    with pytest.raises(StopIteration):
+        run_comparison(Comparison(systems, TINY, tmp_path, keep=kept.append))
+    assert [[run["system"] for run in part["runs"]] for part in kept] == [["hf"], ["hf", "compile"]]
+    assert [part["incomplete"] for part in kept] == [["compile", "tunecompile", "check"], ["tunecompile", "check"]]
 
 
 @pytest.mark.slow

@@ -116,9 +116,18 @@ class Worker:
         return {"status": f"error: the process ended early ({reason}); see {self.log.name}"}
 
 
-def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
-    """Run all workers and return their results: in turns, all at once, or one after the other."""
+def run_workers(
+    workers: list[Worker], at_once: bool = False, ended: Callable[[list[dict]], None] | None = None
+) -> list[dict]:
+    """Run all workers and return their results: in turns, all at once, or one after the other.
+
+    Args:
+        workers: of one comparison.
+        at_once: run them at the same time.
+        ended: called with the results so far whenever workers have ended and others follow.
+    """
     groups = [workers] if at_once or (workers and workers[0].turns) else [[worker] for worker in workers]
+    results: list[dict] = []
     try:
         for group in groups:
             for worker in group:
@@ -129,10 +138,13 @@ def run_workers(workers: list[Worker], at_once: bool = False) -> list[dict]:
                     wait_until_ready(worker)
             while alive:
                 alive = [worker for worker in alive if worker.run_turn()]
+            results += [worker.read_result() for worker in group]
+            if ended is not None and len(results) < len(workers):
+                ended(results)
     finally:
         for worker in workers:
             worker.stop()
-    return [worker.read_result() for worker in workers]
+    return results
 
 
 def wait_until_ready(worker: Worker) -> None:

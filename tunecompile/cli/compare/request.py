@@ -34,7 +34,8 @@ class Comparison:
     check: bool = True
     turns: bool = False
     warm: bool = False  #: measure the first step of compiling systems once more, in a new process with filled caches
-    keep: Callable[[dict], None] = ignore  #: called with the result before the check, in case the check fails
+    #: called with the result so far after each system and before the check; its `incomplete` says what is to come
+    keep: Callable[[dict], None] = ignore
     listen: Listener = ignore
 
     @property

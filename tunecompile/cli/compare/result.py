@@ -110,6 +110,7 @@ class Result(Part):
     reduced_gradients: list[GradientError] = []
     verdicts: list[Verdict]
     settings: dict[str, bool | int | float | str | list[str] | None]
+    incomplete: list[str] | None = None  # what a run that was cut off still had to do
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), extra="allow")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tunecompile.cli.compare import models
@@ -13,7 +14,7 @@ from tunecompile.cli.compare.assemble import assemble
 from tunecompile.cli.compare.judge import Check, judge
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.processes import Worker, run_workers
-from tunecompile.cli.compare.request import Comparison, check_request
+from tunecompile.cli.compare.request import Comparison, check_request, ignore
 from tunecompile.cli.compare.shapes import save_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job, System, parse_shape
 from tunecompile.errors import UsageError
@@ -52,7 +53,9 @@ def run_comparison(comparison: Comparison) -> dict:
             for system in present
             if comparison.warm and system.engine in COMPILING
         }
-        results = run_jobs(jobs, comparison, logs, caches=caches)
+        results = run_jobs(
+            jobs, comparison, logs, caches=caches, ended=lambda so_far: keep_part(comparison, present, so_far)
+        )
         outcome = {system.name: result for system, result in zip(present, results, strict=True)}
         repeat_seeds(jobs, outcome, comparison, logs)
         measure_warm_starts([each for each in jobs if each.system in caches], outcome, comparison, logs, caches)
@@ -61,9 +64,24 @@ def run_comparison(comparison: Comparison) -> dict:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
             check = judge(outcome, reference, scratch, job)
         elif comparison.check and any(system.engine == "tunecompile" for system in present):
-            comparison.keep(assemble(comparison, outcome, reference, check))
+            keep_part(comparison, present, list(outcome.values()))
             check = check_apart(comparison, present, scratch, logs)
     return assemble(comparison, outcome, reference, check)
+
+
+def keep_part(comparison: Comparison, present: Sequence[System], so_far: Sequence[dict]) -> None:
+    """Hand on the result of the systems that have ended, marked by the names of what is not yet there.
+
+    Args:
+        comparison: what is compared.
+        present: the installed systems, in their order.
+        so_far: results of the first of them.
+    """
+    missing = [system.name for system in present[len(so_far) :]]
+    part = dataclasses.replace(comparison, systems=[s for s in comparison.systems if s.name not in missing])
+    outcome = {system.name: result for system, result in zip(present, so_far, strict=False)}
+    to_come = [*missing, *(["check"] if comparison.check else [])]
+    comparison.keep(assemble(part, outcome, None, Check()) | {"incomplete": to_come})
 
 
 def job_for(system: System, job: Job, folder: str | None, scratch: str | None) -> Job:
@@ -108,6 +126,7 @@ def run_jobs(
     task: str = "train",
     caches: Mapping[str, str] | None = None,
     at_once: bool = False,
+    ended: Callable[[list[dict]], None] = ignore,
 ) -> list[dict]:
     """Run a worker for each job and return the results in the order of the jobs.
 
@@ -118,10 +137,13 @@ def run_jobs(
         task: of the workers.
         caches: folders of compiled code that are kept, by system; others are removed with the worker.
         at_once: run all workers at the same time.
+        ended: called with the results so far whenever a worker has ended and others follow.
     """
     turns = comparison.turns and len(jobs) > 1 and not at_once
     results = run_workers(
-        [Worker(job, logs, comparison.listen, turns, task, (caches or {}).get(job.system)) for job in jobs], at_once
+        [Worker(job, logs, comparison.listen, turns, task, (caches or {}).get(job.system)) for job in jobs],
+        at_once,
+        ended,
     )
     for job, result in zip(jobs, results, strict=True):
         if "user_error" in result:
