@@ -31,7 +31,7 @@ def pair(
         before: whether experts are quantised before they are adapted.
         adapted: whether there are adapters over experts, too.
     """
-    dense = zoo.make(family, num_hidden_layers=2, **{**SIZES[family], **options}).to(dtype)
+    dense = zoo.make(family, **{"num_hidden_layers": 2, **SIZES[family], **options}).to(dtype)
     return pair_of(dense, OVER if adapted else None, ["q_proj"], before)
 
 

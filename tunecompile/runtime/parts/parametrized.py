@@ -19,14 +19,11 @@ class ParametrizedModules(Part):
         self.looked: dict[int, object] = {}  #: what was inside then
 
     def attach(self, state: State) -> None:
-        if state.stacks:
-            for slot in state.slots:
-                self._look(slot)
+        for slot in state.slots:
+            self._look(slot)
 
     def follow(self, state: State) -> None:
         """Adapters and 4-bit stacks may have come since."""
-        if not state.stacks:
-            return
         for slot in state.slots:
             # layers are looked at within the first step: until then, and once more behind it, nobody tells of changes
             if slot.inside is None or self.looked[slot.place] is not slot.inside:
