@@ -88,7 +88,7 @@ docs: $(READY)
 test-hosts: $(HOST:%=.venv-host-%/.ready)
 	$(foreach host,$(HOST),OMP_NUM_THREADS=1 .venv-host-$(host)/bin/python -m pytest tests/hosts/test_$(host).py $(ARGS) &&) true
 
-test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter-out tested,$(or $(ARGS),oldest newest)))
+test-versions: $(READY) $(patsubst %,.venv-%/.ready,$(filter oldest newest,$(or $(ARGS),oldest newest)))
 	$(PY) -m tests._torch.versions $(ARGS)
 
 wheel: $(READY)

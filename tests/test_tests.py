@@ -1,6 +1,8 @@
 """Tests share helpers by `tests.support` and fixtures by conftest.py: no file reads names from a file of tests."""
 
 import ast
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,10 @@ def test_no_test_imports_from_a_test():
 )
 def test_it_would_be_seen(code):
     assert shared(code)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_takes_the_name_of_one_test():
+    name = "tests/ops/test_lora.py::test_stacked[two:1]"
+    made = subprocess.run(["make", "-n", "test", f"ARGS={name}"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0 and name in made.stdout, made.stderr
