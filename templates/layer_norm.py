@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import launch, multiprocessors, next_power_of_2
-from .rms_norm import _rows, _start_of
+from ._strided import start_of, strided_rows
 
 __all__ = ["backward"]
 
@@ -58,10 +58,10 @@ def backward_kernel(
         row = group * ROWS + tl.arange(0, ROWS)
         inside = (column < N)[None, :]
         mask = (row < n_rows)[:, None] & inside
-        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        g = tl.load(grad + start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
-        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        value = tl.load(x + start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
         centred = tl.where(inside, value - (tl.sum(value, 1) / N)[:, None], 0.0)
@@ -73,7 +73,7 @@ def backward_kernel(
         g = g * scale[None, :]
         result = inverse * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
         if HAS_RESIDUAL:
-            where = _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
+            where = start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
             result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
     if PARAMETER_GRADS:
@@ -107,9 +107,11 @@ def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_gr
         raise ValueError(f"gradients must have x's shape, {tuple(x.shape)}")
     if weight is not None and weight.shape != (n,):
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {n}")
-    grad, _, grad_strides = _rows(grad)
-    x, (n1, n2), strides = _rows(x)
-    residual_grad, _, residual_strides = (None, None, (0, 0, 0)) if residual_grad is None else _rows(residual_grad)
+    grad, _, grad_strides = strided_rows(grad)
+    x, (n1, n2), strides = strided_rows(x)
+    residual_grad, _, residual_strides = (
+        (None, None, (0, 0, 0)) if residual_grad is None else strided_rows(residual_grad)
+    )
     rows = x.numel() // n
     tile = tile or _tiles.pick("rms_norm", x, n)
     programs, weights, biases = triton.cdiv(rows, tile.rows), None, None

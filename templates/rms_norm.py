@@ -16,15 +16,9 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import launch, multiprocessors, next_power_of_2
+from ._strided import start_of, strided_rows
 
 __all__ = ["backward", "forward"]
-
-
-@triton.jit
-def _start_of(row, n1, n2, s0, s1, s2):
-    """Offset of row number ``row`` of a tensor [n0, n1, n2, :] with strides s0, s1, s2."""
-    row = row.to(tl.int64)
-    return row // (n1 * n2) * s0 + row // n2 % n1 * s1 + row % n2 * s2
 
 
 @triton.jit
@@ -55,11 +49,11 @@ def forward_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < n_rows)[:, None] & (column < N)[None, :]
-    value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0)
+    value = tl.load(x + start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0)
     place = (row.to(tl.int64) * N)[:, None] + column[None, :]
     if HAS_RESIDUAL:
         other = tl.load(
-            residual + _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0
+            residual + start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :], mask=mask, other=0.0
         )
         value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)  # the next layer adds to it
         tl.store(total + place, value, mask=mask)
@@ -111,10 +105,10 @@ def backward_kernel(
     for group in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         row = group * ROWS + tl.arange(0, ROWS)
         mask = (row < n_rows)[:, None] & (column < N)[None, :]
-        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        g = tl.load(grad + start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
-        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        value = tl.load(x + start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
         inverse = tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
@@ -127,21 +121,11 @@ def backward_kernel(
         g = g * scale[None, :]
         result = inverse * (g - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
         if HAS_RESIDUAL:
-            where = _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
+            where = start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
             result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
     if WEIGHT_GRAD:
         tl.store(dweight + tl.program_id(0).to(tl.int64) * N + column, partial, mask=column < N)
-
-
-def _rows(t):
-    """``t`` with a unit column stride, its leading sizes (n1, n2), and three leading strides."""
-    if t.dim() > 4:
-        t = t.reshape(-1, t.shape[-1])
-    if t.stride(-1) != 1:
-        t = t.contiguous()
-    sizes, strides = (1, 1, 1, *t.shape[:-1]), (0, 0, 0, *t.stride()[:-1])
-    return t, sizes[-2:], strides[-3:]
 
 
 def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residual=None, tile=None):
@@ -172,8 +156,8 @@ def forward(x, weight, eps=1e-6, *, offset=0.0, round_before_scale=True, residua
     dtype = torch.promote_types(x.dtype, weight.dtype) if round_before_scale and weight is not None else x.dtype
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, (n1, n2), strides = _rows(x)
-    residual, _, residual_strides = (None, None, (0, 0, 0)) if residual is None else _rows(residual)
+    x, (n1, n2), strides = strided_rows(x)
+    residual, _, residual_strides = (None, None, (0, 0, 0)) if residual is None else strided_rows(residual)
     rows = x.numel() // n
     tile = tile or _tiles.pick("rms_norm", x, n)
     launch(
@@ -235,9 +219,11 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if grad.shape != x.shape or (residual_grad is not None and residual_grad.shape != x.shape):
         raise ValueError(f"gradients must have x's shape, {tuple(x.shape)}")
-    grad, _, grad_strides = _rows(grad)
-    x, (n1, n2), strides = _rows(x)
-    residual_grad, _, residual_strides = (None, None, (0, 0, 0)) if residual_grad is None else _rows(residual_grad)
+    grad, _, grad_strides = strided_rows(grad)
+    x, (n1, n2), strides = strided_rows(x)
+    residual_grad, _, residual_strides = (
+        (None, None, (0, 0, 0)) if residual_grad is None else strided_rows(residual_grad)
+    )
     rows = x.numel() // n
     tile = tile or _tiles.pick("rms_norm", x, n)
     programs = triton.cdiv(rows, tile.rows)
