@@ -59,8 +59,8 @@ from typing import Any
 
 import torch
 
-from tunecompile._torch.autograd import no_autocast
-from tunecompile.errors import InvalidOp, NoSecondDerivative
+from tunecompile.errors import InvalidOp
+from tunecompile.ir.dispatch import Formula, refuse_second_derivative, register_formula, without_autocast
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import remembered
 from tunecompile.notes import Note, note
@@ -263,8 +263,9 @@ class Op:
                     f"but saves={tuple(saves)}",
                 )
             self.backward_op = made
-            _refuse_second_derivative(made)
-            _register_autograd(self, made, saves, tuple((g,) if isinstance(g, str) else g for g in gives), outputs)
+            shared = tuple((g,) if isinstance(g, str) else tuple(g) for g in gives)
+            refuse_second_derivative(_library, made.name)
+            register_formula(_library, self.name, Formula(self.parameters, made, tuple(saves), shared, outputs))
             return made
 
         return register
@@ -304,7 +305,7 @@ def op(
         if hasattr(getattr(torch.ops, NAMESPACE), name):
             owner = next((known.reference.__module__ for known in OPS.values() if known.name == name), "torch")
             raise InvalidOp(name=name, reason=f"the name is taken, by {owner}")
-        kernel = _without_autocast(fn)
+        kernel = without_autocast(fn)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(shapes or kernel), lib=_library)
@@ -388,61 +389,3 @@ def _by_name(fn: Callable, names: tuple[str, ...]) -> Callable:
         return fn(**{name: args[place] for name, place in places.items()})
 
     return bound
-
-
-def _without_autocast(fn: Callable) -> Callable:
-    """The same function with autocast off: an op chooses its dtypes, and autocast must not cast inside it."""
-
-    @functools.wraps(fn)
-    def kernel(*args, **kwargs):
-        with no_autocast():
-            return fn(*args, **kwargs)
-
-    return kernel
-
-
-def _register_autograd(
-    forward: Op, backward_op: Op, saves: Sequence[str], gives: tuple[tuple[str, ...], ...], differentiable: int
-) -> None:
-    """Register the autograd formula of `forward`: save what `saves` names, and call `backward_op` with it."""
-    names = forward.parameters
-
-    def setup_context(ctx, inputs, output):
-        values = dict(zip(names, inputs))
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        values.update({f"out{i}": value for i, value in enumerate(outputs)})
-        ctx.mark_non_differentiable(*outputs[differentiable:])
-        # torch requires a list of gradients for every Tensor[] input, even for an empty one
-        ctx.absent = {name for shared in gives for name in shared if values[name] is None}
-        ctx.blank = {name: [None] * len(values[name]) if _is_tensor_list(values[name]) else None for name in names}
-        tensors, ctx.saved_spec = torch.utils._pytree.tree_flatten([values[name] for name in saves])
-        ctx.kept = [None if isinstance(value, torch.Tensor) else (value,) for value in tensors]
-        ctx.save_for_backward(*(value for value in tensors if isinstance(value, torch.Tensor)))
-
-    def backward(ctx, *grads):
-        gradients = dict(ctx.blank)
-        if grads[0] is not None:
-            tensors = iter(ctx.saved_tensors)
-            flat = [next(tensors) if kept is None else kept[0] for kept in ctx.kept]
-            saved = torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)
-            computed = iter(backward_op(*grads[:differentiable], *saved))
-            for shared in gives:
-                blank = ctx.blank[shared[0]]
-                gradient = next(computed) if blank is None else [next(computed) for _ in blank]
-                gradients.update({name: gradient for name in shared if name not in ctx.absent})
-        return tuple(gradients[name] for name in names)
-
-    torch.library.register_autograd(f"{NAMESPACE}::{forward.name}", backward, setup_context=setup_context, lib=_library)
-
-
-def _refuse_second_derivative(backward_op: Op) -> None:
-    """Make a double backward raise. Without a formula, torch would treat the gradient as a constant, and only warn."""
-
-    def refuse(ctx, *grads):
-        raise NoSecondDerivative(name=backward_op.name)
-
-    torch.library.register_autograd(f"{NAMESPACE}::{backward_op.name}", refuse, lib=_library)
-
-
-def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(member, torch.Tensor) for member in value)

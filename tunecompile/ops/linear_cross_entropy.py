@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
-from tunecompile.ir.op import Cost, has_triton, op
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.logit_losses import losses_and_gradient
 
 __all__ = [
     "CHUNK_BYTES",
@@ -142,7 +143,7 @@ def linear_cross_entropy(
     for part in _parts(_step(weight, train_weight), labels, ignore_index):
         x, target = hidden[part], labels[part]
         logits = _logits(x, weight, bias, inner, outer, part)
-        losses, dlogits = _losses_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
+        losses, dlogits = losses_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
         loss += losses.sum()
         _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter)
     return loss, dhidden, dweight, dbias, dinner, douter
@@ -191,59 +192,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
         total.add_(a @ b)
-
-
-def _losses_and_gradient(
-    logits: Tensor,
-    target: Tensor,
-    scale: float,
-    softcap: float,
-    ignore_index: int,
-    label_smoothing: float,
-    factors: Tensor | None = None,
-    gradient: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row and, with `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
-
-    The logits may be overwritten.
-    """
-    if logits.is_cuda and scale > 0 and has_triton():
-        from tunecompile.templates import cross_entropy
-
-        losses, _ = cross_entropy.loss_and_grad_(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            softcap=softcap or None,
-            scale=scale,
-            label_smoothing=label_smoothing,
-            grad=gradient,
-            factors=factors,
-        )
-        return losses, logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z, t = wide * scale if scale != 1.0 else wide, None
-    if softcap:
-        t = torch.tanh(z / softcap)
-        z = t * softcap
-    logp = torch.log_softmax(z, -1)
-    labelled = target != ignore_index
-    safe = torch.where(labelled, target, 0)[:, None]
-    picked, vocabulary = -logp.gather(1, safe), logits.shape[-1]
-    smooth = -logp.mean(-1, keepdim=True) if label_smoothing else 0.0
-    losses = (((1 - label_smoothing) * picked + label_smoothing * smooth) * labelled[:, None]).flatten()
-    if not gradient:
-        return losses, logits
-    d = logp.exp_()
-    d.scatter_add_(1, safe, torch.full_like(picked, label_smoothing - 1))
-    if label_smoothing:
-        d.sub_(label_smoothing / vocabulary)
-    d.mul_(labelled[:, None] if factors is None else torch.where(labelled, factors, 0)[:, None])
-    if t is not None:
-        d = d * (1 - t * t)
-    if scale != 1.0:
-        d = d * scale
-    return losses, d.to(logits.dtype)
 
 
 @linear_cross_entropy.backward(
@@ -340,7 +288,7 @@ def linear_cross_entropy_rows(
         return losses, dhidden
     for part in _parts(_step(weight, False), labels, ignore_index):
         logits = _logits(hidden[part], weight, bias, inner, outer, part)
-        losses[part], dlogits = _losses_and_gradient(
+        losses[part], dlogits = losses_and_gradient(
             logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel())
         )
         if dhidden.numel():
@@ -412,7 +360,7 @@ def linear_cross_entropy_rows_backward(
     if not is_fake(labels):
         for part in _parts(_step(weight, train_weight), labels, ignore_index):
             logits = _logits(hidden[part], weight, bias, inner, outer, part)
-            _, dlogits = _losses_and_gradient(
+            _, dlogits = losses_and_gradient(
                 logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous()
             )
             _add(dlogits, hidden[part], weight, inner, outer, part, *made)

@@ -1,0 +1,97 @@
+"""How torch calls an op: its kernel, and its derivative, which is another op."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunecompile._torch.autograd import no_autocast
+from tunecompile.errors import NoSecondDerivative
+
+__all__ = ["Formula", "refuse_second_derivative", "register_formula", "without_autocast"]
+
+
+def without_autocast(fn: Callable) -> Callable:
+    """Return the same function with autocast off: an op chooses its dtypes, and autocast must not cast inside it.
+
+    Args:
+        fn: of tensors and constants.
+    """
+
+    @functools.wraps(fn)
+    def kernel(*args, **kwargs):
+        with no_autocast():
+            return fn(*args, **kwargs)
+
+    return kernel
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What `Op.backward` was told."""
+
+    parameters: tuple[str, ...]  #: names of the op's arguments
+    backward_op: Callable  #: takes the incoming gradients, then the saved values
+    saves: tuple[str, ...]  #: names of arguments, and `out0`, `out1`, ... for outputs
+    gives: tuple[tuple[str, ...], ...]  #: names of arguments that get a gradient; those of one tuple share it
+    differentiable: int  #: how many outputs, counted from the first, have a gradient
+
+
+def register_formula(library: torch.library.Library, name: str, formula: Formula) -> None:
+    """Register the derivative of an op: save what the formula names, and call its backward op with it.
+
+    Args:
+        library: that defines the op.
+        name: of the op, without its namespace.
+        formula: its derivative.
+    """
+    names = formula.parameters
+
+    def setup_context(ctx, inputs, output):
+        values = dict(zip(names, inputs))
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        values.update({f"out{i}": value for i, value in enumerate(outputs)})
+        ctx.mark_non_differentiable(*outputs[formula.differentiable :])
+        # torch requires a list of gradients for every Tensor[] input, even for an empty one
+        ctx.absent = {name for shared in formula.gives for name in shared if values[name] is None}
+        ctx.blank = {name: [None] * len(values[name]) if _is_tensor_list(values[name]) else None for name in names}
+        tensors, ctx.saved_spec = torch.utils._pytree.tree_flatten([values[name] for name in formula.saves])
+        ctx.kept = [None if isinstance(value, torch.Tensor) else (value,) for value in tensors]
+        ctx.save_for_backward(*(value for value in tensors if isinstance(value, torch.Tensor)))
+
+    def backward(ctx, *grads):
+        gradients = dict(ctx.blank)
+        if grads[0] is not None:
+            tensors = iter(ctx.saved_tensors)
+            flat = [next(tensors) if kept is None else kept[0] for kept in ctx.kept]
+            saved = torch.utils._pytree.tree_unflatten(flat, ctx.saved_spec)
+            computed = iter(formula.backward_op(*grads[: formula.differentiable], *saved))
+            for shared in formula.gives:
+                blank = ctx.blank[shared[0]]
+                gradient = next(computed) if blank is None else [next(computed) for _ in blank]
+                gradients.update({name: gradient for name in shared if name not in ctx.absent})
+        return tuple(gradients[name] for name in names)
+
+    torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library)
+
+
+def refuse_second_derivative(library: torch.library.Library, name: str) -> None:
+    """Make a double backward raise. Without a formula, torch would treat the gradient as a constant, and only warn.
+
+    Args:
+        library: that defines the backward op.
+        name: of the backward op, without its namespace.
+    """
+
+    def refuse(ctx, *grads):
+        raise NoSecondDerivative(name=name)
+
+    torch.library.register_autograd(f"{library.ns}::{name}", refuse, lib=library)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(member, torch.Tensor) for member in value)
