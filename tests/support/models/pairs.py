@@ -28,3 +28,11 @@ def optimized(model: nn.Module, **options) -> nn.Module:
 
 def compiled_slots(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module._compiled_call_impl is not None]
+
+
+def checkpoint(model: nn.Module, **kwargs) -> None:
+    """Switch checkpointing on, as the installed transformers calls it."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
