@@ -24,7 +24,7 @@ from tunecompile.compiler import plugins
 from tunecompile.errors import TunecompileError, summary
 from tunecompile.integrations.private_names import PRIVATE_NAMES as FOREIGN_NAMES
 from tunecompile.planner.device_memory import shown
-from tunecompile.runtime.memory.pinned_pool import available
+from tunecompile.runtime.memory.host.pinned_pool import available
 
 #: the oldest supported version of each; there is no newest
 SUPPORTED = {"torch": "2.11", "transformers": "5.0", "peft": "0.18", "bitsandbytes": "0.50", "trl": "1.0"}

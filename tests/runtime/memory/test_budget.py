@@ -158,7 +158,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
 
 def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypatch):
     """All of the first plan's, in a thread of its own, before the first layer has anything to send."""
-    from tunecompile.runtime.memory import pinned_pool
+    from tunecompile.runtime.memory.host import pinned_pool
 
     asked = []
     expect = pinned_pool.PinnedPool.expect

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.compare import equal_bits
 from tests.support.memory.offload_stack import empty, files, inputs, make_offload, offloaded, plain, run
-from tunecompile.runtime.memory.pinned_pool import GRANULE
+from tunecompile.runtime.memory.host.pinned_pool import GRANULE
 
 
 class TestDisk:
@@ -36,7 +36,7 @@ class TestDisk:
         def fail(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("tunecompile.runtime.memory.disk_store._write", fail)
+        monkeypatch.setattr("tunecompile.runtime.memory.host.disk_store._write", fail)
         offload = make_offload(host_bytes=8 * GRANULE, folder=tmp_path)
         assert equal_bits(run(offloaded(offload, layers=8), inputs()), plain(inputs(), layers=8))
         (reason,) = offload.report()["refusals"]

@@ -12,8 +12,8 @@ from tests.support import zoo
 from tests.support.compare import equal_bits
 from tests.support.memory.offload_stack import Stack, wrap
 from tests.support.notes import EAGER, find
+from tunecompile.runtime.memory.host.pinned_pool import CudaCopyEngine
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.pinned_pool import CudaCopyEngine
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

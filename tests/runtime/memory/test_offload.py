@@ -13,8 +13,8 @@ from tests.support.memory.copiers import LateCopier, Recorder
 from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import Stack, empty, files, inputs, make_offload, offloaded, plain, run, wrap
 from tunecompile.errors import ModifiedInPlace
+from tunecompile.runtime.memory.host.pinned_pool import GRANULE
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.pinned_pool import GRANULE
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from tunecompile.runtime.memory.pinned_pool import PinnedPool, available
+from tunecompile.runtime.memory.host.pinned_pool import PinnedPool, available
 
 
 def test_pieces_never_overlap_in_any_order():

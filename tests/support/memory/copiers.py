@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from tests.support.memory.copy_engine import HostCopyEngine
-from tunecompile.runtime.memory.pinned_pool import CopyMark
+from tunecompile.runtime.memory.host.pinned_pool import CopyMark
 
 
 class Recorder(HostCopyEngine):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tunecompile.runtime.memory.pinned_pool import CopyMark, PinnedBlock, ResidentCopyEngine
+from tunecompile.runtime.memory.host.pinned_pool import CopyMark, PinnedBlock, ResidentCopyEngine
 
 
 class HostCopyEngine(ResidentCopyEngine):

@@ -34,25 +34,11 @@ from tunecompile.planner.step_plan import (
     solve,
 )
 from tunecompile.runtime.memory.accounting import MemoryAccounting, PlannedLayer, compute_dtype
+from tunecompile.runtime.memory.progress import Progress
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace
 
 SHRUNK = 0.75  #: share of the tokens of a plan that costs time, down to which it is kept
 GROWN = 1.02  #: times the resident bytes at the last plan, from which on it is reviewed
-
-
-@dataclass
-class Progress:
-    """The course of the training, as far as its plan depends on it."""
-
-    steps: int = 0  #: that began
-    layers_began: bool = False  #: whether the running step's first layer was called
-    tokens: int = 0  #: of the step's first layer, and so of the batch (a decoder may run on fewer than its encoder)
-    survey_step: int = 0  #: the step in which layers are surveyed; a kind without candidates after it has no backward
-    highest: int = 0  #: the device's peak when last looked at
-    measured: int = 0  #: the last peak that was a step's
-    exceeded: bool = False  #: whether the last step took more than the budget
-    paused: bool = False  #: whether other code than the training ran since the last step, such as a generation
-    pressed: bool = False  #: whether the device was ever full under a plan, so that less than the budget is there
 
 
 @dataclass
@@ -79,41 +65,17 @@ class RuntimePlanner:
 
     def forget_step(self) -> None:
         """Forget the device's peak: other code than the training ran since the last step."""
-        self.memory.gauge.release()
-        self.memory.gauge.forget_peak()
-        self.progress.highest, self.progress.steps = self.memory.gauge.peak()[0], 0
+        self.progress.forget(self.memory.gauge)
 
     def begin(self) -> None:
         """At the model's entry: learn how many bytes the last step needed."""
-        now, memory = self.progress, self.memory
-        now.layers_began = False
-        now.steps += 1
         if self.offload is not None:
             self.offload.begin_step()
-        if self.admitted is None or now.paused:
-            now.highest = memory.gauge.peak()[0]  # of loading the model, or of a generation between steps
-        else:
-            self._measure()
-        now.paused = False
+        self.progress.begin(self.memory, self.admitted)
 
     def pause(self) -> None:
         """Other code than the training runs: its memory is not a step's."""
-        if self.admitted is not None and not self.progress.paused:
-            self._measure()
-            self.progress.paused = True
-
-    def _measure(self) -> None:
-        """How many bytes the last step needed."""
-        now, memory = self.progress, self.memory
-        peak, held = memory.gauge.peak()
-        if (
-            peak != now.highest and peak - memory.gauge.allocated() > self.admitted.choice.peak // 2
-        ):  # a step's: nobody reset the count since
-            now.measured, now.highest = peak, peak
-            if not memory.checkpointed:  # whose peak may be of other code: a generation between steps needs more
-                memory.surplus += max(0, peak - self.admitted.peak - memory.recordings.bytes)
-            memory.slack = max(memory.slack, held - peak)
-            now.exceeded = held > memory.allowed()
+        self.progress.pause(self.memory, self.admitted)
 
     def plan_for(
         self, slot: PlannedLayer, kind: Hashable, tokens: int

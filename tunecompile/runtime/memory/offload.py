@@ -27,8 +27,8 @@ from tunecompile._torch.autograd import plain_tensors, saving_is_taken
 from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.planner.solver import AHEAD
-from tunecompile.runtime.memory.disk_store import BlockStore, Disk, StoredBlock
-from tunecompile.runtime.memory.pinned_pool import (
+from tunecompile.runtime.memory.host.disk_store import BlockStore, Disk, StoredBlock
+from tunecompile.runtime.memory.host.pinned_pool import (
     CopyEngine,
     CopyMark,
     CudaCopyEngine,

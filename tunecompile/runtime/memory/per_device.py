@@ -17,9 +17,9 @@ from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.host.pinned_pool import available
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.memory.pinned_pool import available
 from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.region import Region
 

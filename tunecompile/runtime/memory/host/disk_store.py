@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.runtime.memory.pinned_pool import CopyEngine, CopyMark, PinnedBlock, PinnedPool
+from tunecompile.runtime.memory.host.pinned_pool import CopyEngine, CopyMark, PinnedBlock, PinnedPool
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Where offloaded tensors are: pinned host memory, and files behind it."""
