@@ -62,7 +62,7 @@ links:
 	ln -sfn ../templates tunecompile/templates
 
 demo: $(READY)
-	$(PY) -m tunecompile.cli demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
+	$(PY) -m tunecompile demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
 
 test: $(READY)
 	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu and not slow" $(SPREAD) $(ARGS)

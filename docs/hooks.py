@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.M)
 GENERATED: dict[str, Callable[[], str]] = {}
 VARIABLES = {  #: what the code does not say in one place
-    "TUNECOMPILE": "`0` switches tunecompile off: `optimize` returns the model as it is.",
+    "TUNECOMPILE": "`0` switches tunecompile off: `optimize` returns the model as it is, and so do all doors. `1` "
+    "asks Lightning's and Fabric's trainers to optimize what they train, as `tunecompile run` does.",
     "TUNECOMPILE_DUMP": "A folder: every region's graph is written there, before the first pass of each stage "
     "and after each pass that changed it. Code is generated anew.",
     "TUNECOMPILE_PASSES": "Entry points of the group `tunecompile.passes` to use, separated by commas, "

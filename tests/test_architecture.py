@@ -22,10 +22,10 @@ LEVELS = (
     "compiler integrations",
     "passes runtime",
     "verification report estimate",
-    "api",
     "trainers",
     "__init__",
     "cli",
+    "__main__",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 #: what only `_torch` may touch. `_scaled_mm` and the like are operators, and `torch.utils._pytree` is what torch's own documents use

@@ -16,7 +16,6 @@ For authors of kernels and passes:
 
 from typing import Any
 
-from tunecompile.api import free, optimize, report, restore
 from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
 from tunecompile.integrations.export.gguf import save_gguf
@@ -28,6 +27,7 @@ from tunecompile.ir.rewrite import rewrite
 from tunecompile.planner.liveness import tensor_bytes
 from tunecompile.report.explain import explain
 from tunecompile.report.memory_timeline import memory_timeline
+from tunecompile.trainers.api import free, optimize, report, restore
 from tunecompile.trainers.watch import Watcher, watch
 from tunecompile.verification.check_pass import Example, Finding, check, compiled
 from tunecompile.verification.verify import Verification, verify

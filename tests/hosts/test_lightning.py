@@ -99,9 +99,12 @@ def test_fabric():
     rewritten(mine.report())
 
 
-def test_the_entry_points_are_silent_unless_run_by_the_command(monkeypatch, tmp_path):
+def test_the_entry_points_are_silent_unless_asked(monkeypatch, tmp_path):
     told = tmp_path / "told"
     assert not any(isinstance(each, door.Callback) for each in pl.Trainer(accelerator="cpu", logger=False).callbacks)
+    with monkeypatch.context() as patch:
+        patch.setenv("TUNECOMPILE", "1")
+        assert any(isinstance(each, door.Callback) for each in pl.Trainer(accelerator="cpu", logger=False).callbacks)
     monkeypatch.setenv(RUN, json.dumps({"options": {"executor": "eager"}, "told": str(told)}))
     fit(Lit())
     trained_by_fabric()

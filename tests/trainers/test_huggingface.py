@@ -38,6 +38,14 @@ def test_a_callback_is_all_a_trainer_needs(tmp_path):
     assert door.watcher.steps == 2 and door.watcher.findings == []
 
 
+def test_the_environment_switches_it_off(tmp_path, monkeypatch):
+    """To the end: what is not optimized has no report."""
+    monkeypatch.setenv("TUNECOMPILE", "0")
+    door = tunecompile.Callback()
+    trainer(tmp_path, [door]).train()
+    assert door.models == []
+
+
 @pytest.mark.slow
 def test_a_callback_that_comes_late_and_one_beside_optimize(tmp_path):
     model = tunecompile.optimize(zoo.adapt(small()), executor="eager")
@@ -80,6 +88,8 @@ def test_the_command(tmp_path):
     done = testing.CliRunner().invoke(app, ["run", "--memory", "auto", str(script), "--memory", "own"])
     assert done.exit_code == 7 and "nothing was optimized" in done.output, done.output
     assert json.loads(seen.read_text()) == [["--memory", "own"], {"memory": "auto"}]
+    done = testing.CliRunner(env={"TUNECOMPILE": "0"}).invoke(app, ["run", str(script)])
+    assert done.exit_code == 7 and "TUNECOMPILE=0 is set" in done.output, done.output
 
 
 def started(code, tmp_path, options):

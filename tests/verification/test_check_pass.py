@@ -124,7 +124,7 @@ def test_a_package_that_is_installed_elsewhere():
     """Its module is known by its folder; a plan pass of it takes no part in what is asked of graphs."""
     package = Path(__file__).parents[1] / "packages" / "squared_relu"
     done = subprocess.run(
-        [sys.executable, "-m", "tunecompile.cli", "check-pass", str(package)],
+        [sys.executable, "-m", "tunecompile", "check-pass", str(package)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,1 +1,1 @@
-"""Doors of other people's trainers: each optimizes the model that its host trains, by the host's own extensions."""
+"""How tunecompile is switched on: the public functions (`api`), and a door for each trainer of other people's."""

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tunecompile.api import optimize, report
 from tunecompile.errors import HostTooOld, NotOptimized
 from tunecompile.report.report import Report
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
+from tunecompile.trainers.api import optimize, report
 from tunecompile.trainers.names import RUN
 
 __all__ = ["Door", "check_host", "held_by", "options_of_run", "trained"]
@@ -33,8 +33,8 @@ class Door:
         self.models: list[nn.Module] = []  #: that this door has met, each once
 
     def optimize(self, model: nn.Module) -> None:
-        """Optimize a model, once. One that was optimized before is left as it is."""
-        if any(model is known for known in self.models):
+        """Optimize a model, once. One that was optimized before is left as it is, and TUNECOMPILE=0 leaves all."""
+        if os.environ.get("TUNECOMPILE") == "0" or any(model is known for known in self.models):
             return
         self.models.append(optimize(model, **self.options))
         log.info("tunecompile optimizes %s", type(model).__name__)
@@ -93,8 +93,10 @@ def held_by(optimizer: Optimizer) -> set[int]:
 
 
 def options_of_run() -> dict[str, Any] | None:
-    """The options that `tunecompile run` was given; None where this process was not started by it."""
-    return json.loads(os.environ[RUN])["options"] if RUN in os.environ else None
+    """The options that `tunecompile run` was given; {} with TUNECOMPILE=1; None without either."""
+    if RUN in os.environ:
+        return json.loads(os.environ[RUN])["options"]
+    return {} if os.environ.get("TUNECOMPILE") == "1" else None
 
 
 def check_host(package: str, oldest: str, newest: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from torch import nn
@@ -55,7 +56,7 @@ class Callback(Door, HostCallback):
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Optimize models that were not there at setup; say so where there are none."""
         self.optimize_parts(pl_module)
-        if not self.models:
+        if not self.models and os.environ.get("TUNECOMPILE") != "0":
             log.warning("tunecompile: no model with repeated layers was found in %s", type(pl_module).__name__)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -69,6 +70,6 @@ class Callback(Door, HostCallback):
 
 
 def from_environment() -> list[Callback]:
-    """The entry point of Lightning's callback factories: a callback under `tunecompile run`, none otherwise."""
+    """The entry point of Lightning's callback factories: a callback under the command, or with TUNECOMPILE=1."""
     options = options_of_run()
     return [] if options is None else [Callback(**options)]

@@ -19,6 +19,11 @@ from tunecompile.errors import BadOption
 from tunecompile.trainers import names
 from tunecompile.trainers.names import RUN, SITE
 
+NOT_FOUND = (
+    "no Trainer was made, and no optimizer of torch's over a model with repeated layers. Call "
+    "model = tunecompile.optimize(model) before the loop."
+)
+
 
 def run(
     command: Annotated[
@@ -50,12 +55,9 @@ def run(
             told = Path(folder) / "optimized"
             code = subprocess.call(arguments(command), env=environment(options, told))
             if not told.exists():
-                Console(stderr=True).print(
-                    "tunecompile run: nothing was optimized: no Trainer was made, and no optimizer of torch's over "
-                    "a model with repeated layers. Call model = tunecompile.optimize(model) before the loop.",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                why = NOT_FOUND if os.environ.get("TUNECOMPILE") != "0" else "TUNECOMPILE=0 is set."
+                text = f"tunecompile run: nothing was optimized: {why}"
+                Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         return code
 
     raise typer.Exit(exit_code(work))
