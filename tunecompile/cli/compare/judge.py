@@ -57,7 +57,9 @@ def gradient_errors(scratch: str, eager: str, system: str, job: Job) -> list[dic
     """Gradient errors of a system beside eager's, a row for each parameter."""
     import torch
 
-    exact, usual, ours = (torch.load(f"{scratch}/{name}.pt")["gradients"] for name in (REFERENCE, eager, system))
+    exact, usual, ours = (
+        torch.load(f"{scratch}/{name}.pt", weights_only=True)["gradients"] for name in (REFERENCE, eager, system)
+    )
     return compare_gradients(exact, usual, ours, getattr(torch, job.dtype))
 
 
