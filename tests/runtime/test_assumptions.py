@@ -251,7 +251,7 @@ _FURTHER = {
         "an activation",
         "one weight for two layers",
     ),
-    *("attention in the table", "the mask function", "the forward of a class", "a module in a layer"),
+    *("the head", "attention in the table", "the mask function", "the forward of a class", "a module in a layer"),
     *("a hook that changes a result", "the data of a weight", "the forward of an instance", "a function of torch"),
 }
 

@@ -68,6 +68,7 @@ def test_other_settings_of_an_optimized_model_are_told_of(caplog):
     assert "is optimized already, with other settings" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_second_wrapper_takes_over():
     """Of adapters around a base that was optimized under the first one."""
     peft = pytest.importorskip("peft")
@@ -127,6 +128,7 @@ def test_restore_undoes_exactly():
     assert anatomy(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     model, reference = small(), small()
@@ -169,6 +171,7 @@ def test_checkpointing_of_every_other_layer_and_off_again():
     assert tunecompile.report(model).compiles == 2  # one with, one without
 
 
+@pytest.mark.slow
 def test_checkpointing_that_does_more_stays_around_the_layers():
     """transformers' `offload=True` copies what a checkpoint saves to the host; without it a step might not fit."""
     model, reference = small(), small()
@@ -217,17 +220,20 @@ def by_torch_save(model):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, *(pytest.param(each, marks=pytest.mark.slow) for each in (by_pickle, by_torch_save))]
 )
-def test_copies_work_and_are_not_optimized(duplicate):
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_copies_work_and_are_not_optimized(duplicate, checkpointed):
     model = optimized(small())
-    checkpoint(model, use_reentrant=False)
-    model.disable_input_require_grads()  # a local function of transformers, which nothing can pickle
+    if checkpointed:
+        checkpoint(model, use_reentrant=False)
+        model.disable_input_require_grads()  # a local function of transformers, which nothing can pickle
     zoo.step(model, zoo.batch())
     compiles = tunecompile.report(model).compiles
     twin = duplicate(model)
     assert not compiled_slots(twin)
     with pytest.raises(NotOptimized):
         tunecompile.report(twin)
-    assert twin.model.layers[0]._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
+    if checkpointed:
+        assert twin.model.layers[0]._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
     assert_same_step(twin, model)
     assert tunecompile.report(model).compiles == compiles
     assert_same_step(optimized(twin), model)
@@ -307,6 +313,7 @@ def test_a_users_cache_is_left_alone():
 # -- several models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_under_different_plans(monkeypatch):
     # measured rates depend on what else the machine does, and so would the plan
     monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))

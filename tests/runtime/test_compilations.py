@@ -50,6 +50,7 @@ def test_batches_of_many_shapes():
     assert compiles(model) == [2]
 
 
+@pytest.mark.slow
 def test_an_encoders_length_that_the_decoders_does_not_follow():
     model, reference = pair(bart)
     for seed, ((rows, length), target) in enumerate(zip(SHAPES, (12, 17, 9, 22, 12, 40))):
@@ -58,6 +59,7 @@ def test_an_encoders_length_that_the_decoders_does_not_follow():
     assert compiles(model) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_reference_without_adapters_has_one_graph_for_all_shapes():
     """As DPO runs it beside each training step."""
     pytest.importorskip("peft")

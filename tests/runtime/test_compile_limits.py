@@ -121,6 +121,7 @@ def test_a_number_that_changes_becomes_a_symbol(executor, step):
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
 
 
+@pytest.mark.slow
 def test_the_scaling_of_adapters_is_annealed():
     pytest.importorskip("peft")
     models = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj", "v_proj"]))
@@ -136,8 +137,9 @@ def test_the_scaling_of_adapters_is_annealed():
     "kind, numbers, compiles",
     [
         (Layer, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]),
-        (Layer, [1 + n / 16 for n in range(11)], [6, 7]),  # constants as long as there is room: patterns bind them
-        (Repeated, [1, 2, 3, 4, 5], [5]),
+        # constants as long as there is room: patterns bind them
+        pytest.param(Layer, [1 + n / 16 for n in range(11)], [6, 7], marks=pytest.mark.slow),
+        pytest.param(Repeated, [1, 2, 3, 4, 5], [5], marks=pytest.mark.slow),
     ],
 )
 def test_each_layer_may_have_a_number_of_its_own(kind, numbers, compiles):

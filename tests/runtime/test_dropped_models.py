@@ -30,6 +30,7 @@ def left():
     return {kind.__name__: found[kind] for kind in (FakeTensor, Graph, GraphModule)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, pytest.param("1KiB", marks=pytest.mark.slow)])
 def test_graphs_of_dropped_models_are_freed(memory):
     counts = []

@@ -75,6 +75,7 @@ def test_layers_called_around_their_owner_are_reported():
     assert has(model, "ran-eagerly", reason="called-without-owner")
 
 
+@pytest.mark.slow
 def test_a_model_compiled_by_its_user():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -331,7 +331,7 @@ def test_generated_code():
     assert tunecompile.report(model).compiles == 2 and not find(model, *EAGER)
 
 
-@pytest.mark.parametrize("where", ["layer", "inside"])
+@pytest.mark.parametrize("where", ["layer", pytest.param("inside", marks=pytest.mark.slow)])
 def test_hooks_that_come_and_go_after_compilation(where):
     """transformers installs its own when hidden states are first asked for."""
     model = tunecompile.optimize(Stack(Habit).train(), executor="eager")

@@ -53,7 +53,13 @@ def write_after_views_and_copies(logits, labels):
     )
 
 
-@pytest.mark.parametrize("write", [write_into_a_view, write_into_slices, write_after_views_and_copies])
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_after_views_and_copies,
+        *(pytest.param(write, marks=pytest.mark.slow) for write in (write_into_a_view, write_into_slices)),
+    ],
+)
 def test_writing_into_logits_reaches_all_that_share_their_memory(write):
     model, reference = pair()
     inputs = zoo.batch()
@@ -61,8 +67,12 @@ def test_writing_into_logits_reaches_all_that_share_their_memory(write):
     assert_same_run(model, reference, lambda m: write(m(inputs["input_ids"]).logits, labels))
 
 
-@pytest.mark.parametrize("reading", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("part", [lambda logits: logits, lambda logits: logits[:, :-1]], ids=["all", "a slice"])
+@pytest.mark.parametrize("reading", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(lambda logits: logits, marks=pytest.mark.slow), lambda logits: logits[:, :-1]],
+    ids=["all", "a slice"],
+)
 def test_metrics_are_read_before_the_loss(reading, part):
     """Without gradients, as a user counts hits: the loss that comes later has its gradients all the same."""
     model, reference = pair()
@@ -138,6 +148,7 @@ def test_a_graph_that_is_retained(write):
         assert_same_run(model, reference, run)
 
 
+@pytest.mark.slow
 def test_evaluation_between_forward_and_backward():
     """A reference model's logits, say: the step's decision must not reach the recomputation."""
     model, reference = pair()
@@ -193,6 +204,7 @@ def test_no_label_at_all():
     assert model(**masked).loss.isnan() and reference(**masked).loss.isnan() and not fell_back(model)
 
 
+@pytest.mark.slow
 def test_a_length_that_equals_another_size_by_chance():
     """16 is the head's size too, 64 the hidden size: neither becomes symbolic for good, nor the length fixed."""
     model, reference = pair()
@@ -206,7 +218,7 @@ def test_a_length_that_equals_another_size_by_chance():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("params", [torch.float32, "same"])
+@pytest.mark.parametrize("params", [torch.float32, pytest.param("same", marks=pytest.mark.slow)])
 def test_autocast(dtype, params):
     model, reference = pair(lambda: small() if params == torch.float32 else small().to(dtype))
     inputs = zoo.batch()
@@ -265,11 +277,13 @@ def test_frozen_layers():
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
+@pytest.mark.slow
 def test_tied_embeddings():
     model, reference = pair(lambda: small(tie_word_embeddings=True))
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpointing", [pytest.param(None, marks=pytest.mark.slow), True, pytest.param(False, marks=pytest.mark.slow)]
 )

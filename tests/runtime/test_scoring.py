@@ -59,6 +59,7 @@ def test_scores_before_the_first_step_and_of_other_shapes():
     assert compiled(model)["without_gradient"] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, *(pytest.param(how, marks=pytest.mark.slow) for how in (None, True))])
 def test_a_score_between_forward_and_backward(checkpointing):
     losses, gradients = [], []
@@ -82,6 +83,7 @@ def test_a_score_between_forward_and_backward(checkpointing):
         assert torch.allclose(gradients[0][name], exact, rtol=1e-3, atol=1e-7), name
 
 
+@pytest.mark.slow
 def test_a_plan_of_memory_is_about_training_only():
     model, reference = scored(memory="1GiB")
     for seed in range(3):
@@ -107,6 +109,7 @@ def test_generation_and_caches_stay_as_they_are():
     assert not compiled(model)
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_is_its_own_reference_as_nearly_as_in_fp32():
     """In bf16: what the two forwards round differently would be read as a change of the policy."""
     pytest.importorskip("peft")

@@ -23,6 +23,7 @@ def train(model: nn.Module, losses: list) -> None:
         losses.append(loss.item())
 
 
+@pytest.mark.slow
 def test_two_models_in_two_threads():
     models = [pair(lambda: zoo.make(family, num_hidden_layers=2)) for family in ("llama", "qwen3")]
     losses: dict = {m: [] for both in models for m in both}

@@ -54,6 +54,7 @@ def adapters(rank, ranks):
     assert {m.family: m.rewritten for m in tunecompile.report(made).matches}["lora"] == 7
 
 
+@slow
 def one_rank_pads_or_packs(rank, ranks):
     """The second layer computes over tokens. A batch that is begun again there would gather the first one's weights
     again, alone; a layer that is called again sends its gradients in its turn."""

@@ -51,6 +51,7 @@ def _each_for_its_own_batch(wrap, rank):
     assert has(made, "rank-plans", subject=str(rank), ranks=2, reason="other-plans", detail=theirs)
 
 
+@slow
 def gathered_layers_for_each_batch(rank, ranks):
     _each_for_its_own_batch(_sharded, rank)
 
@@ -106,6 +107,7 @@ def a_small_batch_has_room(rank, ranks):
     )
 
 
+@slow
 def what_one_of_gathered_layers_finds_out(rank, ranks):
     """A layer that is whole is repeated on one rank, in forward and backward, while the other waits in what it sends next."""
     made = build(int(1.2 * needed()))

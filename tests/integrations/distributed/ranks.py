@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,20 +56,33 @@ def run(modules: str, slow: bool, ranks: int, folder: Path, gpus: bool = False, 
     said = [
         folder / f"{rank}.log" for rank in range(ranks)
     ]  # not pipes: a rank that nobody reads would wait, and the others for it
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, modules, str(int(slow)), str(folder)],
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, log in enumerate(said)
-    ]
+    if gpus:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, modules, str(int(slow)), str(folder)],
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, log in enumerate(said)
+        ]
+    else:  # what is imported is imported once: a process that has it forks the ranks
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, modules, str(int(slow)), str(folder), *map(str, said)],
+                env=environment,
+                start_new_session=True,
+            )
+        ]
     with contextlib.suppress(subprocess.TimeoutExpired):
-        for process in processes:
+        for process in started:
             process.wait(timeout)
-    for process in processes:
-        process.kill()
+    for process in started:
+        if gpus:
+            process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
     ended = [
         json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(ranks)
     ]
@@ -115,5 +129,31 @@ def main(modules: str, slow: bool, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def fork(modules: str, slow: bool, folder: Path, logs: list[str]) -> None:
+    """A process for each rank, which writes to a file of its own."""
+    from tests.support import zoo
+
+    cases_of(modules, slow)
+    importlib.import_module("torch._inductor.compile_fx")
+    zoo.adapt(zoo.make("llama"))  # brings in what transformers and PEFT import late
+    ranks = []
+    for rank, log in enumerate(logs):
+        if child := os.fork():
+            ranks.append(child)
+            continue
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        main(modules, slow, folder)
+        sys.stdout.flush()
+        os._exit(0)
+    for child in ranks:
+        os.waitpid(child, 0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], bool(int(sys.argv[2])), Path(sys.argv[3]))
+    if sys.argv[4:]:
+        fork(sys.argv[1], bool(int(sys.argv[2])), Path(sys.argv[3]), sys.argv[4:])
+    else:
+        main(sys.argv[1], bool(int(sys.argv[2])), Path(sys.argv[3]))

@@ -219,6 +219,7 @@ def test_parameters_that_move(pair):
         same(model, reference, lambda m: once(m, seed=seed))
 
 
+@pytest.mark.slow
 def test_adapters_switched_and_disabled(pair):
     model, reference = pair
     warm(model)

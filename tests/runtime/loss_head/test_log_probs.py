@@ -35,7 +35,7 @@ def each_of(cases: dict, model: nn.Module):
         yield case
 
 
-@pytest.mark.parametrize("kind", ["full", "adapted"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("adapted", marks=pytest.mark.slow)])
 def test_every_spelling_is_found(kind, made):
     model, reference = pair(
         small if kind == "full" else lambda: zoo.adapt(small(), target_modules=["q_proj", "v_proj"])
@@ -282,15 +282,19 @@ def test_an_index_out_of_range_is_an_error():
             write(model(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]).sum()
 
 
-def test_softcaps_and_heads_with_adapters(made):
-    for build in (
+@pytest.mark.parametrize(
+    "build",
+    [
         lambda: small("gemma2"),
-        lambda: small("granite"),
-        lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]),
-    ):
-        model, reference = pair(build)
-        assert_same_run(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
-        assert not made and head_tally(model).rewritten == 1, head_tally(model)
+        pytest.param(lambda: small("granite"), marks=pytest.mark.slow),
+        pytest.param(lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]), marks=pytest.mark.slow),
+    ],
+    ids=["softcap", "scale", "adapter"],
+)
+def test_softcaps_and_heads_with_adapters(build, made):
+    model, reference = pair(build)
+    assert_same_run(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
+    assert not made and head_tally(model).rewritten == 1, head_tally(model)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def test_a_second_derivative_is_refused():
         gradient.square().sum().backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_function_takes_logits(monkeypatch):
     """Without complaints of what Dynamo leaves half made."""
     complaints = []

@@ -75,6 +75,7 @@ def test_a_budget_takes_the_place_of_checkpointing():
     ]
 
 
+@pytest.mark.slow
 def test_checkpointing_alone_is_a_budget():
     """What checkpoints would need is used for the fastest plan."""
     model = build(None)
@@ -105,6 +106,7 @@ def test_accumulated_gradients_are_kept():
             torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+@pytest.mark.slow
 def test_others_take_memory_and_give_it_back(monkeypatch):
     """A rollout engine that wakes and sleeps: the plan follows, in both directions, and stays where nothing changes."""
     from tunecompile.runtime.memory.accounting import MemoryAccounting
@@ -156,6 +158,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
 
 
+@pytest.mark.slow
 def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypatch):
     """All of the first plan's, in a thread of its own, before the first layer has anything to send."""
     from tunecompile.runtime.memory.host import pinned_pool
@@ -176,6 +179,7 @@ def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypat
     assert pool.ahead.left == 0 and pool.peak >= 0.9 * asked[0][0]
 
 
+@pytest.mark.slow
 def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
     """Between all that a layer saves and none of it."""
     roomy = build("1TiB", intermediate_size=384)

@@ -84,6 +84,7 @@ def run(model, rows=4):
     return found.detach(), gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, reason",
     [

@@ -138,6 +138,7 @@ def test_layers_that_write_are_not_repeated(kind, retained):
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
 
 
+@pytest.mark.slow
 def test_layers_that_begin_to_write_are_not_repeated():
     """That was not to be seen in their first call. Another backward pass goes through the graph of the first."""
 

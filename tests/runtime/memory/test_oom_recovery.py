@@ -158,7 +158,8 @@ def test_without_a_budget_the_user_hears_what_makes_room(where, monkeypatch, cap
 # -- gradients that are there already, and those who watch them ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", WHERE)
 def test_accumulated_gradients_are_kept(where):
     model, reference = guarded(), build(None)
     for m in (model, reference):
@@ -261,6 +262,7 @@ def test_weights_that_layers_share(part):
     assert max(zoo.errors(gradients, reference).values()) < 1e-5 and full.raised == 1
 
 
+@pytest.mark.slow
 def test_under_autocast():
     def run(model):
         torch.manual_seed(5)

@@ -91,6 +91,7 @@ def test_a_call_that_is_not_trained_is_traced_once():
     assert len(budget.surveys.called) == 2 and len(budget.options) == LAYERS
 
 
+@pytest.mark.slow
 def test_layers_in_pieces_are_surveyed_again_for_a_bigger_batch():
     roomy = build("1TiB", broken=True)
     step(roomy)

@@ -204,6 +204,7 @@ def test_what_is_given_back_between_steps_is_made_again():
         assert kept(model).bytes == 0
 
 
+@pytest.mark.slow
 def test_matrices_are_freed():
     model = build()
     step(model)

@@ -267,6 +267,7 @@ class Tower(torch.nn.Module):
         return hidden
 
 
+@pytest.mark.slow
 def test_a_width_that_is_a_symbol_in_graphs_for_changing_sizes():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -127,6 +127,7 @@ class Masked(Tower):
         return SimpleNamespace(loss=made.sin().mul(torch.arange(made.shape[-1])).mean())
 
 
+@pytest.mark.slow
 def test_images_that_a_mask_keeps_apart():
     model = Masked()
     ours = optimized(model)

@@ -25,7 +25,7 @@ def without(inputs: dict, *names: str, **more) -> dict:
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda b: without(b, labels=b["input_ids"]), "labels-at-padding"),
+        pytest.param(lambda b: without(b, labels=b["input_ids"]), "labels-at-padding", marks=pytest.mark.slow),
         pytest.param(
             lambda b: without(
                 padded(side="left"),
@@ -43,7 +43,7 @@ def without(inputs: dict, *names: str, **more) -> dict:
             "row-interrupted",
             marks=pytest.mark.slow,
         ),
-        pytest.param(lambda b: without(b, output_hidden_states=True), "output-required", marks=pytest.mark.slow),
+        (lambda b: without(b, output_hidden_states=True), "output-required"),
         pytest.param(lambda b: without(b, use_cache=True), "cache-used", marks=pytest.mark.slow),
     ],
     ids=["unmasked", "first token", "holes", "hidden states", "cache"],
@@ -78,7 +78,9 @@ def beside_tokens(model: nn.Module) -> nn.Module:
     "build, said",
     [
         pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
-        (lambda: zoo.make("falcon", attn_implementation="eager"), "mixes-tokens"),  # it divides scores in place
+        pytest.param(  # it divides scores in place
+            lambda: zoo.make("falcon", attn_implementation="eager"), "mixes-tokens", marks=pytest.mark.slow
+        ),
         (lambda: zoo.make("gemma3", use_bidirectional_attention=True, sliding_window=6), "masks-not-understood"),
     ],
     ids=["dropout", "divided", "bidirectional"],
@@ -193,6 +195,7 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
     assert not find(model, *EAGER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param({}, id="no budget"), pytest.param({"memory": "64KiB"}, id="a budget", marks=pytest.mark.slow)],
@@ -206,6 +209,7 @@ def test_the_last_layer_cannot_go_without_padding(options, monkeypatch):
     assert has(model, "padding-kept", reason="mixes-tokens") and not find(model, "padding-removed")
 
 
+@pytest.mark.slow
 def test_layers_that_hand_on_what_they_know(monkeypatch):
     """Offsets come by the mask, so no keyword has to be passed on."""
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)

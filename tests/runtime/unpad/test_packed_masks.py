@@ -70,6 +70,7 @@ def test_one_compilation_for_any_number_of_sequences():
     ), report
 
 
+@pytest.mark.slow
 def test_what_is_not_packed_goes_on_as_it_came():
     """One sequence a row; and a mask, beside which transformers does not look at positions."""
     model, reference = pair(lambda: zoo.make("llama", use_cache=False))

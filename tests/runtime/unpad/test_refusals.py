@@ -127,6 +127,7 @@ def test_a_wrapper_that_reads_hidden_states_at_padding(read):
     assert has(model, "unknown-forward", subject="Pooling", home=__name__)
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_hands_labels_on():
     """Its loss is the model's own."""
 
@@ -162,6 +163,7 @@ def test_a_loss_function_of_the_users_own():
     assert has(model, "unknown-loss-function", subject=__name__)
 
 
+@pytest.mark.slow
 def test_a_forward_of_the_users_own():
     """Of what owns the layers: it would see a batch of one row."""
     import transformers as tf
@@ -295,6 +297,7 @@ def test_hooks_see_the_padded_batch(where):
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 def test_hooks_on_all_modules_see_the_padded_batch():
     shapes = []
     for m in pair(lambda: zoo.make("llama")):
@@ -305,6 +308,7 @@ def test_hooks_on_all_modules_see_the_padded_batch():
     assert len(shapes) > 2 and shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
 
 
+@pytest.mark.slow
 def test_adapters_that_begin_at_a_row_s_place():
     """PEFT hands them to the layers by hooks."""
     pytest.importorskip("peft")
@@ -345,10 +349,12 @@ def two_stacks():
     return model
 
 
+@pytest.mark.slow
 def test_two_lists_of_layers_in_one_owner():
     assert_same_flattened(*pair(two_stacks), padded())
 
 
+@pytest.mark.slow
 def test_checkpoint_with_the_mask_made_inside():
     gradients = []
     for m in pair(lambda: zoo.make("llama", use_cache=False)):

@@ -44,6 +44,7 @@ def test_attention_of_the_users_own_under_sdpa(table):
     assert flattened(model) == 2 and zoo.step(model, padded())[0] == pytest.approx(plain.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_that_is_replaced_between_two_steps(table):
     stock = table._global_mapping["sdpa"]
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
@@ -122,6 +123,7 @@ def renumbered(model, layers):
     model.config.num_hidden_layers = len(layers)
 
 
+@pytest.mark.slow
 def test_layers_come_and_go():
     """Copies are not compiled, and see the batch as it is."""
     model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=4, use_cache=False))
@@ -135,6 +137,7 @@ def test_layers_come_and_go():
     assert has(model, "padding-kept", reason="layer-not-compiled")
 
 
+@pytest.mark.slow
 def test_layers_that_their_user_compiled():
     def build():
         model = zoo.make("llama", num_hidden_layers=3, use_cache=False)
@@ -156,6 +159,7 @@ class Extremes(nn.Module):
         return x + ((x / scale).round() * scale - x).detach()
 
 
+@pytest.mark.slow
 def test_modules_whose_result_is_over_all_tokens(monkeypatch):
     from tunecompile.runtime.unpad import refusals
 

@@ -54,6 +54,7 @@ def test_families(family, changes, side):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "qwen2_moe"))]
 )
@@ -98,6 +99,7 @@ def test_adapters(quantized, wrapped):
     assert flattened(model if wrapped == "before" else base) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)],
@@ -113,6 +115,7 @@ def test_an_adapter_that_trains_tokens(options):
     assert flattened(model) == 1, tunecompile.report(model)
 
 
+@pytest.mark.slow
 def test_positions_and_embeddings_of_the_callers():
     model, reference = pair(lambda: zoo.make("llama"))
     inputs = padded(side="left")

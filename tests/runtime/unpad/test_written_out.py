@@ -23,11 +23,15 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 @pytest.mark.parametrize(
     "family, more",
     [
-        ("gpt_oss", WINDOWS),
+        pytest.param("gpt_oss", WINDOWS, marks=pytest.mark.slow),
         pytest.param("llama", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
-        ("gemma2", {**WINDOWS, "attn_implementation": "eager", "attn_logit_softcapping": 0.02}),
+        pytest.param(
+            "gemma2",
+            {**WINDOWS, "attn_implementation": "eager", "attn_logit_softcapping": 0.02},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("gpt2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
-        pytest.param("mistral", {"attn_implementation": "eager", "sliding_window": 6}, marks=pytest.mark.slow),
+        ("mistral", {"attn_implementation": "eager", "sliding_window": 6}),
         pytest.param("qwen3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("phi3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
@@ -47,6 +51,7 @@ def test_padded_packed_and_full(family, more):
     assert region.providers["varlen_attention: reference"] and not region.recompiles, report
 
 
+@pytest.mark.slow
 def test_a_decoder_that_reads_an_encoder():
     """Its written-out attention to the encoder's tokens has no mask, so rows of documents would see each other's."""
     transformers = pytest.importorskip("transformers")
@@ -74,19 +79,26 @@ def test_a_bias_is_no_mask():
     assert has(model, "padding-kept", reason="masks-not-understood"), tunecompile.report(model)
 
 
-def test_whole_rows_are_presumed_and_others_are_run_again(monkeypatch):
+@pytest.mark.parametrize(
+    "family, masks, more",
+    [
+        ("llama", 1, {"attn_implementation": "eager"}),
+        pytest.param("gpt_oss", 2, WINDOWS, marks=pytest.mark.slow),  # for full attention, and for windows
+    ],
+)
+def test_whole_rows_are_presumed_and_others_are_run_again(family, masks, more, monkeypatch):
     """No wait for the device after some batches of whole rows; a batch with padding has its own numbers all the same."""
     waits, read = [], decision.read_mask
     monkeypatch.setattr(decision, "read_mask", lambda *given: waits.append(1) or read(*given))
-    model, reference = pair(lambda: zoo.make("gpt_oss", num_hidden_layers=2, use_cache=False, **WINDOWS))
+    model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2, use_cache=False, **more))
     for seed in range(AFTER + 2):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 16, seed=seed))
-        assert len(waits) == 2 * min(seed + 1, AFTER)  # one for full attention, one for windows
+        assert len(waits) == masks * min(seed + 1, AFTER)
     for turn in range(SURPRISES + 1):
         assert_same_flattened(model, reference, padded(seed=turn))
         for seed in range(AFTER + 1):
             assert_same_flattened(model, reference, zoo.batch(256, 3, 10, seed=seed))
-    assert len(waits) == 2 * (AFTER + (SURPRISES - 1) * (AFTER + 1) + 2 * (AFTER + 2))
+    assert len(waits) == masks * (AFTER + (SURPRISES - 1) * (AFTER + 1) + 2 * (AFTER + 2))
     assert flattened(model) == SURPRISES + 1 and not find(model, "padding-kept"), tunecompile.report(model)
 
 
