@@ -84,14 +84,23 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
 
     values = _distinct([flat[i] for i in inputs])
     mode, (anywhere, here) = fake_mode_of(values), _keys(fn, flat, spec, inputs, values)
-    traced = _graphs.get(anywhere) or (known or {}).get(here) or trace(call, tuple(values), mode)
+    if anywhere is not None:
+        graphs, key = _graphs, anywhere
+    else:
+        graphs, key = {} if known is not None else _graphs_of(mode), here
+    traced = graphs.get(key) or (known or {}).get(here) or trace(call, tuple(values), mode)
     outputs = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
-    if anywhere is not None and _has_meaning_elsewhere(traced.graph):
+    if (anywhere is not None or known is None) and _has_meaning_elsewhere(traced.graph):
         for inner in traced.graph.nodes:
             inner.meta.pop("val", None)
-        _graphs[anywhere] = traced
+        graphs[key] = traced
     elif known is not None:
         known[here] = traced
+    _replace(graph, node, outputs)
+
+
+def _replace(graph: Graph, node: Node, outputs: list[Node]) -> None:
+    """Put results in the place of a call's."""
     for user in list(node.users):
         if user.target is operator.getitem:
             if user.users:
@@ -122,6 +131,11 @@ def _distinct(nodes: list[Node]) -> list:
 
 #: traced graphs without fake values, by everything that they depend on
 _graphs = ProcessCache(512)
+
+
+def _graphs_of(mode: Any) -> dict[Any, GraphModule]:
+    """Those whose sizes are symbols, which have a meaning in their fake mode alone, and live as long as it does."""
+    return {} if mode is None else vars(mode).setdefault("_tunecompile_graphs", {})
 
 
 def _keys(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> tuple[Any, Any]:

@@ -94,6 +94,14 @@ def test_what_is_traced_anew(operation, arguments, static, traces):
         assert len(traces) == count
 
 
+def test_symbols_of_one_compilation_are_traced_once(traces):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    first, second = (lowered(*PAIR, mode, static=False) for _ in range(2))
+    assert len(traces) == 1 and first.code == second.code and not {*map(id, values(first))} & {*map(id, values(second))}
+    assert all(type(size) is torch.SymInt for value in values(second) for size in value.shape)
+    torch.testing.assert_close(second(*PAIR[1][:2])[0], PAIR[0].reference(*PAIR[1]))
+
+
 def test_graphs_that_have_no_meaning_elsewhere():
     """A constant is a fake tensor of a mode; a kernel of Triton is a number in a table that torch empties."""
     graph = Graph()
