@@ -1,6 +1,7 @@
 """What is compiled again and again, is too large or takes too long, goes on operation by operation, and the report says why."""
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
-from tunecompile.runtime.compile_limits import History
+from tunecompile.compiler.backend import Backend
+from tunecompile.runtime.compile_limits import History, uncollected
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -94,6 +96,25 @@ def annealed(model, batch: int) -> None:
 
 def data(length: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_collector_waits_while_layers_compile(wanted, monkeypatch):
+    seen, compile = [], Backend.__call__
+    monkeypatch.setattr(Backend, "__call__", lambda *args: seen.append(gc.isenabled()) or compile(*args))
+    model = tunecompile.optimize(Stack(Layer), executor="eager")
+    before = gc.isenabled()
+    try:
+        gc.enable() if wanted else gc.disable()
+        for length in (12, 10):  # traced in a call of its own; again, in a call of compiled code
+            model(data(length)).sum().backward()
+            assert gc.isenabled() is wanted
+        with pytest.raises(ZeroDivisionError), uncollected():
+            1 / 0
+        assert gc.isenabled() is wanted
+    finally:
+        gc.enable() if before else gc.disable()
+    assert seen == [False, False]
 
 
 def test_a_number_of_the_host_that_changes_with_each_batch():

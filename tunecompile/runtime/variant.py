@@ -29,7 +29,7 @@ from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDS, DOCUMENTS
 from tunecompile.notes import note
-from tunecompile.runtime.compile_limits import CompileEffort, History
+from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
 from tunecompile.runtime.unpad.image_bounds import IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, without_bounds
@@ -136,6 +136,7 @@ class Variant:
             return call_whole(self._compiled, layer, *args, **kwargs)
         with (
             contextlib.nullcontext() if self.ran else also_watching(self._met),
+            contextlib.nullcontext() if self.ran else uncollected(),
             integers_may_change() if self.integers_change else contextlib.nullcontext(),
         ):
             return call_whole(self._compiled, layer, *args, **kwargs)
