@@ -68,6 +68,8 @@ def told(**changes):
         predicted_peak=18 * GIB,
         measured_peak=17 * GIB,
         allocated=12 * GIB,
+        findings=["step 7: the loss is nan. Lower the learning rate."],
+        found={"loss-not-finite": 1},
     )
     return replace(plain, **changes)
 
@@ -278,6 +280,7 @@ def test_the_table_fits_a_narrow_terminal():
         "20.00 GiB",
         "2.00 GiB (host)",
         "idle 100 s",
+        "step 7: the loss is nan.",
         "30.00 GiB of 128.00 GiB",
         str(os.getpid()),
     ):
@@ -302,6 +305,7 @@ def test_prometheus_scrapes_the_same_figures():
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(lines["tunecompile_training_tokens_per_second" + labels]) == 17406.4
     assert float(lines["tunecompile_memory_budget_bytes" + labels]) == 20 * GIB
+    assert float(lines["tunecompile_training_health_findings" + '{code="loss-not-finite",' + labels[1:]]) == 1
     assert float(lines["tunecompile_training_step_seconds" + labels]) == pytest.approx(0.4706)
     assert float(lines['tunecompile_gpu_utilization_ratio{gpu="0",name="NVIDIA H200",uuid="GPU-a"}']) == 0.97
     assert not any('gpu="1"' in name for name in lines)  # it tells nothing
@@ -377,11 +381,11 @@ def test_the_dashboard_shows_the_exporters_metrics():
     text = (Path(__file__).parents[2] / "docs/grafana/tunecompile.json").read_text(encoding="utf-8")
     dashboard = json.loads(text)
     shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    known = {f"tunecompile_{name}" for name, *_ in (*prometheus.GPU, *prometheus.TRAINING)}
+    known = {f"tunecompile_{name}" for name, *_ in (*prometheus.GPU, *prometheus.TRAINING, prometheus.FINDINGS)}
     assert set(re.findall(r"tunecompile_\w+", " ".join(shown))) == known
     variables = [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
     assert set(re.findall(r"tunecompile_\w+", " ".join(variables))) < known
-    labels = {"pid", "model", "device", "gpu_uuid", "rank", "gpu", "uuid", "name"}
+    labels = {"pid", "model", "device", "gpu_uuid", "rank", "gpu", "uuid", "name", "code"}
     assert set(re.findall(r"\{\{(\w+)\}\}|(\w+)=~", text)) <= {(a, b) for a in labels | {""} for b in labels | {""}}
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in dashboard["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})

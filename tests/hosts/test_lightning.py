@@ -69,11 +69,13 @@ def rewritten(report):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_lightning_module(late):
-    mine = door.Callback(executor="eager")
+    mine = door.Callback(watch=True, executor="eager")
     with pytest.raises(NotOptimized):
         mine.report()
     module = Lit(late)
+    watchers = mine.watchers
     losses = fit(module, mine, door.Callback(executor="eager"))
+    assert [watcher.steps for watcher in watchers.values()] == [4] and mine.watchers == {}
     assert losses == pytest.approx(fit(Lit()), rel=1e-4) and len(losses) == 4
     assert mine.models == [module.model], "neither the module itself nor the frozen teacher"
     rewritten(mine.report())

@@ -6,7 +6,10 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.notes import codes
+from tests.support.notes import codes, find
+from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.parts import StepTelemetry
+from tunecompile.trainers import watch as watching
 from tunecompile.trainers.health import Judge
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,6 +93,78 @@ def test_a_sound_training_and_where_a_gradient_broke(optimize):
         patch.setattr(tunecompile, "watch", lambda model: found.append(watch(model)) or found[-1])
         assert train(model, 4, spoil) == ["gradients-not-finite"]
     assert codes(found[0].findings) and found[0].findings[0].subject == "layers.1.linear.weight"
+
+
+class Divides(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+
+    def forward(self, x):
+        return super().forward(x) / self.scale + 0.0 * (x + self.mask[0]).softmax(-1)
+
+
+@pytest.mark.parametrize("optimize", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_op_that_made_it(optimize):
+    """By one more forward pass, before a step breaks the weights; a mask's infinity is none of it."""
+    model = zoo.Stack(Divides, 3)
+    if optimize:
+        tunecompile.optimize(model, executor="eager")
+    watcher = tunecompile.watch(model)
+
+    def spoil(step, model):
+        if step == 2:
+            model.layers[1].scale.zero_()
+
+    assert set(train(model, 4, spoil)) == {"loss-not-finite", "made-not-finite", "gradients-not-finite"}
+    (made,) = find(watcher.findings, "made-not-finite", subject="layers.1", op="div", step=4)
+    assert made.detail.startswith("test_watch.py:") and all(module.training for module in model.modules())
+    if optimize:
+        assert state_of(model).part(StepTelemetry).telemetry.found["made-not-finite"], "a monitor shows it"
+
+
+def test_a_weight_that_a_step_broke():
+    model = zoo.Stack(Layer, 2)
+    watcher = tunecompile.watch(model)
+
+    def spoil(step, model):
+        if step == 2:
+            model.layers[0].linear.weight.grad.fill_(float("nan"))
+
+    train(model, 4, spoil)
+    assert find(watcher.findings, "weight-not-finite", subject="layers.0.linear.weight", step=4)
+    assert find(watcher.findings, "gradients-not-finite", step=3)
+
+
+def test_experts_without_tokens(monkeypatch):
+    """In a stack, in a list of modules, and under PEFT's adapters of a stack."""
+    monkeypatch.setattr(watching, "EXPERTS_AT", 10)
+
+    class Wrapper(nn.Module):
+        num_experts = 3
+
+        def __init__(self):
+            super().__init__()
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(2 * 3, 8, bias=False)})
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stacked = nn.ModuleDict({"experts": nn.ParameterDict({"up": nn.Parameter(torch.ones(4, 8, 8))})})
+            self.listed = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
+            self.adapted = nn.ModuleDict({"experts": Wrapper()})
+
+        def forward(self, x):
+            stacked = x @ self.stacked["experts"]["up"][1] + x @ self.stacked["experts"]["up"][3]
+            adapter = self.adapted["experts"].lora_B["default"].weight.view(8, 2, 3)
+            return (stacked + self.listed["experts"][0](x)).square().mean() + (x @ adapter[:, :, 1]).mean()
+
+    model = Mixture()
+    watcher = tunecompile.watch(model)
+    assert "idle-experts" in train(model, 11)
+    (idle,) = find(watcher.findings, "idle-experts", subject="stacked.experts.up", looks=2)
+    assert idle.fields["count"] == 2 + 3 + 2
 
 
 def test_adapters_that_learn_nothing():

@@ -8,6 +8,20 @@ NOTES = {
         "Lower the learning rate, clip gradients (max_grad_norm=1.0), look at the rows of this batch, and train in "
         "bf16 rather than fp16.",
     ),
+    "made-not-finite": NoteKind(
+        "step {step}: the first value that is not finite is made by {op} in {subject} ({detail})",
+        "Look at what that line is given: in fp16 values over 65,504 are infinite (train in bf16), and a division by "
+        "zero, a root or a logarithm wants a lower bound.",
+    ),
+    "weight-not-finite": NoteKind(
+        "step {step}: {subject} holds values that are not finite, from a step before",
+        "Go back to the last checkpoint, lower the learning rate, and clip gradients (max_grad_norm=1.0).",
+    ),
+    "idle-experts": NoteKind(
+        "{count} of the experts that are trained got no token in {looks} steps that were looked at ({subject})",
+        "Train the router's balance, too (output_router_logits=True, router_aux_loss_coef), use larger batches, or "
+        "leave these experts as they are.",
+    ),
     "gradients-not-finite": NoteKind(
         "step {step}: gradients are not finite; in the backward pass it began at {subject}",
         "Lower the learning rate, clip gradients (max_grad_norm=1.0), and look at the rows of this batch.",

@@ -9,7 +9,7 @@ import itertools
 import os
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tunecompile.notes import KINDS, Note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime import telemetry_files
 
 WINDOW = 20  #: steps over which speed is taken
+LINES = 3  #: last lines about the training's health that a monitor shows
 EVERY = 1.0  #: seconds between two looks for a monitor
 
 
@@ -36,6 +38,8 @@ class Telemetry:
     begun: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=WINDOW + 1)
     )  #: (when, tokens) of the last steps
+    findings: deque[str] = field(default_factory=lambda: deque(maxlen=LINES))
+    found: Counter[str] = field(default_factory=Counter)  #: lines about the training's health by their codes
     next_look: float = 0.0
     file: Path | None = None
 
@@ -79,8 +83,16 @@ class Telemetry:
             steps=self.steps,
             tokens_per_s=self.tokens_per_s,
             step_ms=self.step_ms,
+            findings=list(self.findings),
+            found=dict(self.found),
             **self.describe(),
         )
+
+    def tell(self, findings: list[Note]) -> None:
+        """Lines about the training's health, from `tunecompile.watch`, with what to do about each."""
+        self.findings.extend(f"{each}. {KINDS[each.code].mend}" for each in findings)
+        self.found.update(each.code for each in findings)
+        self.next_look = 0.0
 
     def stop(self) -> None:
         """The model is no longer optimized."""

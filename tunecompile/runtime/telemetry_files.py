@@ -47,6 +47,8 @@ class Status:
     predicted_peak: int | None
     measured_peak: int | None
     allocated: int | None
+    findings: list[str]  #: the last lines of `tunecompile.watch`
+    found: dict[str, int]  #: how many there were, by their codes
 
 
 def folder() -> Path:

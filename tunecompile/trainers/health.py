@@ -35,11 +35,14 @@ class Judge:
         self.written.update({each.code: step for each in kept})
         return kept
 
+    def finite(self, step: int, value: float) -> list[Note]:
+        """A loss that is not."""
+        return [] if math.isfinite(value) else [note("loss-not-finite", step=step, value=value)]
+
     def loss(self, step: int, value: float) -> list[Note]:
         """Not finite, a spike, or an oscillation."""
-        if not math.isfinite(value):
-            return [note("loss-not-finite", step=step, value=value)]
-        found = []
+        if found := self.finite(step, value):
+            return found
         if usual := _far_above(self.losses, value, spreads=6, least=0.25):
             found.append(note("loss-spike", step=step, value=_short(value), usual=_short(usual)))
         self.losses.append(value)

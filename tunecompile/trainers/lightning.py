@@ -10,6 +10,7 @@ from torch import nn
 
 from tunecompile.errors import MissingHost
 from tunecompile.trainers.door import Door, check_host, options_of_run
+from tunecompile.trainers.watch import Watcher, watch
 
 try:
     from lightning.pytorch.callbacks import Callback as HostCallback
@@ -38,15 +39,24 @@ class Callback(Door, HostCallback):
     `configure_model` made. In Fabric it does so in `fabric.setup`. The report is `callback.report()`.
 
     Args:
+        watch: whether the health of the training is watched, as `tunecompile.watch` does.
         options: of `tunecompile.optimize`.
 
     Raises:
         HostTooOld: Lightning is older than 2.4.
     """
 
-    def __init__(self, **options: Any):
+    def __init__(self, *, watch: bool = False, **options: Any):
         check_host(HOST, oldest="2.4", newest="2.6")
         super().__init__(**options)
+        self.watches = watch
+        self.watchers: dict[int, Watcher] = {}  #: while training, by the identity of their model
+
+    def optimize(self, model: nn.Module) -> None:
+        """Optimize a model, once, and watch it."""
+        super().optimize(model)
+        if self.watches and id(model) not in self.watchers:
+            self.watchers[id(model)] = watch(model)
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Optimize before the strategy wraps the module."""
@@ -61,6 +71,9 @@ class Callback(Door, HostCallback):
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Log the report."""
+        for watcher in self.watchers.values():
+            watcher.stop()
+        self.watchers = {}
         if trainer.is_global_zero and self.models:
             log.info("%s", self.report())
 

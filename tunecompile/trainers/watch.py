@@ -18,14 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.model_state import is_optimized, state_of
+from tunecompile.runtime.parts import StepTelemetry
 from tunecompile.runtime.telemetry import describe
 from tunecompile.trainers.door import held_by
+from tunecompile.trainers.experts import ExpertUse
 from tunecompile.trainers.health import Judge
+from tunecompile.trainers.origin import origin
 
 __all__ = ["Watcher", "watch"]
 
 log = logging.getLogger(__name__)
 
+EXPERTS_EVERY, EXPERTS_AT = 5, 100  #: steps between two looks at experts' gradients, and step at which they are judged
 ADAPTERS_AT = 20  #: step at which adapters must have learned something
 PEAK_EVERY = 20  #: steps between two looks at the peak of memory
 
@@ -33,17 +37,18 @@ PEAK_EVERY = 20  #: steps between two looks at the peak of memory
 def watch(model: nn.Module) -> Watcher:
     """Watch a training's health from now on, in any loop: each line of the log says what is wrong, and what to do.
 
-    Seen are losses and gradients that are not finite, spikes and oscillation of the loss, norms of gradients (over 1e4,
-    or a jump over their running spread), adapters that learn nothing, a data loader that the device waits for, and a
-    peak of memory near the budget of `optimize`.
+    Seen are losses and gradients that are not finite, with the op that made them first, spikes and oscillation of the
+    loss, norms of gradients (over 1e4, or a jump over their running spread), adapters that learn nothing, experts that
+    get no token, a data loader that the device waits for, and a peak of memory near the budget of `optimize`. The lines
+    are shown by `tunecompile monitor`, too, if the model is optimized.
 
         watcher = tunecompile.watch(model)      # before the loop; the model may be optimized or not
         ...
         print(watcher.findings)
 
-    Figures leave the device in one small copy a step, which is read when it has arrived: no step waits. The loss is
-    what the model returns as `loss`, or as its only number. Steps are those of any optimizer of torch's over the
-    model's parameters.
+    Figures leave the device in small copies, which are read when they have arrived: no step waits. The loss is what the
+    model returns as `loss`, or as its only number. Steps are those of any optimizer of torch's over the model's
+    parameters. Where a loss is not finite, the forward pass is repeated once, eagerly.
 
     Args:
         model: that is trained.
@@ -59,10 +64,11 @@ class _Figures:
     """Of one step, under way to the host."""
 
     step: int
-    host: Tensor  #: loss, norm of all gradients, number of adapters that learn nothing
+    host: Tensor  #: loss, norm of all gradients, number of adapters that learn nothing, number of idle experts
     arrived: Callable[[], bool]
     norms: Tensor  #: of each gradient, on the device
     dead: Tensor | None
+    idle: Tensor | None
     has_loss: bool
 
 
@@ -75,11 +81,14 @@ class Watcher:
         self.steps = 0
         self._judge = Judge()
         self._coming: deque[_Figures] = deque(maxlen=8)
+        self._batch: tuple[tuple, dict] = (), {}  #: of the last call in training
         self._loss: Tensor | None = None
+        self._early: tuple[Tensor, Callable[[], bool]] | None = None  #: the loss, on its way to the host
+        self._experts = ExpertUse(model)
         self._own: dict[int, bool] = {}  #: by optimizer
         self._ended = self._gap = 0.0
         self._handles = [
-            model.register_forward_pre_hook(self._begin),
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._keep_loss),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -91,8 +100,11 @@ class Watcher:
             handle.remove()
         self._handles = []
         self._read()
+        self._batch = (), {}
 
-    def _begin(self, model: nn.Module, args: tuple) -> None:
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if model.training:
+            self._batch = args, kwargs
         if self._ended and not self._gap and model.training:
             last = self._coming[-1] if self._coming else None
             self._gap = (time.perf_counter() - self._ended) if last is None or last.arrived() else -1.0
@@ -101,6 +113,7 @@ class Watcher:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
         if model.training and isinstance(loss, Tensor) and loss.numel() == 1:
             self._loss = loss.detach().reshape(())
+            self._early = _to_host(self._loss)
 
     def _is_own(self, optimizer: Optimizer) -> bool:
         if id(optimizer) not in self._own:
@@ -114,6 +127,9 @@ class Watcher:
             return
         self._read()
         self.steps += 1
+        if self._early is not None and self._early[1]():  # before this step makes weights of what is not finite
+            self._tell(self._judge.finite(self.steps, float(self._early[0])))
+        self._early = None
         named = self._with_gradients()
         if not named:
             return
@@ -121,14 +137,18 @@ class Watcher:
         place = grads[0].device
         norms = torch.stack([norm.to(place, torch.float32) for norm in torch._foreach_norm(grads)])
         dead = self._dead(named, norms) if self.steps == ADAPTERS_AT else None
+        if self.steps <= EXPERTS_AT and self.steps % EXPERTS_EVERY == 0:
+            self._experts.look()
+        idle = self._experts.idle() if self.steps == EXPERTS_AT else None
         loss = self._loss
         row = [
             norms.new_zeros(()) if loss is None else loss.to(place, torch.float32),
             torch.linalg.vector_norm(norms),
             norms.new_zeros(()) if dead is None else dead.sum().float(),
+            norms.new_zeros(()) if idle is None else idle.sum().to(place, torch.float32),
         ]
         host, arrived = _to_host(torch.stack(row))
-        self._coming.append(_Figures(self.steps, host, arrived, norms, dead, loss is not None))
+        self._coming.append(_Figures(self.steps, host, arrived, norms, dead, idle, loss is not None))
         self._loss = None
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -166,7 +186,7 @@ class Watcher:
     def _read(self) -> None:
         while self._coming and self._coming[0].arrived():
             figures = self._coming.popleft()
-            loss, norm, dead = figures.host.tolist()
+            loss, norm, dead, idle = figures.host.tolist()
             found = self._judge.loss(figures.step, loss) if figures.has_loss else []
             found += self._judge.norm(figures.step, norm)
             if not math.isfinite(norm):
@@ -174,6 +194,9 @@ class Watcher:
             if dead and figures.dead is not None:
                 names = [name for (name, _), is_dead in zip(self._with_gradients(), figures.dead.tolist()) if is_dead]
                 found.append(note("dead-adapters", names[0] if names else "", count=int(dead), step=figures.step))
+            if idle and figures.idle is not None:
+                first = next(name for name, count in zip(self._experts.names(), figures.idle.tolist()) if count)
+                found.append(note("idle-experts", first, count=int(idle), looks=self._experts.looks))
             self._tell(found, figures.step)
 
     def _where(self, figures: _Figures) -> str:
@@ -185,9 +208,15 @@ class Watcher:
         return next(name for name, right in zip(reversed(names), reversed(finite)) if not right)
 
     def _tell(self, found: list[Note], step: int | None = None) -> None:
-        for each in self._judge.new(self.steps if step is None else step, found):
+        new = self._judge.new(self.steps if step is None else step, found)
+        if any(each.code == "loss-not-finite" for each in new):
+            made = origin(self.model, *self._batch, self.steps)
+            new += [made] if made is not None else []
+        for each in new:
             self.findings.append(each)
             log.warning("tunecompile: %s. %s", each, KINDS[each.code].mend)
+        if new and is_optimized(self.model):
+            state_of(self.model).part(StepTelemetry).tell(new)
 
 
 def _local(tensor: Any) -> Tensor:

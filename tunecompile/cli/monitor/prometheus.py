@@ -36,6 +36,8 @@ TRAINING = (
     ("memory_peak_measured_bytes", "Peak of a step as the allocator counted it.", lambda p: p.status.measured_peak),
     ("host_memory_resident_bytes", "Host memory of the process.", lambda p: p.resident),
 )
+PROCESS = ("pid", "model", "device", "gpu_uuid", "rank")  #: labels of a training
+FINDINGS = ("training_health_findings", "Lines of `tunecompile.watch` so far, by their code.")
 
 
 def _seconds(ms: float | None) -> float | None:
@@ -56,9 +58,12 @@ class Collector:
         """Yield all metrics of a new snapshot."""
         snapshot = self.look()
         yield from _families(GPU, snapshot.gpus, ("gpu", "uuid", "name"), _gpu_labels)
-        yield from _families(
-            TRAINING, snapshot.processes, ("pid", "model", "device", "gpu_uuid", "rank"), _process_labels
-        )
+        yield from _families(TRAINING, snapshot.processes, PROCESS, _process_labels)
+        found = GaugeMetricFamily(f"tunecompile_{FINDINGS[0]}", FINDINGS[1], labels=(*PROCESS, "code"))
+        for process in snapshot.processes:
+            for code, count in process.status.found.items():
+                found.add_metric((*_process_labels(process), code), count)
+        yield found
 
 
 def _families(

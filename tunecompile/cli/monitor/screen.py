@@ -25,7 +25,7 @@ def screen(snapshot: MachineSnapshot) -> RenderableType:
     if snapshot.host_total:
         parts.append(Text(f"host memory {shown(snapshot.host_used or 0)} of {shown(snapshot.host_total)}", style="dim"))
     if snapshot.processes:
-        parts += ["", _speed(snapshot), "", _memory(snapshot)]
+        parts += ["", _speed(snapshot), "", _memory(snapshot), *_health(snapshot)]
     else:
         parts += ["", Text("no optimized model has begun a training step since the monitor started", style="dim")]
     return Group(*parts)
@@ -86,6 +86,16 @@ def _memory(snapshot: MachineSnapshot) -> Table:
             _bar(status.allocated, status.budget) if status.allocated and status.budget else "",
         )
     return table
+
+
+def _health(snapshot: MachineSnapshot) -> list[RenderableType]:
+    """The last lines of `tunecompile.watch`, by process."""
+    lines = [
+        Text(f"{process.status.pid}  {line}", style="yellow")
+        for process in snapshot.processes
+        for line in process.status.findings
+    ]
+    return ["", *lines] if lines else []
 
 
 def _bar(used: int, total: int) -> ProgressBar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tunecompile.notes import Note
 from tunecompile.runtime.dynamic_shapes import batch_tokens
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.telemetry import Telemetry, describe
@@ -22,6 +23,11 @@ class StepTelemetry(Part):
     def detach(self, state: State) -> None:
         if self.telemetry is not None:
             self.telemetry.stop()
+
+    def tell(self, findings: list[Note]) -> None:
+        """Show lines about the training's health on a monitor."""
+        if self.telemetry is not None:
+            self.telemetry.tell(findings)
 
     @property
     def step_ms(self) -> float | None:
