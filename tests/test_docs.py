@@ -62,6 +62,7 @@ def test_errors_that_docstrings_name_exist():
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path):
     """In strict mode: pages, links, anchors, cross-references and docstrings are complete."""
     pytest.importorskip("material")
@@ -112,7 +113,8 @@ def op_by_op(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "way", [pytest.param("Trainer(", marks=pytest.mark.slow), "SFTTrainer(", "for batch in batches"]
+    "way",
+    [*(pytest.param(way, marks=pytest.mark.slow) for way in ("Trainer(", "SFTTrainer(")), "for batch in batches"],
 )
 def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
     trl = pytest.importorskip("trl")

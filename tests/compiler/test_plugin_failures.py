@@ -50,8 +50,14 @@ FAILURES = {  # what a pass does to a graph, and what is said of it
 }
 
 
-@pytest.mark.parametrize("stage", ["recognize", "plan", "lower"])
-@pytest.mark.parametrize("kind", list(FAILURES))
+@pytest.mark.parametrize(
+    "kind, stage",
+    [
+        pytest.param(kind, stage, marks=[pytest.mark.slow] * (kind != "raises" and stage != "recognize"))
+        for kind in FAILURES
+        for stage in ("recognize", "plan", "lower")
+    ],
+)
 def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     body, said = FAILURES[kind]
     install(
@@ -184,6 +190,7 @@ def test_our_own_failure_is_not_laid_at_their_door(install, monkeypatch):
     assert has(report, "compiled-without-rewrites", detail="ours") and not find(report, "pass-switched-off")
 
 
+@pytest.mark.slow
 def test_verification_switches_off_what_makes_gradients_wrong(install):
     install(
         "wrong",

@@ -238,6 +238,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     return model.to("meta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [pytest.param(None, marks=pytest.mark.slow), "h200"])
 def test_weights_that_are_not_quantised_yet_count_as_if_they_were(gpu):
     pytest.importorskip("bitsandbytes")

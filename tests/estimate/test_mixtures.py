@@ -27,7 +27,8 @@ def adapted(packed: bool, meta: bool):
     return model
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_without_weights(packed):
     if packed:
         pytest.importorskip("bitsandbytes")

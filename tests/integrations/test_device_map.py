@@ -87,6 +87,7 @@ def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
     assert said != "ran-eagerly" or has(reasons, said, times=" 1 times"), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [pytest.param("auto", marks=pytest.mark.slow), "1GiB"])
 def test_layers_that_accelerate_brings_have_no_plan(memory):
     """Those whose weights stay do; "auto" is for GPUs."""

@@ -20,6 +20,7 @@ from tunecompile.integrations.kernel_functions.substitute import knows_documents
 pytest.importorskip("transformers.models.qwen3_5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "pairs"), [("qwen3_5", 1), pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow)])
 def test_two_lengths_are_two_graphs_whatever_the_loop(family, pairs, monkeypatch):
     kinds = pairs * ["linear_attention", "full_attention"]

@@ -41,10 +41,10 @@ def compare(model, dense, limit=2e-6, **options):
 
 CASES = [
     ("qwen3_moe", {"before": True}),
-    ("mixtral", {"before": True, "adapted": False}),
     ("qwen3_moe", {"num_hidden_layers": 1}),  # the region is the whole model
 ]
 MORE = [
+    ("mixtral", {"before": True, "adapted": False}),
     ("gpt_oss", {"before": False}),
     ("qwen3_moe", {"before": False}),
     ("gpt_oss", {"before": True}),
@@ -69,7 +69,8 @@ def test_gradients_are_those_of_dense_experts(family, options):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_in_bfloat16_no_further_from_fp32_than_eager(family):
     packed, dense = pair(family, dtype=torch.bfloat16)
     true = gradients(copy.deepcopy(dense).float())
@@ -129,6 +130,7 @@ def test_all_may_come_after_optimize(begun):
     assert not any("forward" in vars(module) for module in adapted.modules())
 
 
+@pytest.mark.slow
 def test_hooks_are_called_and_bitsandbytes_cache_works():
     packed, dense = pair("qwen3_moe")
     model, called = tunecompile.optimize(packed, executor="eager"), []
@@ -188,6 +190,7 @@ def test_padding_is_removed():
     assert "padding is removed" in str(tunecompile.report(model)), tunecompile.report(model)
 
 
+@pytest.mark.slow
 def test_a_loop_over_experts_is_told():
     model = zoo.make("qwen3_moe", num_hidden_layers=2, num_experts_per_tok=4, moe_intermediate_size=64)
     model.set_experts_implementation("eager")
@@ -268,7 +271,8 @@ def live_stacks() -> int:
     return sum(number for pointer, number in storages.items() if pointer)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_one_stack_at_a_time_is_loaded(family, tmp_path, monkeypatch):
     from bitsandbytes import functional
 

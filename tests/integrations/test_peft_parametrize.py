@@ -81,6 +81,7 @@ def test_experts_in_every_state(family):
     assert "grouped_lora_linear" in str(tunecompile.report(model))
 
 
+@pytest.mark.slow
 def test_under_autocast_and_in_bfloat16():
     for dtype, autocast in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         reference = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2, num_experts_per_tok=4).to(dtype), **EXPERTS)
@@ -140,6 +141,7 @@ def test_a_loop_over_experts_runs_as_it_is():
     assert has(model, "parametrizing-modules") and "loops over its experts" in str(tunecompile.report(model))
 
 
+@pytest.mark.slow
 def test_hooks_on_what_is_wrapped_are_called():
     reference = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2), **EXPERTS)
     model, called = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), []
@@ -241,6 +243,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_attention_whose_weights_are_replaced_at_every_call():
     """The report says what runs eagerly; no error of a compiler stands there."""
     peft = pytest.importorskip("peft")

@@ -135,6 +135,7 @@ def test_a_head_in_4_bits():
     assert max(zoo.errors(gradients, exact, 1e-6).values()) < 1e-4 and is_ours(model)
 
 
+@pytest.mark.slow
 def test_completions_of_a_group_have_no_padding():
     """As GRPO has them: prompts with padding on the left, completions of any length behind them, and only these are
     scored, by the old policy, the new one and the reference alike."""

@@ -83,6 +83,7 @@ def test_adapters_are_switched_disabled_and_deleted():
     assert found["lora"] == (3, 3)
 
 
+@pytest.mark.slow
 def test_gradients_with_the_adapter_disabled():
     from peft import get_peft_model
 
@@ -228,6 +229,7 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, self.weight) * 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [
@@ -266,6 +268,7 @@ def test_a_head_under_another_autocast_than_its_loss():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_hooks_on_the_backward_of_a_head():
     model = optimized(small())
     zoo.step(model, zoo.batch())
@@ -275,6 +278,7 @@ def test_hooks_on_the_backward_of_a_head():
     assert called == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_model_can_be_freed(memory):
     """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""

@@ -45,6 +45,7 @@ def test_gpt_style():
     assert has(report, "no-output-embedding")
 
 
+@pytest.mark.slow
 def test_gpt_style_with_dropout():
     """Masks are drawn from the same generator: reproducible, and the gradient is that of the loss."""
     model = tunecompile.optimize(NanoGPT(0.1).train(), executor="eager")
@@ -85,6 +86,7 @@ class Crossing(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_of_two_classes_in_one_list():
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH)
     report = trained_beside_eager(Crossing(), x, memory)
@@ -167,6 +169,7 @@ def test_encoder_and_decoder():
     assert len(report.regions) == 2 and all(r.compiles >= 1 and r.layers == 2 for r in report.regions), report
 
 
+@pytest.mark.slow
 def test_bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

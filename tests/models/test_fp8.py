@@ -83,6 +83,7 @@ def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
     assert has(model, "fp8-gives-bfloat16", detail="float32") and has(model, "region-not-in-precision")
 
 
+@pytest.mark.slow
 def test_linears_without_an_adapter_stay_as_they_are_and_are_counted():
     model = tunecompile.optimize(tiny(target_modules=["q_proj", "v_proj"]), precision="fp8", executor="eager")
     zoo.step(model, zoo.batch(), torch.bfloat16)

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize(
-    "loss", [dpo, grpo, functools.partial(grpo, entropy=False)], ids=["dpo", "grpo", "grpo without entropy"]
+    "loss",
+    [dpo, grpo, pytest.param(functools.partial(grpo, entropy=False), marks=pytest.mark.slow)],
+    ids=["dpo", "grpo", "grpo without entropy"],
 )
 def test_by_trls_functions(loss, made):
     model, reference = pair(adapted)

@@ -112,6 +112,7 @@ def test_what_is_not_by_head_alone_stays_whole(scarce):
     assert len(calls(split(gm).graph)) == before
 
 
+@pytest.mark.slow
 def test_a_model(scarce):
     reference = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
     seen, run = [], by_heads.in_turn

@@ -132,7 +132,10 @@ def test_pairs_before_heads_are_transposed():
     check(fn, random(2, 5, 4, 8), torch.randn(1, 5, 4), torch.randn(1, 5, 4), passes=PASSES, expect={"rope": 1})
 
 
-@pytest.mark.parametrize("name", ["tuple", "full slices", "reshape", "reshape by sizes"])
+@pytest.mark.parametrize(
+    "name",
+    ["full slices", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tuple", "reshape", "reshape by sizes"))],
+)
 def test_pairs_with_dynamic_shapes(name):
     heads = Heads(lambda q, k, cos, sin: (q * cos + PAIRS[name](q) * sin, k * cos + PAIRS[name](k) * sin))
     check(
@@ -173,6 +176,7 @@ def test_pairs_and_tables_of_half_the_width(dtype):
     )
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_of_pairs_and_tables_of_half_the_width():
     heads = Heads(lambda q, k, cos, sin: (apart(q, cos, sin), apart(k, cos, sin)))
     check(

@@ -38,7 +38,8 @@ def test_two_in_a_row(joined):
     assert ops == {"lora_mlp_tiled": 2, "lora_mlp_tiled_backward": 2}
 
 
-@pytest.mark.parametrize("tokens", [(2, 9), pytest.param((2, 3), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [(2, 9), (2, 3)])
 def test_sizes_that_are_symbols(joined, tokens):
     assert "lora_mlp_tiled" in ran(mlp, [random(*tokens, 8), *mlp_weights()], Plan(tiles=4), rows=(0, 1))[0]
 

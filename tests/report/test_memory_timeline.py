@@ -148,6 +148,7 @@ def test_a_bigger_batch_is_sampled_again():
     assert (budget_of(model).trace.step, budget_of(model).trace.tokens) == (6, 48)
 
 
+@pytest.mark.slow
 def test_copies_stand_in_the_page(to_the_host, tmp_path):
     model = build(int(0.7 * needed()))
     for _ in range(2):

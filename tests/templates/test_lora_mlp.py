@@ -116,7 +116,9 @@ def provided(name, arguments, dying=()):
 
 
 @pytest.mark.parametrize("dying", [(), ("out1",)])
-@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize(
+    "activation", [pytest.param(name, marks=[pytest.mark.slow] * (name != "silu")) for name in REFERENCE]
+)
 def test_provider(error, arguments, activation, dying):
     """No further from fp64 than the reference, within a factor."""
     for mine, theirs, best in provided("joined", arguments(activation, torch.float16), dying):
@@ -160,7 +162,7 @@ def through_pieces(op, arguments, tiles):
     ]
 
 
-@pytest.mark.parametrize("tiles", [1, 4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (2, 16))])
+@pytest.mark.parametrize("tiles", [4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (1, 2, 16))])
 def test_provider_in_pieces(error, arguments, tiles):
     from tunecompile.ops import lora_mlp as op
 

@@ -103,6 +103,7 @@ print(json.dumps([losses, {m.family: m.rewritten for m in tunecompile.report(mod
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_accelerate(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     plain: dict = {}

@@ -145,6 +145,7 @@ def test_the_model_is_left_as_it_was(monkeypatch):
     assert not any(module._compiled_call_impl for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_fresh_adapter_says_something_of_every_gradient():
     from peft import LoraConfig, get_peft_model
 
@@ -166,6 +167,7 @@ def test_what_never_trains_is_named():
     ] and "without a gradient, in eager too" in str(result)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_users_own():
     model = tunecompile.optimize(build(), executor="eager")
     batch = zoo.batch()
@@ -340,6 +342,7 @@ def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
     assert result.passed and result.reference == "float64", str(result)
 
 
+@pytest.mark.slow
 def test_a_model_with_gradient_checkpointing():
     model = build().to(torch.bfloat16)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -350,6 +353,7 @@ def test_a_model_with_gradient_checkpointing():
     assert note.code == "verified" and model.model.is_gradient_checkpointing
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_graph_of_its_own():
     model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
     inputs = projector(torch.randn(2, 16, 8))
@@ -385,6 +389,7 @@ def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
     assert model._tunecompile.passes == before and has(model, "not-verified", detail="ZeroDivisionError")
 
 
+@pytest.mark.slow
 def test_a_budget_learns_nothing_from_it():
     model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
     zoo.step(model, zoo.batch())

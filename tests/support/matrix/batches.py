@@ -180,7 +180,7 @@ BATCHES: dict[str, dict] = {
     f"{SHAPES} shapes": dict(batches=shapes),
     f"{SHAPES} shapes, padded": dict(batches=padded_shapes),
 }
-QUICK = {"a prefix that sees itself (4-D mask)", "rows of one token", "no labels in one micro-batch"}
+QUICK = {"rows of one token", "no labels in one micro-batch"}
 CELLS = [
     Cell("batch", name, **{"build": whole, "compiles": 3, "quick": name in QUICK, **what})
     for name, what in BATCHES.items()

@@ -251,7 +251,7 @@ FOUND = {  #: by a cell's name, what its report says of some passes, found and r
     "DoRA with dropout": {"dora": (7, 7), "lora": (7, 0)},
     "DoRA over weights stored [in, out] (GPT-2)": {"dora": (4, 4), "lora": (4, 4)},
 }
-QUICK = {"only biases"}
+QUICK = {"only the head"}
 CELLS = [
     Cell(section, name, build, name in QUICK, "dropout" in name)
     for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items()
