@@ -69,7 +69,7 @@ class Turned(nn.Module):
         return (result + F.linear(F.linear(self.dropout(x.to(self.a.dtype)), self.a), self.b) * 0.5).to(dtype)
 
 
-@pytest.mark.parametrize("spelling", [rows_of, behind])
+@pytest.mark.parametrize("spelling", [pytest.param(rows_of, marks=pytest.mark.slow), behind])
 def test_bias_beside_other_spellings_of_the_product(spelling):
     layer = Turned(spelling)
     for shape in [(8,)] * (spelling is behind) + [(4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)]:
