@@ -255,6 +255,15 @@ def errors() -> Iterator[str]:
             yield f"\n## {name} {{ #{name} }}\n\n{said}\n\nBase: {bases}. Message:\n\n> {message}\n"
 
 
+def commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, command) of a group's commands, and of groups inside it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{above}{name} ")
+        else:
+            yield above + name, command
+
+
 @generated
 def cli() -> Iterator[str]:
     """Every command with its arguments and options, from the command tree."""
@@ -262,9 +271,8 @@ def cli() -> Iterator[str]:
 
     from tunecompile.cli import app
 
-    group = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        yield f"\n## tunecompile {name} {{ #{name} }}\n\n{command.help}\n"
+    for name, command in commands(typer.main.get_command(app)):
+        yield f"\n## tunecompile {name} {{ #{name.replace(' ', '-')} }}\n\n{command.help}\n"
         rows = []
         for parameter in command.params:
             spelled = [*parameter.opts, *parameter.secondary_opts]

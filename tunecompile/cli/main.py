@@ -1,4 +1,4 @@
-"""The command line: `compare`, `demo`, `plan`, `run`, `monitor`, `doctor`, `merge`, `new-pass`, `check-pass`."""
+"""The command line: `compare`, `demo`, `plan`, `run`, `monitor`, `doctor`, `cache`, `merge` and two for passes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ except ImportError as missing:  # the one extra that typer itself cannot report
         "Install it: pip install 'tunecompile[cli]'"
     )
 
+from tunecompile.cli.commands.cache import cache
 from tunecompile.cli.commands.compare import compare, demo
 from tunecompile.cli.commands.machine import doctor, monitor
 from tunecompile.cli.commands.merge import merge
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (compare, demo, plan, monitor, doctor, merge, new_pass, check_pass):
     app.command()(command)
+app.add_typer(cache, name="cache")
 app.command(context_settings={"allow_interspersed_args": False})(run)  # options behind the command are its own
 
 if __name__ == "__main__":

@@ -161,3 +161,30 @@ class NotAGguf(UsageError):
     """Raised by `tunecompile demo`."""
 
     template = "{path}: {reason}. The demo reads GGUF files of Llama-type models, versions 2 and 3."
+
+
+class NothingToSave(UsageError):
+    """Raised by `cache save`."""
+
+    template = "There is no compiled code in {folders}. Train a few steps here first, as the user who will save them."
+
+
+class WrongCache(UsageError):
+    """Raised by `cache load`: the file is another one than was saved."""
+
+    template = (
+        "{path} has the SHA-256 {found}, not {expected}. Nothing was read from it: code in it would run under your "
+        "account. Ask whoever saved it for the file and its sum again."
+    )
+
+
+class NotACache(UsageError):
+    """Raised by `cache load`."""
+
+    template = "{path} is no file of `tunecompile cache save`: {reason}."
+
+
+class CacheDiffers(UsageError):
+    """Raised by `cache load`: its code would not be used here."""
+
+    template = "{path} was made elsewhere: {differences}. Save it on a machine like this one, with the same versions."
