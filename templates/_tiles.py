@@ -39,6 +39,7 @@ class TileRow(NamedTuple):
 TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: 32-bit words of packed weights. A program unpacks `block` words, 8 weights each.
     "nf4": (TileRow(Tile(256, num_warps=2)),),
+    "mxfp4": (TileRow(Tile(256, num_warps=2)),),
     # size: columns. A row a program, all of it in registers.
     "fp8_quantize": (
         TileRow(Tile(0, num_warps=4), upto=4096),

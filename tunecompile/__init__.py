@@ -20,6 +20,7 @@ from tunecompile.compiler.pass_manager import Context, Pass, recognize
 from tunecompile.estimate.estimate import Estimate, estimate
 from tunecompile.integrations.export.gguf import save_gguf
 from tunecompile.integrations.export.safetensors import save_merged
+from tunecompile.integrations.packed_experts.checkpoint import packed_config
 from tunecompile.integrations.packed_experts.load import nf4_config
 from tunecompile.integrations.packed_experts.quantize import quantize_experts
 from tunecompile.ir.op import Cost, op, refuse_gpu
@@ -52,6 +53,7 @@ __all__ = [
     "nf4_config",
     "op",
     "optimize",
+    "packed_config",
     "quantize_experts",
     "recognize",
     "refuse_gpu",

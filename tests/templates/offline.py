@@ -14,6 +14,7 @@ import torch
 
 def cases(
     nf4,
+    mxfp4,
     cross_entropy,
     rms_norm,
     swiglu,
@@ -122,6 +123,10 @@ def cases(
                 [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)],
             ),
             packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)],
+        ),
+        "mxfp4": (
+            lambda p, s: mxfp4.dequantize(p, s, (1024, 4096), torch.bfloat16),
+            [e(1024, 2048, dtype=torch.uint8), e(1024, 128, dtype=torch.uint8)],
         ),
         "fp8_quantize": (
             lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48),
@@ -369,6 +374,7 @@ if __name__ == "__main__":
         layer_norm,
         lora,
         lora_mlp,
+        mxfp4,
         nf4,
         rms_norm,
         swiglu,
@@ -382,6 +388,7 @@ if __name__ == "__main__":
 
     everything = (
         nf4,
+        mxfp4,
         cross_entropy,
         rms_norm,
         swiglu,

@@ -69,6 +69,7 @@ def test_programs_have_at_most_1024_threads():
 def test_traced_launches_become_nodes_that_write_what_they_should():
     written = {
         "nf4": ["out"],
+        "mxfp4": ["out"],
         "cross_entropy": ["logits", "losses", "lses"],
         "cross_entropy_statistics": ["entropies", "logits", "losses", "lses", "means", "squares", "tops"],
         "rms_norm": ["total", "y"],

@@ -23,6 +23,7 @@ from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.recurrent import gated_delta_rule, short_convolution, ssd_scan
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation
@@ -35,6 +36,8 @@ __all__ = [
     "clamped_gate",
     "collect_rows",
     "dequantize_4bit",
+    "dequantize_fp8_blocks",
+    "dequantize_mxfp4",
     "document_mask",
     "gated_activation",
     "gated_delta_rule",

@@ -86,8 +86,8 @@ def _refusal(graph: Graph, operands: dict[str, Any]) -> str | None:
         return "it adds a bias, or casts"
     if any(hasattr(each, "placements") for each in (x, weight, offsets)):
         return "weights or rows are sharded"
-    base, adapters, transposed = _stack(operands["weight"])
-    if adapters is not None and adapters[3] != transposed:
+    base, adapters, _ = _stack(operands["weight"])
+    if adapters is not None and adapters[3] != (_written(operands["weight"]) is operands["weight"]):
         return "the adapters multiply the other way round"
     if adapters is not None and _mutated(graph, [_written(operands["weight"]), base, *adapters[0], *adapters[1]]):
         return "its weights are mutated"
@@ -107,7 +107,9 @@ def _stack(weight: Node) -> tuple[Node, tuple | None, bool]:
         return written, None, written is weight
     stack, a, b, scales, transposed = written.args
     assert isinstance(stack, Node)
-    return stack, (a, b, scales, transposed), written is weight
+    # A frozen stack may be held the other way round than the code reads it. The adapters' sides are those of the code.
+    turned = _turned(stack)
+    return (stack if turned is None else turned), (a, b, scales, transposed), (written is weight) == (turned is None)
 
 
 def _build(x, stack, offsets, a, b, scales, transposed):

@@ -40,11 +40,17 @@ HOOK_MODULE = "bitsandbytes.nn.parametrize"  #: where it is, with the hooks that
 
 
 class Dequantiser(nn.Module):
-    """A parametrisation in the place of bitsandbytes' own, with a `quant_state` like its."""
+    """A parametrisation in the place of bitsandbytes' own; its `quant_state` has the values' shape and dtype."""
+
+    quant_state: Any
+
+    def is_readable(self, codes: Tensor) -> bool:
+        """Whether the op can read the codes."""
+        return is_readable(codes, self.quant_state)
 
 
 def packed_stacks(module: nn.Module) -> tuple[str, ...]:
-    """The names of a module's parameters that bitsandbytes keeps in 4 bits; of those alone that the op can read."""
+    """The names of a module's parameters that are kept in 4 or 8 bits; of those alone that an op can read."""
     if not isinstance(module, nn.Module) or not parametrize.is_parametrized(module):
         return ()
     chains = module.parametrizations
@@ -54,8 +60,11 @@ def packed_stacks(module: nn.Module) -> tuple[str, ...]:
 def _is_packed(chain: Any) -> bool:
     if len(chain) != 1 or not _dequantises(chain[0]):
         return False
-    original, state = getattr(chain, "original", None), getattr(chain[0], "quant_state", None)
-    return is_plain(original) and len(getattr(state, "shape", ())) == 3 and is_readable(original, state)
+    made, original = chain[0], getattr(chain, "original", None)
+    state = getattr(made, "quant_state", None)
+    if not is_plain(original) or len(getattr(state, "shape", ())) != 3:
+        return False
+    return made.is_readable(original) if isinstance(made, Dequantiser) else is_readable(original, state)
 
 
 def is_plain(parameter: Any) -> bool:
@@ -83,7 +92,8 @@ def scales_of(model: nn.Module) -> list[Tensor]:
 def unpacked(module: nn.Module, name: str) -> Tensor:
     """The values of one 4-bit stack, by an op; they have no gradient. Dynamo traces this."""
     chain = module.parametrizations[name]
-    return from_4_bits(chain.original, chain[0].quant_state)
+    made = chain[0]
+    return made(chain.original) if isinstance(made, Dequantiser) else from_4_bits(chain.original, made.quant_state)
 
 
 def plain_copy(module: nn.Module) -> nn.Module:

@@ -1,0 +1,61 @@
+"""MXFP4 weights: E2M1 codes in blocks of 32, each with a power of two as its scale (OCP Microscaling Formats 1.0)."""
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import HALF, Cost, has_triton, op
+from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.notes import Note, note
+
+__all__ = ["BLOCK", "LEVELS", "dequantize_mxfp4"]
+
+BLOCK = 32  #: weights that share a scale
+#: the sixteen levels, by code: 1 sign, 2 exponent and 1 mantissa bits
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+SMALLEST = 2.0**-127  #: the scale whose exponent is 0
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 ^ (exponent - 127) of each uint8, in fp32; infinity for 255."""
+    bits = exponents.to(torch.int32) << 23  # the exponent of fp32 has the same bias
+    return torch.where(exponents == 0, SMALLEST, bits.view(torch.float32))
+
+
+@op(cost=Cost.POINTWISE)
+def dequantize_mxfp4(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return a weight from its MXFP4 codes, with the values of transformers' own dequantisation (arXiv:2310.10537).
+
+    It has no backward: such weights are frozen.
+
+    Args:
+        packed: uint8, of any shape with rows * columns / 2 elements: two codes a byte, low nibble first, in row-major
+            order.
+        scales: uint8, of any shape with rows * columns / 32 elements: the exponent of each block's scale, plus 127.
+        rows: of the weight.
+        columns: of the weight; 32 divides them.
+        dtype: floating, of the result.
+
+    Returns:
+        [rows, columns] in `dtype`, rounded once from fp32. In bf16 and wider nothing is rounded.
+    """
+    table = torch.tensor(LEVELS, dtype=torch.float32, device=packed.device)
+    flat = packed.reshape(-1)
+    codes = torch.stack((flat & 15, flat >> 4), -1).reshape(-1, BLOCK)
+    return (table[codes.long()] * _powers(scales.reshape(-1, 1))).to(dtype).reshape(rows, columns)
+
+
+def _refuse(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Note | None:
+    if not (on_gpu(packed) and on_gpu(scales)):
+        return note("not-on-gpu")
+    if dtype not in HALF:
+        return note("not-half-precision", detail=str(dtype).removeprefix("torch."))
+    if not has_triton():
+        return note("no-triton")
+    return None if packed.is_contiguous() and scales.is_contiguous() else note("not-contiguous", "codes and scales are")
+
+
+@dequantize_mxfp4.provider("triton", refuses=_refuse, because="levels are decoded from their bits, without a table")
+def _(packed, scales, rows, columns, dtype):
+    from tunecompile.templates import mxfp4
+
+    return mxfp4.dequantize(packed, scales, (rows, columns), dtype)
