@@ -76,6 +76,7 @@ def test_nothing_is_left_behind():
     assert reports[0] == reports[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.slow)])
 def test_the_model_can_be_freed(memory):
     model = make()

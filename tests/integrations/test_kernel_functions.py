@@ -49,6 +49,7 @@ def test_no_worse_than_transformers_own(monkeypatch):
     assert all(ours[name] <= 2 * max(theirs[name], 1e-6) for name in true), (ours, theirs)
 
 
+@pytest.mark.slow
 def test_another_function_in_the_file_is_called():
     """Of the user's, around transformers' own."""
     model = hybrids.make(

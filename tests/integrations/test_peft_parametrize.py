@@ -93,6 +93,7 @@ def test_under_autocast_and_in_bfloat16():
         assert sum(ours.values()) < 1.1 * sum(theirs.values()) and is_whole(model)
 
 
+@pytest.mark.slow
 def test_no_gradient_for_idle_experts():
     model = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2, num_experts=16), **EXPERTS)
     tunecompile.optimize(model, executor="eager")

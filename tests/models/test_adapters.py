@@ -97,6 +97,7 @@ def test_gradients_with_the_adapter_disabled():
     assert_same_step(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.slow)])
 def test_merged_adapters_are_not_trained(memory):
     """As in eager code a backward pass fails where no layer uses what it trains, and begins at the first that does."""
@@ -122,6 +123,7 @@ def test_merged_adapters_are_not_trained(memory):
     assert_same_step(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, kind",
     [

@@ -87,6 +87,7 @@ def test_losses_of_routers(family, trained, changes):
     assert hooks and all(inspect.isfunction(hook) for hook in hooks)
 
 
+@pytest.mark.slow
 def test_idle_experts_have_a_gradient_of_0():
     """Six tokens have twelve experts at most, of sixteen."""
     model = zoo.make("qwen3_moe", num_hidden_layers=1, num_experts=16)

@@ -302,6 +302,7 @@ def test_half_of_the_layers_compiled_by_the_user():
     assert model.layers[0]._compiled_call_impl is theirs
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_was_optimized_before():
     model = Modern(2)
     tunecompile.optimize(model.blocks[0], executor="eager")
@@ -367,6 +368,7 @@ def replica_of(model):
     return copies[model]
 
 
+@pytest.mark.slow
 def test_replicas_of_data_parallel():
     """They run as they would without us, and the original goes on compiled."""
     reference = zoo.adapt(zoo.make("llama"))

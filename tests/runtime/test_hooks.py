@@ -147,6 +147,7 @@ def replace(name: str, entries, keep: list | None = None):
     return put
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, hook",
     [

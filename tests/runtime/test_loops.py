@@ -169,6 +169,7 @@ def test_forward_without_gradients_between_steps():
     assert tunecompile.report(model).compiles == 1
 
 
+@pytest.mark.slow
 def test_gradients_of_the_inputs_and_hidden_states():
     model, reference = pair()
     states = []
@@ -377,6 +378,7 @@ def test_checkpointing_from_outside(use_reentrant):
     assert tunecompile.report(model).compiles > 0 and not fell_back(model)
 
 
+@pytest.mark.slow
 def test_checkpointing_the_whole_model_from_outside():
     for use_reentrant in (False, True):
         model, reference = pair()

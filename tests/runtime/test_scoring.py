@@ -131,6 +131,7 @@ def log_probs(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_reference_make_no_logits(made):
     """And those of the old policy are the new one's to the bit. Logits that are read are real."""
     model, reference = scored()

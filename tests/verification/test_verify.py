@@ -314,6 +314,7 @@ def test_zeros_that_the_reference_has_too_are_gradients():
     assert not busy["has_gradient"]
 
 
+@pytest.mark.slow
 def test_bad_luck_switches_nothing_off(monkeypatch):
     """An error that is larger than eager's by less than a factor of two fails, and is no reason to look for a rewrite."""
     monkeypatch.setattr("tunecompile.verification.tolerance.LIMIT", 1e-9)
@@ -372,6 +373,7 @@ class Whole(nn.Module):
         return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
 
 
+@pytest.mark.slow
 def test_a_model_that_is_one_region():
     torch.manual_seed(0)
     model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)

@@ -145,6 +145,7 @@ def test_dpo_learns_pairs(pairs, trainer):
     assert run["losses"][-1] < run["losses"][0] and run["held_out_after"] < run["held_out_before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.slow), "loop"])
 def test_dpo_of_an_optimized_model_is_eagers(pairs, trainer, monkeypatch, tmp_path):
     """Losses of the training, and the gradients of one step; the reference's forward lies between the policy's and its backward."""

@@ -91,6 +91,7 @@ def _mixture(bits: int = 32):
     return made.train()
 
 
+@slow
 def adapters_over_experts_sharded_before(rank, ranks):
     made = optimized(_sharded(_mixture()))
     steps(made, _mixture(), rank, ranks)

@@ -219,6 +219,7 @@ def test_quantised_by_transformers(family, options, tmp_path):
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_trains_on(tmp_path):
     """Optimized, trained, saved, and trained: the steps are those of a model that was never saved."""
     saved, other = (zoo.adapt(zoo.make("llama")) for _ in range(2))

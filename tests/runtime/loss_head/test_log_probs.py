@@ -45,6 +45,7 @@ def test_every_spelling_is_found(kind, made):
         assert not made and head_tally(model).rewritten == 1 and not head_tally(model).refused, head_tally(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("bf16", marks=pytest.mark.slow), "autocast"])
 def test_in_half_precision(how, made):
     """Values and gradients are no further from those of fp64 than eager's."""
@@ -282,6 +283,7 @@ def test_an_index_out_of_range_is_an_error():
             write(model(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [
@@ -390,7 +392,7 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("labelled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["deferred", "in the graph"])
+@pytest.mark.parametrize("kind", ["deferred", pytest.param("in the graph", marks=pytest.mark.slow)])
 def test_a_mean_over_no_label_trains_nothing(kind, labelled):
     """torch's is no number, with gradients that are zero: an optimizer's step leaves the weights as they are."""
     torch.manual_seed(0)

@@ -238,6 +238,7 @@ def test_nothing_is_copied_where_all_fits(to_the_host):
     assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None
 
 
+@pytest.mark.slow
 def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     from tunecompile.runtime.memory import per_device
 

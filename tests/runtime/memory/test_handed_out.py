@@ -54,7 +54,7 @@ def train(model: nn.Module, loss, batch: dict) -> tuple[torch.Tensor, dict]:
 @pytest.mark.parametrize(
     "family, loss",
     [
-        ("llama", hook),
+        pytest.param("llama", hook, marks=pytest.mark.slow),
         ("llama", hidden_states),
         pytest.param("llama", hook_on_all, marks=pytest.mark.slow),
         pytest.param("mixtral", router, marks=pytest.mark.slow),

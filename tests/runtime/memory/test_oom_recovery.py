@@ -173,6 +173,7 @@ def test_accumulated_gradients_are_kept(where):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
 
 
+@pytest.mark.slow
 def test_two_losses_in_one_backward():
     model, reference = guarded(), build(None)
     full = Full(model, 1, "before the backward")
@@ -183,6 +184,7 @@ def test_two_losses_in_one_backward():
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_retained():
     model, reference = guarded(), build(None)
     full = Full(model, 2, "before the backward")

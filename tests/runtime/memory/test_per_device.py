@@ -68,6 +68,7 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
     assert surveyed_on_two <= len(surveyed) - surveyed_on_two, "layers of one kind are surveyed once"
 
 
+@pytest.mark.slow
 def test_the_fuller_device_computes_again(monkeypatch):
     monkeypatch.setattr(LayerSlot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
     model = build(int(0.7 * needed()))
@@ -131,6 +132,7 @@ def test_the_error_says_which_device_is_full(monkeypatch):
     assert first.admitted.choice.peak < before[0] and last.admitted.choice.peak == before[1]
 
 
+@pytest.mark.slow
 def test_each_device_has_its_own_tries():
     """What fills one fills the others as well: none plans for the least at once because another had to plan anew."""
 
@@ -165,6 +167,7 @@ def surveyed(budget):
     return budget._surveyed(budget.surveys.candidates)
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_are_surveyed_where_they_are():
     """A kind that another device has no need to survey to the end keeps nobody from seeing that there is no smaller plan."""
     roomy = other_kind(1 << 40)

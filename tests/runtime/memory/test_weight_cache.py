@@ -221,6 +221,7 @@ def test_matrices_are_freed():
     assert alive and not any(ref() is not None for ref in alive)
 
 
+@pytest.mark.slow
 def test_dense_weights_are_not_kept():
     """They may be changed in ways that nothing counts: `weight.data += delta`."""
     model = tunecompile.optimize(

@@ -128,6 +128,7 @@ def test_weights_that_are_written_or_replaced():
     assert len(kept(model).moved) == held and len(moved(model)) == 14
 
 
+@pytest.mark.slow
 def test_the_model_holds_their_memory():
     """Where it goes to another device, nothing stays behind."""
     model = build()
@@ -216,6 +217,7 @@ def test_copies_and_files_hold_what_the_model_does(tmp_path):
         torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_recorded(monkeypatch):
     """A matrix stays where it is from replay to replay; one that was made anew is met by an address."""
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
