@@ -108,9 +108,7 @@ def test_a_graph_is_restored_to_the_letter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["budget", *(pytest.param(how, marks=pytest.mark.slow) for how in ("adapted", "checkpointed", "padded"))]
-)
+@pytest.mark.parametrize("how", ["budget", "adapted", "checkpointed", "padded"])
 def test_passes_that_change_nothing_stay_on(install, how):
     install(
         "idle",

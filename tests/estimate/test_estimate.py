@@ -77,7 +77,7 @@ def test_nothing_is_left_behind():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", ["1GiB", None])
 def test_the_model_can_be_freed(memory):
     model = make()
     weight = weakref.ref(next(model.parameters()))
@@ -240,7 +240,7 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", [pytest.param(None, marks=pytest.mark.slow), "h200"])
+@pytest.mark.parametrize("gpu", [None, "h200"])
 def test_weights_that_are_not_quantised_yet_count_as_if_they_were(gpu):
     pytest.importorskip("bitsandbytes")
     real, hollow = (

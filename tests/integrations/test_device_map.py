@@ -88,7 +88,7 @@ def test_what_accelerate_brings_for_each_call_runs_as_it_is(part, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [pytest.param("auto", marks=pytest.mark.slow), "1GiB"])
+@pytest.mark.parametrize("memory", ["auto", "1GiB"])
 def test_layers_that_accelerate_brings_have_no_plan(memory):
     """Those whose weights stay do; "auto" is for GPUs."""
     reference, model = placed(make(), "model.layers.0"), placed(make(), "model.layers.0")

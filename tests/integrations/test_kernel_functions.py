@@ -21,7 +21,7 @@ pytest.importorskip("transformers.models.qwen3_5")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "pairs"), [("qwen3_5", 1), pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "pairs"), [("qwen3_5", 1), ("olmo_hybrid", 2)])
 def test_two_lengths_are_two_graphs_whatever_the_loop(family, pairs, monkeypatch):
     kinds = pairs * ["linear_attention", "full_attention"]
     reference = hybrids.make(family, num_hidden_layers=len(kinds), layer_types=kinds)

@@ -98,7 +98,7 @@ def test_gradients_with_the_adapter_disabled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, pytest.param("1GiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", [None, "1GiB"])
 def test_merged_adapters_are_not_trained(memory):
     """As in eager code a backward pass fails where no layer uses what it trains, and begins at the first that does."""
     from peft import get_peft_model
@@ -128,7 +128,7 @@ def test_merged_adapters_are_not_trained(memory):
     "options, kind",
     [
         ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"),
-        pytest.param({"target_modules": ["q_proj", "lm_head"]}, "Linear", marks=pytest.mark.slow),
+        ({"target_modules": ["q_proj", "lm_head"]}, "Linear"),
     ],
 )
 def test_an_adapter_on_the_head_is_noticed(options, kind):
@@ -236,7 +236,11 @@ class Scaled(nn.Linear):
     "head",
     [
         InPlace,
-        *(pytest.param(head, marks=pytest.mark.slow) for head in (ByShape, Rounded, RoundedWeight, Keeps, Scaled)),
+        ByShape,
+        Rounded,
+        RoundedWeight,
+        Keeps,
+        Scaled,
     ],
 )
 def test_heads_that_do_more_than_multiply(head):
@@ -281,7 +285,7 @@ def test_hooks_on_the_backward_of_a_head():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["1GiB", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", ["1GiB", None])
 def test_a_model_can_be_freed(memory):
     """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""
     from peft import get_peft_model

@@ -129,7 +129,7 @@ def test_restore_undoes_exactly():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     model, reference = small(), small()
     optimized(model)

@@ -31,7 +31,7 @@ def left():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, pytest.param("1KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", [None, "1KiB"])
 def test_graphs_of_dropped_models_are_freed(memory):
     counts = []
     for _ in range(3):

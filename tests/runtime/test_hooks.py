@@ -152,7 +152,7 @@ def replace(name: str, entries, keep: list | None = None):
     "name, hook",
     [
         ("_forward_hooks", lambda module, args, out: out * 3),
-        pytest.param("_forward_pre_hooks", lambda module, args: (args[0] * 3,), marks=pytest.mark.slow),
+        ("_forward_pre_hooks", lambda module, args: (args[0] * 3,)),
     ],
 )
 def test_dictionaries_of_hooks_that_are_replaced(name, hook):

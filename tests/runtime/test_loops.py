@@ -285,9 +285,7 @@ def test_tied_embeddings():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "checkpointing", [pytest.param(None, marks=pytest.mark.slow), True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_dropout_by_seed(checkpointing):
     def build():
         return zoo.adapt(small(attention_dropout=0.1), lora_dropout=0.2, target_modules=["q_proj", "v_proj"])

@@ -26,7 +26,7 @@ def saved_bytes(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, adapted", [("llama", True), pytest.param("gemma2", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family, adapted", [("llama", True), ("gemma2", False)])
 def test_gradients_are_those_of_eager(family, adapted, monkeypatch):
     monkeypatch.setattr(layer_slot, "LARGE", 0)
     model = zoo.adapt(zoo.make(family)) if adapted else zoo.make(family)

@@ -60,7 +60,7 @@ def test_scores_before_the_first_step_and_of_other_shapes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, *(pytest.param(how, marks=pytest.mark.slow) for how in (None, True))])
+@pytest.mark.parametrize("checkpointing", [False, None, True])
 def test_a_score_between_forward_and_backward(checkpointing):
     losses, gradients = [], []
     for m in scored():

@@ -146,7 +146,7 @@ def test_dpo_learns_pairs(pairs, trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.slow), "loop"])
+@pytest.mark.parametrize("trainer", ["sft", "loop"])
 def test_dpo_of_an_optimized_model_is_eagers(pairs, trainer, monkeypatch, tmp_path):
     """Losses of the training, and the gradients of one step; the reference's forward lies between the policy's and its backward."""
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)

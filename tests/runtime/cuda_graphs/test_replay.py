@@ -285,7 +285,7 @@ def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room, recorded", [(10**9, 6), pytest.param(0, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room, recorded", [(10**9, 6), (0, 0)])
 def test_caches_are_given_back_once_before_the_first_recording(pair, room, recorded):
     """Of a plan of memory; where it leaves no room, they are needed every step."""
     model, _ = pair

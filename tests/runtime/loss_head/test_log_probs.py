@@ -46,7 +46,7 @@ def test_every_spelling_is_found(kind, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("bf16", marks=pytest.mark.slow), "autocast"])
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
 def test_in_half_precision(how, made):
     """Values and gradients are no further from those of fp64 than eager's."""
     model, reference = pair(small if how == "autocast" else lambda: small().bfloat16())
@@ -288,8 +288,8 @@ def test_an_index_out_of_range_is_an_error():
     "build",
     [
         lambda: small("gemma2"),
-        pytest.param(lambda: small("granite"), marks=pytest.mark.slow),
-        pytest.param(lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]), marks=pytest.mark.slow),
+        lambda: small("granite"),
+        lambda: zoo.adapt(small(), target_modules=["q_proj", "lm_head"]),
     ],
     ids=["softcap", "scale", "adapter"],
 )

@@ -89,8 +89,8 @@ def run(model, rows=4):
     "kind, reason",
     [
         (HandingOut, "expose-tensors"),
-        pytest.param(WritingToCount, "write-in-place", marks=pytest.mark.slow),
-        pytest.param(WritingToInput, "write-in-place", marks=pytest.mark.slow),
+        (WritingToCount, "write-in-place"),
+        (WritingToInput, "write-in-place"),
     ],
 )
 def test_what_a_layer_begins_to_do_is_done_as_without_a_budget(kind, reason):

@@ -100,7 +100,7 @@ def test_4_bit_weights_that_are_written_in_place(write):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [4, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [4, 70])
 def test_another_adapter_between_forward_and_backward(rank):
     model, reference = build(), build("eager")
     for m in (model, reference):

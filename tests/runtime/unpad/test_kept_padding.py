@@ -198,7 +198,7 @@ def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, id="no budget"), pytest.param({"memory": "64KiB"}, id="a budget", marks=pytest.mark.slow)],
+    [pytest.param({}, id="no budget"), pytest.param({"memory": "64KiB"}, id="a budget")],
 )
 def test_the_last_layer_cannot_go_without_padding(options, monkeypatch):
     """Layers before it have left padding out, which it reads: the step begins anew."""

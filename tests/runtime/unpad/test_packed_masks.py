@@ -131,7 +131,7 @@ def test_a_collator_of_transformers():
     assert told_apart(model) == 4 and report.compiles == 2 and not report.regions[0].recompiles, report
 
 
-@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.slow
 def test_a_verified_step(use_cache):
     """What is compared sees the same tokens: with a cache, as in an eager step with one."""

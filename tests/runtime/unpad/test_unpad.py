@@ -55,9 +55,7 @@ def test_families(family, changes, side):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "qwen2_moe"))]
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_tokens_that_are_sorted_by_their_experts(family):
     """transformers' routing sorts tokens, and puts them back."""
     model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2))
@@ -102,7 +100,7 @@ def test_adapters(quantized, wrapped):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"modules_to_save": ["embed_tokens"]}, pytest.param({"trainable_token_indices": [1, 2]}, marks=pytest.mark.slow)],
+    [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [1, 2]}],
     ids=str,
 )
 def test_an_adapter_that_trains_tokens(options):
