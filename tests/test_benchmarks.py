@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import pkgutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -359,3 +361,20 @@ def test_architectures_beside_themselves(tmp_path, monkeypatch, capsys):
         "1 of 2 right trained as a whole, 1 of 1 right by adapters" in text
         and "- gemma, trained as a whole: gradients off by" in text
     )
+
+
+def test_phases_of_the_first_step():
+    """Times are exclusive, of a region once it is known; and each phase is the time of functions that there are."""
+    compile_time = script("compile_time")
+    places = [path for paths in compile_time.PHASES.values() for path in paths]
+    before, watch = [*map(pkgutil.resolve_name, places)], compile_time.Stopwatch()
+    with watch.running():
+        during = [*map(pkgutil.resolve_name, places)]
+        with watch.phase("dynamo", None):
+            with watch.phase("copies", "layers"), watch.phase("recognize", None):
+                time.sleep(0.04)
+            time.sleep(0.02)
+    assert not {*map(id, before)} & {*map(id, during)} and before == [*map(pkgutil.resolve_name, places)]
+    found = watch.taken()["layers"]
+    assert found["recognize"] >= 0.04 and found["dynamo"] >= 0.02 and "copies" not in found and not watch.taken()
+    assert sum(found.values()) < 1
