@@ -114,6 +114,7 @@ def longest(monkeypatch, tmp_path):
     return module, run
 
 
+@pytest.mark.slow
 def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
     """Rows grow while they fit, and the last is half way between what did and what did not."""
     module, run = longest

@@ -133,6 +133,7 @@ def test_a_forward_of_somebody_elses_is_left_alone():
     assert called and gate.forward is replaced
 
 
+@pytest.mark.slow
 def test_a_loop_over_experts_runs_as_it_is():
     reference = zoo.make("qwen3_moe", num_hidden_layers=2)
     reference.set_experts_implementation("eager")

@@ -133,6 +133,7 @@ def test_no_parameters_and_no_layers():
     assert x.grad.eq(1).all() and str(tunecompile.report(model))
 
 
+@pytest.mark.slow
 def test_encoder_of_torch_itself():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
     padding = torch.zeros(3, 7, dtype=torch.bool)

@@ -17,7 +17,7 @@ from tests.support.notes import BROKEN, EAGER, find
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = {("granitemoe", "lora"), ("deepseek_v3", "nf4")}
+QUICK = {("granitemoe", "lora")}  # experts in 4 bits: tests/integrations/test_packed_experts.py
 CASES = [
     pytest.param(family, way, marks=() if (family, way) in QUICK else pytest.mark.slow)
     for family in MIXTURES

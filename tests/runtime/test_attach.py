@@ -157,6 +157,7 @@ def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
     assert_same_step(model, reference)
 
 
+@pytest.mark.slow
 def test_checkpointing_of_every_other_layer_and_off_again():
     model, reference = zoo.make("llama"), zoo.make("llama")
     optimized(model)

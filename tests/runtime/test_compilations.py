@@ -182,6 +182,7 @@ def test_pieces_of_a_layer_serve_all_kinds_of_its_calls():
     assert not find(models[0], "ran-eagerly"), tunecompile.report(models[0])
 
 
+@pytest.mark.slow
 def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks(monkeypatch):
     models = pair(Stack)
     assert pieces_step(models) == [1, 1]

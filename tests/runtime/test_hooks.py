@@ -120,9 +120,8 @@ def in_its_place(layer: nn.Module) -> nn.Module:
     return layer.mlp.up_proj
 
 
-@pytest.mark.parametrize(
-    "put", [*(pytest.param(put, marks=pytest.mark.slow) for put in (around_it, in_its_place)), beside_it]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("put", [around_it, in_its_place, beside_it])
 def test_hooks_on_modules_that_come_after_the_first_step(put):
     """The module is there for a step before its hook is."""
     model, reference = pair()

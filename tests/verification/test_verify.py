@@ -53,6 +53,7 @@ def test_right_gradients_pass(family, mode):
     ] and "passed: every trainable parameter got a gradient" in str(result)
 
 
+@pytest.mark.slow
 def test_a_4_bit_base_is_judged_by_the_values_it_stands_for():
     pytest.importorskip("bitsandbytes")
     result = verified(build(mode="qlora"), torch.bfloat16, rows=4, length=64)

@@ -112,6 +112,7 @@ def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path
     assert counted[0] == pytest.approx(counted[1])  # real tokens alone
 
 
+@pytest.mark.slow
 def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
     job = job.replace(batch=20)  # all rows there are: one length, and one compilation

@@ -81,7 +81,11 @@ def beside_tokens(model: nn.Module) -> nn.Module:
         pytest.param(  # it divides scores in place
             lambda: zoo.make("falcon", attn_implementation="eager"), "mixes-tokens", marks=pytest.mark.slow
         ),
-        (lambda: zoo.make("gemma3", use_bidirectional_attention=True, sliding_window=6), "masks-not-understood"),
+        pytest.param(
+            lambda: zoo.make("gemma3", use_bidirectional_attention=True, sliding_window=6),
+            "masks-not-understood",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["dropout", "divided", "bidirectional"],
 )
