@@ -79,6 +79,20 @@ def test_by_inductor(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_merged_in_a_new_process(kind, tmp_path):
+    from tunecompile.integrations.export.adapter import load
+
+    packed, _ = pair(tmp_path / "base", kind)
+    packed.save_pretrained(tmp_path / "adapter")
+    tunecompile.save_merged(packed, tmp_path / "expected", dtype="float32")
+    model, _ = load(tmp_path / "adapter", str(tmp_path / "base"), trained_on=f"{kind}-experts")
+    tunecompile.save_merged(model, tmp_path / "merged", dtype="float32")
+    merged, expected = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("merged", "expected"))
+    assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_merged_and_loaded_again_by_transformers_alone(kind, tmp_path):
     packed, dense = pair(tmp_path / "base", kind)
     model = tunecompile.optimize(packed, executor="eager")

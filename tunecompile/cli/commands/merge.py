@@ -25,8 +25,8 @@ def merge(
         str,
         typer.Option(
             help="How the base was quantised in training: plain (as it is stored), nf4, nf4-double, nf4-experts (as "
-            "tunecompile.nf4_config loads it), fp4 or int8. With the right value the result is nearest to the trained "
-            "model."
+            "tunecompile.nf4_config loads it), mxfp4-experts or fp8-experts (packed_config), fp4 or int8. With the "
+            "right value the result is nearest to the trained model."
         ),
     ] = "plain",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from tunecompile.errors import MissingExtra, NoAdapter, summary
+from tunecompile.integrations.packed_experts.checkpoint import packed_config
 from tunecompile.integrations.packed_experts.load import nf4_config
 
-#: how the base was quantised in training: arguments of `BitsAndBytesConfig`
+#: how the base was quantised in training: arguments of `BitsAndBytesConfig`, or of `packed_config`
 BASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -22,6 +23,9 @@ BASES: dict[str, dict[str, Any]] = {
         "bnb_4bit_use_double_quant": True,
     },  # by `tunecompile.nf4_config`, experts of a mixture, too
     "int8": {"load_in_8bit": True},
+    # by `tunecompile.packed_config`
+    "mxfp4-experts": {"kind": "mxfp4"},
+    "fp8-experts": {"kind": "fp8"},
 }
 TASKS = {None: "AutoModelForCausalLM", "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM"}
 
@@ -84,13 +88,15 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
 def _quantised(trained_on: str) -> dict[str, Any]:
     if not BASES[trained_on]:
         return {"device_map": "cpu"}
+    device = {"": 0} if torch.cuda.is_available() else "cpu"
+    if "kind" in BASES[trained_on]:
+        return {"quantization_config": packed_config(**BASES[trained_on]), "device_map": device}
     import importlib.util
 
     from transformers import BitsAndBytesConfig
 
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra(what=f"a base in {trained_on}", package="bitsandbytes", extra="qlora")
-    device = {"": 0} if torch.cuda.is_available() else "cpu"
     config = (
         nf4_config(torch.bfloat16)
         if trained_on == "nf4-experts"
