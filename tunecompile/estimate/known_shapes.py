@@ -67,6 +67,22 @@ SHAPES = {
     # transformers' defaults are the widths of these
     "gpt-oss-20b": dict(model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32),
     "glm-4.7-flash": dict(model_type="glm4_moe_lite"),
+    # one layer of six sees all tokens, with wider heads; a dense MLP beside the experts; the text part alone
+    "gemma-4-26b-a4b": _size(2816, 2112, 30, 16, 8, head_dim=256, tie_word_embeddings=True)
+    | dict(
+        model_type="gemma4_text",
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        global_head_dim=512,
+        sliding_window=1024,
+        max_position_embeddings=262144,
+        final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0,
+    ),
     "qwen3.5-9b": dict(model_type="qwen3_5_text"),
     "qwen3.5-35b-a3b": dict(model_type="qwen3_5_moe_text"),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
