@@ -62,7 +62,7 @@ import torch
 from tunecompile.errors import InvalidOp
 from tunecompile.ir.dispatch import Formula, refuse_second_derivative, register_formula, without_autocast
 from tunecompile.ir.pretend_gpu import on_gpu
-from tunecompile.ir.shape_rule_cache import remembered
+from tunecompile.ir.shape_rule_cache import first_of, remembered
 from tunecompile.notes import Note, note
 
 __all__ = [
@@ -288,8 +288,8 @@ def op(
             recomputation. None: torch's FLOP counter is run on the function.
         opaque: whether it is called as it is, and never traced into the graph (for instance a loop over chunks that
             runs once a step).
-        shapes: takes the op's arguments; returns empty tensors like its results. None: the function itself is run on
-            fake tensors, which takes long where it has many steps and sizes are symbols.
+        shapes: takes the op's arguments; returns empty tensors like its results. Where it returns None, and without
+            it, the function itself is run on fake tensors, which takes long if it has many steps or sizes are symbols.
 
     Returns:
         A decorator that makes the function an `Op`.
@@ -308,7 +308,7 @@ def op(
         kernel = without_autocast(fn)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(shapes or kernel), lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(first_of(shapes, kernel)), lib=_library)
         made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque)
         functools.update_wrapper(made, fn, updated=())
         OPS[made.overload] = made

@@ -112,6 +112,24 @@ def remembered(rule: Callable) -> Callable:
     return run
 
 
+def first_of(shapes: Callable | None, reference: Callable) -> Callable:
+    """Return the shape rule `shapes`, behind which `reference` takes its place where it gives None."""
+    if shapes is None:
+        return reference
+
+    @functools.wraps(shapes)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        result = shapes(*args, **kwargs)
+        return reference(*args, **kwargs) if result is None else result
+
+    return rule
+
+
+def are_contiguous(*tensors: Tensor) -> bool:
+    """Return whether what is computed of these element by element is contiguous, too."""
+    return all(x.is_contiguous() for x in tensors)
+
+
 def contiguous_like(*tensors: Tensor) -> list[Tensor]:
     """Return a new contiguous tensor for each one, of its shape, dtype and device: gradients, to shape rules."""
     return [x.new_empty(x.shape) for x in tensors]

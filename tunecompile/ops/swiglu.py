@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
 
@@ -13,7 +14,12 @@ __all__ = ["clamped_gate", "clamped_gate_backward", "gated_activation", "gated_a
 GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
 
 
-@op(cost=Cost.POINTWISE)
+def _shapes(gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    return gate.new_empty(gate.shape, dtype=dtype) if are_contiguous(gate, up) else None
+
+
+@op(cost=Cost.POINTWISE, shapes=_shapes)
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up, elementwise; the activation is not rounded before the product (arXiv:2002.05202).
 
@@ -34,7 +40,11 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (value * up).to(torch.promote_types(gate.dtype, up.dtype))
 
 
-@gated_activation.backward(saves=("gate", "up", "activation"), gives=("gate", "up"))
+@gated_activation.backward(
+    saves=("gate", "up", "activation"),
+    gives=("gate", "up"),
+    shapes=lambda grad, gate, up, _: contiguous_like(gate, up) if are_contiguous(grad, gate, up) else None,
+)
 def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
     """The gradients of `gated_activation`; the activation is recomputed.
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
 
 __all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "refuse_norm", "rms_norm", "rms_norm_backward"]
@@ -21,7 +22,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@op(cost=Cost.POINTWISE)
+def _shapes(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor | None:
+    dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
+    return x.new_empty(x.shape, dtype=dtype) if are_contiguous(x) else None
+
+
+@op(cost=Cost.POINTWISE, shapes=_shapes)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (arXiv:1910.07467).
 
@@ -43,7 +49,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: 
     return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
 
 
-@rms_norm.backward(saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"))
+def _backward_shapes(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> list[Tensor] | None:
+    return contiguous_like(x, weight) if are_contiguous(grad, x) else None
+
+
+@rms_norm.backward(
+    saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"), shapes=_backward_shapes
+)
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> list[Tensor]:
@@ -72,7 +84,16 @@ def _gradients(
     return dx, (grad.to(wide.dtype) * factor).reshape(-1, weight.shape[0]).sum(0)
 
 
-@op(cost=Cost.POINTWISE)
+def _sum_shapes(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
+) -> tuple[Tensor, Tensor] | None:
+    if not are_contiguous(x, residual) or x.dtype != residual.dtype:
+        return None
+    normed = _shapes(x, weight, eps, offset, round_first)
+    return None if normed is None else (normed, x.new_empty(x.shape))
+
+
+@op(cost=Cost.POINTWISE, shapes=_sum_shapes)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +112,12 @@ def add_rms_norm(
 
 
 @add_rms_norm.backward(
-    saves=("out1", "weight", "eps", "offset", "round_first"), gives=(("x", "residual"), "weight"), outputs=2
+    saves=("out1", "weight", "eps", "offset", "round_first"),
+    gives=(("x", "residual"), "weight"),
+    outputs=2,
+    shapes=lambda grad, grad_total, out1, weight, *_: (
+        contiguous_like(out1, weight) if are_contiguous(grad, grad_total, out1) else None
+    ),
 )
 def add_rms_norm_backward(
     grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool

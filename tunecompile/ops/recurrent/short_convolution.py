@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
+from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
@@ -44,7 +45,7 @@ def _sum(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | Non
     return made if bias is None else made + bias
 
 
-@op(cost=Cost.POINTWISE)
+@op(cost=Cost.POINTWISE, shapes=lambda x, *_: x.new_empty(x.shape))
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +72,15 @@ def short_convolution(
     return (F.silu(made) if silu else made).to(x.dtype).contiguous()
 
 
-@short_convolution.backward(saves=("x", "weight", "bias", "offsets", "silu"), gives=("x", "weight", "bias"))
+def _backward_shapes(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], offsets: Optional[Tensor], silu: bool
+) -> list[Tensor]:
+    return contiguous_like(x, weight, weight[:, 0] if bias is None else bias)
+
+
+@short_convolution.backward(
+    saves=("x", "weight", "bias", "offsets", "silu"), gives=("x", "weight", "bias"), shapes=_backward_shapes
+)
 def short_convolution_backward(
     grad: Tensor,
     x: Tensor,
