@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import types
 from dataclasses import replace
 
 import pytest
@@ -295,6 +296,22 @@ def test_under_accelerates_mixed_precision():
     result = tunecompile.verify(model, batch)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
     assert has(model, "verified")
+
+
+def test_a_forward_that_was_replaced(monkeypatch):
+    """By one whose closure has the model's own, as TRL's does: the copies are run, and not the model thrice."""
+    plant(monkeypatch, swapped)
+    model = build()
+    original = model.forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: original(*args, **kwargs), model)
+    assert not verified(model).passed
+
+
+def test_a_loss_without_what_is_trained():
+    model = support.small().train()
+    aside = nn.Parameter(torch.ones(()))
+    with pytest.raises(CannotVerify, match="no trained parameter gets a gradient"):
+        tunecompile.verify(model, zoo.batch(), loss=lambda model, batch: aside * 2)
 
 
 def test_a_batch_without_any_gradient():

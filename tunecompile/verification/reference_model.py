@@ -135,9 +135,34 @@ def _copy(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model, memo).train(model.training)
     except Exception as error:
         raise CannotVerify(reason=f"the model cannot be copied: {summary(error)}") from error
+    copies = {id(module): twin.get_submodule(name) for name, module in model.named_modules(remove_duplicate=False)}
+    for module in twin.modules():
+        if isinstance(method := vars(module).get("forward"), types.MethodType):
+            module.forward = types.MethodType(_rebound(method.__func__, copies), module)
     if "_original_forward" in vars(twin):  # accelerate's, which puts an autocast around it
         twin.forward = twin._original_forward
     return twin
+
+
+def _rebound(value: Any, copies: dict[int, nn.Module]) -> Any:
+    """A function whose closure calls methods of modules, or such a method, over those of their copies.
+
+    TRL's forward, which scores tokens, calls the forward that stood there before, which is the original's.
+    """
+    if isinstance(value, types.MethodType) and id(value.__self__) in copies:
+        return types.MethodType(_rebound(value.__func__, copies), copies[id(value.__self__)])
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    cells = []
+    for cell in value.__closure__:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # an empty one
+            held = value
+        cells.append(cell if held is value else types.CellType(_rebound(held, copies)))
+    made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made
 
 
 def _layer(

@@ -165,6 +165,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], measure: Measure, seed: int
     with torch.autocast(kind, autocast.get("dtype"), enabled="dtype" in autocast):
         eager = _of_a_twin(model, None, lambda twin: _step(twin, batch, measure, seed))
     exact = _of_a_twin(model, reference, lambda twin: _in_high_precision(twin, batch, measure, seed, reference))
+    if all(gradient is None for gradient in exact[1].values()):
+        raise CannotVerify(reason="no trained parameter gets a gradient from this loss, in eager PyTorch neither")
     return _Steps(optimized, eager, exact, computed, reference)
 
 
