@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import io
 import logging
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import Backend
-from tunecompile.runtime.compile_limits import History, uncollected
+from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -96,6 +98,30 @@ def annealed(model, batch: int) -> None:
 
 def data(length: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    "level, rank, shown", [(logging.WARNING, "0", True), (logging.INFO, "0", False), (logging.WARNING, "1", False)]
+)
+def test_a_terminal_shows_what_is_compiled(level, rank, shown, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with caplog.at_level(level, "tunecompile"), CompileEffort("layers", (1, 2)).timed() as course:
+        course.cached = True
+    lines = terminal.getvalue().splitlines() if shown else [record.getMessage() for record in caplog.records]
+    if level == logging.INFO or shown:
+        assert lines[0] == "tunecompile: compiling layers (region 1 of 2)"
+        assert lines[1].startswith("tunecompile: layers (region 1 of 2) compiled in 0.")
+        assert lines[1].endswith("s, code from Inductor's cache")
+    assert shown or not terminal.getvalue()
+    with caplog.at_level(logging.ERROR, "tunecompile"), CompileEffort("layers").timed():
+        pass
+    assert len(terminal.getvalue().splitlines()) == (2 if shown else 0)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,13 @@ def uncollected() -> Iterator[None]:
 
 
 @dataclass
+class Course:
+    """Of one compilation."""
+
+    cached: bool = False  #: whether no code was generated
+
+
+@dataclass
 class CompileEffort:
     """The compilations of one region: what they took, and whether a further one is allowed."""
 
@@ -94,18 +102,30 @@ class CompileEffort:
         return note("too-slow-to-compile", seconds=round(self.longest), limit=round(self.limit))
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Around one compilation: it is logged as it begins and ends."""
-        place, begin = "region {} of {}".format(*self.number), time.perf_counter()
-        log.info("tunecompile: compiling %s (%s)", self.region, place)
+    def timed(self) -> Iterator[Course]:
+        """Around one compilation: it is told as it begins and ends."""
+        place, begin, course = "region {} of {}".format(*self.number), time.perf_counter(), Course()
+        tell(logging.INFO, f"compiling {self.region} ({place})")
         try:
             with uncollected():
-                yield
+                yield course
         finally:
             took = time.perf_counter() - begin
             self.seconds, self.longest = self.seconds + took, max(self.longest, took)
+            code = ", code from Inductor's cache" if course.cached else ""
             level = logging.WARNING if took > SLOW else logging.INFO
-            log.log(level, "tunecompile: %s (%s) compiled in %.1f s", self.region, place, took)
+            tell(level, f"{self.region} ({place}) compiled in {took:.1f} s{code}")
+
+
+def tell(level: int, text: str) -> None:
+    """Log a line, and show it in a terminal whose user would otherwise wait without knowing what for.
+
+    A logger that shows no warnings shows none of these. Of several ranks of a machine the first one tells.
+    """
+    log.log(level, "tunecompile: %s", text)
+    waits = not log.isEnabledFor(level) and log.isEnabledFor(logging.WARNING)
+    if waits and sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"tunecompile: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

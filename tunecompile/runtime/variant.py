@@ -163,8 +163,10 @@ class Variant:
                 raise NotTokenWise(mixes)
         with _saving_here():
             before = len(self.backend.contexts)
-            with self.effort.timed():
+            with self.effort.timed() as course:
                 compiled = self.backend(gm, inputs, history.goes_on)
+                made = self.backend.contexts[before:]
+                course.cached = bool(made) and not any("lower" in context.ran for context in made)
             forget_specialized()
         if why is not None:
             self.recompiles.append(guard)  # without the number of the graph
