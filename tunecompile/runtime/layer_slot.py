@@ -26,6 +26,7 @@ from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
 from tunecompile.runtime.force_grad import drop_graph, require_grad, without_view
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import CallKind, Region
@@ -203,7 +204,7 @@ class LayerSlot:
             output_capturing.give_back(self.inside.hooks)
 
     @property
-    def budget(self) -> Any:
+    def budget(self) -> RuntimePlanner | None:
         """The planner of the layer's device, where there is a budget."""
         return self.step.budget_of(self)
 

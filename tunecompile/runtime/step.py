@@ -15,6 +15,7 @@ from torch import nn
 from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile.notes import note
+from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery
 
@@ -74,7 +75,7 @@ class Step:
         """The first device's."""
         return self.budgets[0] if self.budgets else None
 
-    def budget_of(self, slot: Any) -> RuntimePlanner | None:
+    def budget_of(self, slot: PlannedLayer) -> RuntimePlanner | None:
         """The budget that plans a layer, if any does."""
         return next((budget for budget in self.budgets if id(slot) in budget.places), None)
 

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch import nn
 from tunecompile.notes import KINDS, Note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime import telemetry_files
+from tunecompile.runtime.memory.budget import RuntimePlanner
 
 WINDOW = 20  #: steps over which speed is taken
 LINES = 3  #: last lines about the training's health that a monitor shows
@@ -100,7 +100,7 @@ class Telemetry:
             self.file.unlink(missing_ok=True)
 
 
-def describe(model: nn.Module, memory: Spec, budget: Any) -> dict:
+def describe(model: nn.Module, memory: Spec, budget: RuntimePlanner | None) -> dict:
     """The fields of a model's `Status` that `Telemetry` does not count. The host knows all of them: no wait for the
     device.
     """

@@ -23,6 +23,7 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
+from tunecompile.runtime.step import Step
 
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
 
@@ -115,7 +116,7 @@ class HeadSlot:
     `called` tells whether a training step ever did: trainers may compute the loss from the head's weight by themselves.
     """
 
-    def __init__(self, step: Any, head: Head, passes: tuple = ()):
+    def __init__(self, step: Step, head: Head, passes: tuple = ()):
         self.step, self.head, self.called, self.placed = step, head, False, False
         self.tracer = HeadTracer(head.module, passes)
         self.placement: LayerHost | None = None

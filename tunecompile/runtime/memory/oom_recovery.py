@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,14 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
-from tunecompile.runtime.memory.recompute_call import NewGraph, NotExact, RecomputeCall, full_gpu, requested
+from tunecompile.runtime.memory.recompute_call import (
+    NewGraph,
+    NotExact,
+    RecomputeCall,
+    RepeatableLayer,
+    full_gpu,
+    requested,
+)
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.met_graph import MetGraph, watching
 
@@ -52,6 +59,12 @@ def sharded(parameter: Tensor) -> bool:
     return any(hasattr(parameter, name) for name in _SHARDED)
 
 
+class BudgetedStep(Protocol):
+    """The running step: `runtime.step.Step`."""
+
+    budgets: tuple[RuntimePlanner, ...]  #: one for each device with layers
+
+
 class Recovery:
     """Recovery of one model from a full device.
 
@@ -59,7 +72,7 @@ class Recovery:
     they may be recorded as CUDA graphs.
     """
 
-    def __init__(self, step: Any, slots: Sequence[Any]):
+    def __init__(self, step: BudgetedStep, slots: Sequence[RepeatableLayer]):
         self.step, self.slots = step, slots
         self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
         self.anchor = torch.empty(0, requires_grad=True)  #: makes detached arguments part of a graph
@@ -87,7 +100,7 @@ class Recovery:
         slots = [budget.layers[0] for budget in self.budgets] or self.slots
         return list(dict.fromkeys(device for slot in slots if (device := slot.device) is not None))
 
-    def refuse(self, slot: Any, reason: Note) -> None:
+    def refuse(self, slot: RepeatableLayer, reason: Note) -> None:
         """From here on this slot's layer is not repeated."""
         self.refused[id(slot)] = reason
 
@@ -112,7 +125,7 @@ class Recovery:
             if any([budget.give_way(room) for budget in self.budgets]):
                 self.before, self.cause = self.before or before, f"rank {rank}"
 
-    def layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
+    def layer(self, slot: RepeatableLayer, args: tuple, kwargs: dict) -> Any:
         """A layer's call, as one node of the caller's graph where it can be repeated."""
         budget = self.running = slot.budget
         if budget is None or not budget.tight or saving_is_taken() is not None:
@@ -126,7 +139,7 @@ class Recovery:
             return self.attempt(lambda: self._layer(slot, args, kwargs))
         return self._layer(slot, args, kwargs)
 
-    def _layer(self, slot: Any, args: tuple, kwargs: dict) -> Any:
+    def _layer(self, slot: RepeatableLayer, args: tuple, kwargs: dict) -> Any:
         if id(slot) in self.refused:
             self.open += 1
             return slot.compiled(args, kwargs)

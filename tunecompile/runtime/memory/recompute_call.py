@@ -22,11 +22,44 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, made_since, next_number
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
+from tunecompile.runtime.memory.accounting import PlannedLayer
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.met_graph import MetGraph, watching
+from tunecompile.runtime.module_watch import ModuleSnapshot
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class RepeatableLayer(PlannedLayer, Protocol):
+    """The slot of a layer whose calls may be repeated: `runtime.layer_slot.LayerSlot`."""
+
+    inside: ModuleSnapshot | None  #: None before its first call
+
+    @property
+    def budget(self) -> RuntimePlanner | None:
+        """The planner of its device, where there is a budget."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of its weights."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered, and ranks communicate, around its call alone."""
+        ...
+
+    @property
+    def watched(self) -> bool:
+        """Whether a hook may keep values inside."""
+        ...
+
+    def compiled(self, args: tuple, kwargs: dict, finish: Callable = ...) -> Any:
+        """Call the layer; `finish` gets its output while saved tensors are hooked."""
+        ...
 
 
 class RecomputeHost(Protocol):
@@ -36,18 +69,18 @@ class RecomputeHost(Protocol):
     looked: dict[int, set[Any]]  #: by slot: graphs of its layer that were examined in a call
     calls: Any  #: a weak set of calls whose graphs can be dropped
     open: int  #: calls whose backward pass is still to come
-    running: Any  #: the budget of the layer whose backward runs
+    running: RuntimePlanner | None  #: of the layer whose backward runs
     bare: bool  #: whether graphs are dropped as soon as they are made
 
-    def refuse(self, slot: Any, reason: Note) -> None:
+    def refuse(self, slot: RepeatableLayer, reason: Note) -> None:
         """From now on this layer is not repeated."""
         ...
 
-    def full(self, error: torch.OutOfMemoryError) -> Any:
+    def full(self, error: torch.OutOfMemoryError) -> RuntimePlanner:
         """The budget of the full device."""
         ...
 
-    def make_room(self, missing: int, tries: int, full: Any) -> bool:
+    def make_room(self, missing: int, tries: int, full: RuntimePlanner) -> bool:
         """Drop graphs and plan anew; whether it makes sense to try again."""
         ...
 
@@ -132,7 +165,9 @@ class RecomputeCall:
         NotExact: an argument may hold hidden tensors, or change while the layer runs.
     """
 
-    def __init__(self, recovery: RecomputeHost, slot: Any, start: RngAutocastState, args: tuple, kwargs: dict):
+    def __init__(
+        self, recovery: RecomputeHost, slot: RepeatableLayer, start: RngAutocastState, args: tuple, kwargs: dict
+    ):
         self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
         self.leaves, self.form = _flat((args, kwargs), "given-object")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

@@ -25,6 +25,7 @@ from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.integrations.kernel_functions import knows_documents
 from tunecompile.notes import Note, note
+from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
@@ -94,7 +95,7 @@ class Unpadding:
         self,
         owner: nn.Module,
         members: Callable[[], tuple[nn.Module, ...]],
-        step: Any,
+        step: Step,
         head_is_called: Callable[[], bool] = lambda: True,
     ):
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
