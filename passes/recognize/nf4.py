@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.canonicalize import drop_clones, dtype_of, value
 from tunecompile.ir.nodes import is_barrier
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import dequantize_4bit
@@ -98,6 +98,7 @@ def _build(
 
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("nf4")
+    drop_clones(graph)  # again: passes before this one may have removed the graph's mutations
     for node in list(graph.nodes):
         function = str(node.target) == "autograd_function_apply"
         arguments = _inner_gemm(graph, node) if function else _arguments(node) if _is_gemm(node) else None

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import sys
 
 import pytest
@@ -304,7 +305,8 @@ def test_one_stack_at_a_time_is_loaded(family, tmp_path, monkeypatch):
         model = zoo.adapt(model, target_modules=["q_proj"], target_parameters=names)
         tunecompile.optimize(model, executor="eager")
         gradients(model)
-        assert is_whole(model) and "lora_linear" in str(tunecompile.report(model))
+        # PEFT's clone of a 4-bit product is dropped although the experts' code writes in place
+        assert is_whole(model) and re.search(r"^ *lora +1 +1$", str(tunecompile.report(model)), re.MULTILINE)
 
 
 def test_an_adapter_is_loaded_by_peft_alone(tmp_path):

@@ -18,7 +18,7 @@ from tunecompile._torch.modules import linear
 from tunecompile.ir.nodes import is_barrier, is_mutation, node_arg
 from tunecompile.ir.op import HALF
 
-__all__ = ["TABLE", "canonicalize", "dtype_of", "name_of", "value"]
+__all__ = ["TABLE", "canonicalize", "drop_clones", "dtype_of", "name_of", "value"]
 
 Spelling = tuple[str, Any, tuple, dict]  #: op, target, args and kwargs of a node
 Spell = Callable[[Node], "Spelling | None"]
@@ -338,16 +338,20 @@ def canonicalize_graph(graph: Graph) -> None:
             if (same := _identity(node)) is not None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
-    if not any(is_mutation(node) for node in graph.nodes):
-        _drop_clones(graph)
+    drop_clones(graph)
 
 
-def _drop_clones(graph: Graph) -> None:
+def drop_clones(graph: Graph) -> None:
     """Remove clones that only arithmetic reads, in a graph without mutations: PEFT clones 4-bit results "defensively".
 
     A clone with other users stays: they may return its memory, and a caller who then mutates a region's result must not
     mutate a second one with it.
+
+    Args:
+        graph: of any dialect. It is changed in place.
     """
+    if any(is_mutation(node) for node in graph.nodes):
+        return
     for node in list(graph.nodes):
         clones = node.target in ("clone", torch.clone) and len(node.args) == 1 and not node.kwargs
         if clones and all(user.target in _BINARY or user.target in _UNARY for user in node.users):
