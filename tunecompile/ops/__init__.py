@@ -16,7 +16,8 @@ from tunecompile.ops.experts import (
     spread_rows,
     sum_rows,
 )
-from tunecompile.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
+from tunecompile.ops.linear_cross_entropy import linear_cross_entropy
+from tunecompile.ops.linear_cross_entropy_rows import linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled

@@ -11,18 +11,20 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
-from tunecompile.ir.op import Cost, op
-from tunecompile.ops.logit_losses import losses_and_gradient
+from tunecompile.ir.op import Cost, has_triton, op
 
 __all__ = [
     "CHUNK_BYTES",
+    "add_gradients",
     "add_product",
     "chunk_rows",
+    "chunks_of",
     "linear_cross_entropy",
     "linear_cross_entropy_backward",
-    "linear_cross_entropy_rows",
-    "linear_cross_entropy_rows_backward",
+    "logits_of",
+    "losses_and_gradient",
     "mean_of_labelled",
+    "step_rows",
     "workspace",
 ]
 
@@ -53,12 +55,12 @@ def workspace(weight: Tensor, rows: int) -> int:
     """
     vocabulary, hidden = weight.shape
     return (
-        weight.element_size() * (min(rows, _step(weight, weight.requires_grad)) * vocabulary + 2 * rows * hidden)
+        weight.element_size() * (min(rows, step_rows(weight, weight.requires_grad)) * vocabulary + 2 * rows * hidden)
         + 4 * weight.numel() * weight.requires_grad
     )
 
 
-def _step(weight: Tensor, trained: bool) -> int:
+def step_rows(weight: Tensor, trained: bool) -> int:
     """The rows of a chunk. Each chunk reads and writes the gradient of a trained weight once.
 
     So chunks are larger then, with as many logits as the weight has values: 39.7 ms, and 43.2 with chunks of 1,024 rows
@@ -140,16 +142,16 @@ def linear_cross_entropy(
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     if is_fake(labels):
         return loss, dhidden, dweight, dbias, dinner, douter
-    for part in _parts(_step(weight, train_weight), labels, ignore_index):
+    for part in chunks_of(step_rows(weight, train_weight), labels, ignore_index):
         x, target = hidden[part], labels[part]
-        logits = _logits(x, weight, bias, inner, outer, part)
+        logits = logits_of(x, weight, bias, inner, outer, part)
         losses, dlogits = losses_and_gradient(logits, target, scale, softcap, ignore_index, label_smoothing)
         loss += losses.sum()
-        _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter)
+        add_gradients(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter)
     return loss, dhidden, dweight, dbias, dinner, douter
 
 
-def _parts(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Tensor]:
+def chunks_of(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Tensor]:
     """The rows of each chunk of `step`; on a CPU only labelled ones, since counting needs no synchronisation there."""
     rows = (labels != ignore_index).nonzero().flatten() if labels.device.type == "cpu" else None
     total = labels.shape[0] if rows is None else rows.shape[0]
@@ -157,7 +159,7 @@ def _parts(step: int, labels: Tensor, ignore_index: int) -> Iterator[slice | Ten
         yield slice(start, start + step) if rows is None else rows[start : start + step]
 
 
-def _logits(
+def logits_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, part: slice | Tensor
 ) -> Tensor:
     """The logits of the rows `part`, with the hidden states `x`."""
@@ -167,7 +169,7 @@ def _logits(
     return logits
 
 
-def _add(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter) -> None:
+def add_gradients(dlogits, x, weight, inner, outer, part, dhidden, dweight, dbias, dinner, douter) -> None:
     """Propagate the gradient of the logits of the rows `part` to the last five arguments, where they are not empty."""
     if dhidden.numel():
         dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
@@ -192,6 +194,59 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
         total.add_(a @ b)
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    factors: Tensor | None = None,
+    gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row and, with `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
+
+    The logits may be overwritten.
+    """
+    if logits.is_cuda and scale > 0 and has_triton():
+        from tunecompile.templates import cross_entropy
+
+        losses, _ = cross_entropy.loss_and_grad_(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            softcap=softcap or None,
+            scale=scale,
+            label_smoothing=label_smoothing,
+            grad=gradient,
+            factors=factors,
+        )
+        return losses, logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z, t = wide * scale if scale != 1.0 else wide, None
+    if softcap:
+        t = torch.tanh(z / softcap)
+        z = t * softcap
+    logp = torch.log_softmax(z, -1)
+    labelled = target != ignore_index
+    safe = torch.where(labelled, target, 0)[:, None]
+    picked, vocabulary = -logp.gather(1, safe), logits.shape[-1]
+    smooth = -logp.mean(-1, keepdim=True) if label_smoothing else 0.0
+    losses = (((1 - label_smoothing) * picked + label_smoothing * smooth) * labelled[:, None]).flatten()
+    if not gradient:
+        return losses, logits
+    d = logp.exp_()
+    d.scatter_add_(1, safe, torch.full_like(picked, label_smoothing - 1))
+    if label_smoothing:
+        d.sub_(label_smoothing / vocabulary)
+    d.mul_(labelled[:, None] if factors is None else torch.where(labelled, factors, 0)[:, None])
+    if t is not None:
+        d = d * (1 - t * t)
+    if scale != 1.0:
+        d = d * scale
+    return losses, d.to(logits.dtype)
 
 
 @linear_cross_entropy.backward(
@@ -234,134 +289,3 @@ def _times(out: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if type(out) is not Tensor or out.dtype == dtype:  # traced
         return (out * grad).to(dtype)
     return torch.mul(out, grad, out=torch.empty_like(out, dtype=dtype))
-
-
-@op(cost=Cost.MATMUL, opaque=True)
-def linear_cross_entropy_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    inner: Optional[Tensor],
-    outer: Optional[Tensor],
-    labels: Tensor,
-    scale: float,
-    softcap: float,
-    ignore_index: int,
-    label_smoothing: float,
-    train_hidden: bool,
-    train_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, for objectives that weight tokens; `linear_cross_entropy` is their sum.
-
-    Under a frozen head the gradient of a row's hidden state is a vector, known in the forward pass, times the incoming
-    gradient of its loss. So it is computed in the forward pass, while the logits exist. The gradient of a trained head
-    sums over rows with weights that only the backward pass knows: there each chunk of logits is recomputed.
-
-    Args:
-        hidden: [T, H], any floating dtype.
-        weight: [V, H], in hidden's dtype.
-        bias: [V], in hidden's dtype, or None.
-        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If
-            given, it is trained.
-        outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
-        labels: int64 [T], one class a row.
-        scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
-        softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
-        ignore_index: the label of rows without one, whose loss is 0.
-        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of
-            `torch.nn.functional.cross_entropy`.
-        train_hidden: whether hidden gets a gradient.
-        train_weight: whether weight and bias get one.
-
-    Returns:
-        (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once
-        each, is as hidden (fp32 for fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
-    """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
-    dhidden = torch.zeros(
-        hidden.shape if train_hidden and not train_weight and inner is None else (0,),
-        dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
-        device=hidden.device,
-    )
-    if is_fake(labels):
-        return losses, dhidden
-    for part in _parts(_step(weight, False), labels, ignore_index):
-        logits = _logits(hidden[part], weight, bias, inner, outer, part)
-        losses[part], dlogits = losses_and_gradient(
-            logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel())
-        )
-        if dhidden.numel():
-            dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
-    return losses, dhidden
-
-
-@linear_cross_entropy_rows.backward(
-    saves=(
-        "hidden",
-        "weight",
-        "bias",
-        "inner",
-        "outer",
-        "labels",
-        "scale",
-        "softcap",
-        "ignore_index",
-        "label_smoothing",
-        "train_hidden",
-        "train_weight",
-        "out1",
-    ),
-    gives=("hidden", "weight", "bias", "inner", "outer"),
-    opaque=True,
-)
-def linear_cross_entropy_rows_backward(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    inner: Optional[Tensor],
-    outer: Optional[Tensor],
-    labels: Tensor,
-    scale: float,
-    softcap: float,
-    ignore_index: int,
-    label_smoothing: float,
-    train_hidden: bool,
-    train_weight: bool,
-    out1: Tensor,
-) -> list[Tensor]:
-    """Return the gradients of `linear_cross_entropy_rows`.
-
-    Args:
-        grad: [T], of the losses, in their dtype.
-        out1: dhidden, as the forward pass returned it. The others are its inputs.
-
-    Returns:
-        [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or
-        absent."""
-    like, wide = (hidden, weight, bias, inner, outer), grad.dtype
-    if not train_weight and inner is None:
-        counted = torch.where(labels != ignore_index, grad, 0)[:, None]
-        first = out1 * counted if train_hidden else torch.zeros_like(out1)
-        return [
-            first.to(hidden.dtype),
-            *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:]),
-        ]
-    trained = (train_hidden, train_weight, train_weight, True, True)
-    made = [
-        torch.zeros(
-            of.shape if of is not None and wanted else (0,),
-            dtype=hidden.dtype if of is hidden else wide,
-            device=hidden.device,
-        )
-        for of, wanted in zip(like, trained)
-    ]
-    if not is_fake(labels):
-        for part in _parts(_step(weight, train_weight), labels, ignore_index):
-            logits = _logits(hidden[part], weight, bias, inner, outer, part)
-            _, dlogits = losses_and_gradient(
-                logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous()
-            )
-            _add(dlogits, hidden[part], weight, inner, outer, part, *made)
-    return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]

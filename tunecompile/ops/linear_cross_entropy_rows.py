@@ -1,0 +1,143 @@
+"""The head of a language model and the loss of each row, for objectives that weight tokens, as one op."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.fake_tensors import is_fake
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.linear_cross_entropy import add_gradients, chunks_of, logits_of, losses_and_gradient, step_rows
+
+__all__ = ["linear_cross_entropy_rows", "linear_cross_entropy_rows_backward"]
+
+
+@op(cost=Cost.MATMUL, opaque=True)
+def linear_cross_entropy_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    train_hidden: bool,
+    train_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, for objectives that weight tokens; `linear_cross_entropy` is their sum.
+
+    Under a frozen head the gradient of a row's hidden state is a vector, known in the forward pass, times the incoming
+    gradient of its loss. So it is computed in the forward pass, while the logits exist. The gradient of a trained head
+    sums over rows with weights that only the backward pass knows: there each chunk of logits is recomputed.
+
+    Args:
+        hidden: [T, H], any floating dtype.
+        weight: [V, H], in hidden's dtype.
+        bias: [V], in hidden's dtype, or None.
+        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If
+            given, it is trained.
+        outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
+        labels: int64 [T], one class a row.
+        scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
+        softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
+        ignore_index: the label of rows without one, whose loss is 0.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of
+            `torch.nn.functional.cross_entropy`.
+        train_hidden: whether hidden gets a gradient.
+        train_weight: whether weight and bias get one.
+
+    Returns:
+        (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once
+        each, is as hidden (fp32 for fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
+    dhidden = torch.zeros(
+        hidden.shape if train_hidden and not train_weight and inner is None else (0,),
+        dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
+        device=hidden.device,
+    )
+    if is_fake(labels):
+        return losses, dhidden
+    for part in chunks_of(step_rows(weight, False), labels, ignore_index):
+        logits = logits_of(hidden[part], weight, bias, inner, outer, part)
+        losses[part], dlogits = losses_and_gradient(
+            logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel())
+        )
+        if dhidden.numel():
+            dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
+    return losses, dhidden
+
+
+@linear_cross_entropy_rows.backward(
+    saves=(
+        "hidden",
+        "weight",
+        "bias",
+        "inner",
+        "outer",
+        "labels",
+        "scale",
+        "softcap",
+        "ignore_index",
+        "label_smoothing",
+        "train_hidden",
+        "train_weight",
+        "out1",
+    ),
+    gives=("hidden", "weight", "bias", "inner", "outer"),
+    opaque=True,
+)
+def linear_cross_entropy_rows_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    inner: Optional[Tensor],
+    outer: Optional[Tensor],
+    labels: Tensor,
+    scale: float,
+    softcap: float,
+    ignore_index: int,
+    label_smoothing: float,
+    train_hidden: bool,
+    train_weight: bool,
+    out1: Tensor,
+) -> list[Tensor]:
+    """Return the gradients of `linear_cross_entropy_rows`.
+
+    Args:
+        grad: [T], of the losses, in their dtype.
+        out1: dhidden, as the forward pass returned it. The others are its inputs.
+
+    Returns:
+        [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or
+        absent."""
+    like, wide = (hidden, weight, bias, inner, outer), grad.dtype
+    if not train_weight and inner is None:
+        counted = torch.where(labels != ignore_index, grad, 0)[:, None]
+        first = out1 * counted if train_hidden else torch.zeros_like(out1)
+        return [
+            first.to(hidden.dtype),
+            *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:]),
+        ]
+    trained = (train_hidden, train_weight, train_weight, True, True)
+    made = [
+        torch.zeros(
+            of.shape if of is not None and wanted else (0,),
+            dtype=hidden.dtype if of is hidden else wide,
+            device=hidden.device,
+        )
+        for of, wanted in zip(like, trained)
+    ]
+    if not is_fake(labels):
+        for part in chunks_of(step_rows(weight, train_weight), labels, ignore_index):
+            logits = logits_of(hidden[part], weight, bias, inner, outer, part)
+            _, dlogits = losses_and_gradient(
+                logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous()
+            )
+            add_gradients(dlogits, hidden[part], weight, inner, outer, part, *made)
+    return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]
