@@ -146,6 +146,7 @@ def test_checkpointing_without_a_budget_and_with_one():
     assert estimate.activations < tunecompile.estimate(make(), SHAPE).activations
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_is_estimated_like_one_with():
     with torch.device("meta"):
         hollow = make()

@@ -45,7 +45,8 @@ def test_layers_are_compiled_once_and_for_all_steps():
     assert compiles == [1, 1, 1] and is_whole(model), tunecompile.report(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_in_every_state(family):
     """One wrapper a parameter, the one inside the other; adapters of two ranks and scales, alone, together, off, merged."""
     from peft import LoraConfig

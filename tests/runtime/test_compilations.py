@@ -170,6 +170,7 @@ def pieces_step(models, rows: int = 3, **given) -> list[int]:
     return sorted(Counter(frames).values(), reverse=True)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_layer_serve_all_kinds_of_its_calls():
     """The piece behind the break is the same with a scale and without."""
     models = pair(Stack)

@@ -64,6 +64,7 @@ def test_the_skeletons_test_and_benchmark_run(tmp_path):
     assert done.returncode == 0 and done.stdout.count(" ms") == 3, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found_by_every_net(tmp_path):
     found = failed(*skeleton(tmp_path, "wrong_sign", ("(1 - torch.tanh", "(1 + torch.tanh")))
     assert {
