@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.ops.arguments import quantized
 from tests.support.ops.checks import QUICK, assert_fake_is_real, error, outputs
+from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import dequantize_4bit
 from tunecompile.ops.nf4 import CODES
 
@@ -62,6 +63,17 @@ def test_the_provider_where_rows_share_a_block():
     args = (packed, state.absmax, None, None, None, 6, 32, 64, "nf4", torch.float32)
     provider = next(p for p in dequantize_4bit.providers if p.name == "bitsandbytes")
     assert not provider.supports(*args) or torch.equal(provider.run(*args), dequantize_4bit(*args))
+
+
+def test_the_template_comes_first_on_a_gpu():
+    """Also for stacks of experts. (Its bits are in tests/templates.)"""
+    pytest.importorskip("triton")
+    args, _ = quantized(8, 64, dtype=torch.bfloat16)
+    with as_on_gpu():
+        assert dequantize_4bit.choose(args).name == "triton"
+        for place, other in ((7, 4), (9, torch.float32), (2, None)):  # blocksize, dtype, a code for absmax
+            refused = [*args[:place], other, *args[place + 1 :]]
+            assert dequantize_4bit.refusals(refused, None)["triton"], place
 
 
 def test_packed_in_any_shape():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.ops.templates import NF4, Weight
+from tunecompile.ops import dequantize_4bit
 
 pytest.importorskip("triton")
 from tunecompile.templates import nf4  # noqa: E402
@@ -52,6 +53,14 @@ def test_unaligned_storage_and_flat_packed(device, cast):
     assert torch.equal(
         nf4.dequantize(shifted, w.absmax, w.shape, torch.bfloat16, **w.options), w.reference(torch.bfloat16, cast)
     )
+
+
+def test_as_the_ops_provider(device, cast):
+    w = Weight(9, 64, device)
+    (provider,) = (p for p in dequantize_4bit.providers if p.name == "triton")
+    code, scale, offset = w.nested.values()
+    got = provider.run(w.packed, w.absmax, code, scale, offset, *w.shape, 64, "nf4", torch.bfloat16)
+    assert torch.equal(got, w.reference(torch.bfloat16, cast))
 
 
 @pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS, DEQUANTIZED_IN_FP64
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import HALF, Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
 
@@ -110,6 +110,45 @@ def block_scales(absmax: Tensor, code: Optional[Tensor], scale: Optional[Tensor]
     blocks = absmax.shape[0]
     outer = torch.arange(blocks, device=absmax.device) // 256
     return code[absmax.long()] * scale[outer] + offset
+
+
+TEMPLATE = (
+    "codes, scales and the codes of scales are read by one kernel: 0.045 ms, bitsandbytes' two 0.076 "
+    "(14336x4096 bf16, H200)"
+)
+LEAST_BLOCK = 8  #: weights of a word, which the template reads at once
+
+
+def _refuse_template(
+    packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
+) -> Note | None:
+    if not all(map(on_gpu, (packed, absmax))):
+        return note("not-on-gpu")
+    if dtype not in HALF:
+        return note("not-half-precision", detail=str(dtype).removeprefix("torch."))
+    if not has_triton():
+        return note("no-triton")
+    if not packed.is_contiguous():
+        return note("not-contiguous", "codes are")
+    fits = (absmax.dtype == torch.uint8) == (absmax_code is not None) and blocksize % LEAST_BLOCK == 0
+    return None if fits else note("arguments-not-supported")
+
+
+@dequantize_4bit.provider("triton", because=TEMPLATE, refuses=_refuse_template)
+def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
+    from tunecompile.templates import nf4
+
+    return nf4.dequantize(
+        packed,
+        absmax,
+        (rows, columns),
+        dtype,
+        blocksize=blocksize,
+        quant_type=quant_type,
+        absmax_code=absmax_code,
+        absmax_scale=absmax_scale,
+        absmax_offset=absmax_offset,
+    )
 
 
 BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
