@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from tunecompile.cli.commands import option_types as types
 from tunecompile.cli.compare import models
@@ -16,6 +17,7 @@ from tunecompile.cli.compare.processes import Listener
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import PARALLEL, Job, parse_shape, resolve_systems
+from tunecompile.cli.compare.user_config import read_config
 from tunecompile.cli.options import (
     exit_code,
     need_packages,
@@ -26,10 +28,13 @@ from tunecompile.cli.options import (
 )
 from tunecompile.errors import BadOption
 
+MODES = {"qlora", "lora", "full"}  #: flags of which one holds
+
 
 def compare(
     context: typer.Context,
     model: types.ModelOption = None,
+    config: types.ConfigOption = None,
     qlora: types.QloraFlag = False,
     lora: types.LoraFlag = False,
     full: types.FullFlag = False,
@@ -61,8 +66,11 @@ def compare(
     out: types.Out = Path("reports/compare"),
 ) -> None:
     """Run the same training steps under several systems, and write a report."""
+    given = dict(locals())
 
     def work() -> int:
+        if config is not None:
+            return compare(**with_config(config, context, given))
         if model is None:
             return repeat(against, out, context)
         job = Job(
@@ -86,6 +94,7 @@ def compare(
             device=pick_device(device),
             dtype=pick_dtype(dtype, pick_device(device)),
             checkpointing=gradient_checkpointing,
+            **(context.obj or {}),
         )
         job = with_rows(job, shape, held_out)
         comparison = Comparison(
@@ -126,6 +135,29 @@ def demo(
         )
 
     raise typer.Exit(exit_code(work))
+
+
+def with_config(path: Path, context: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `compare` with what a file has, unless an option was given; fields of the job go to the context.
+
+    Raises:
+        BadOption, MissingExtra: as `read_config` does; or the file has rows of the hub, and no others were given.
+    """
+    found = read_config(path)
+    chosen = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if chosen & MODES:
+        chosen |= MODES
+    taken = {name: value for name, value in found.options.items() if name not in chosen}
+    arguments = {**given, **taken, "config": None}
+    if arguments["data"] is None and not models.is_shape(arguments["model"]):
+        reason = "its rows are no local file: datasets.load_dataset(...).to_json('rows.jsonl'), and --data rows.jsonl"
+        raise BadOption(option="--config", value=str(path), reason=reason)
+    context.obj = found.job
+    said = {**{name: value for name, value in taken.items() if value is not False}, **found.job}
+    lines = [f"{path} ({found.host}): {', '.join(f'{name} {value}' for name, value in said.items())}"]
+    lines += [f"not taken over: {', '.join(found.left)}"] if found.left else []
+    Console(stderr=True, soft_wrap=True).print("\n".join(lines), highlight=False, markup=False)
+    return arguments
 
 
 def with_rows(job: Job, shape: str, held_out: int) -> Job:

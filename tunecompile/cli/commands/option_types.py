@@ -28,6 +28,14 @@ ModelOption = Annotated[
     Optional[str],
     typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).", rich_help_panel=MODEL),
 ]
+ConfigOption = Annotated[
+    Optional[Path],
+    typer.Option(
+        help="A YAML of TRL's commands or of axolotl: model, adapter, rows, batch, length and rate are taken from it. "
+        "Options that are given go before it.",
+        rich_help_panel=MODEL,
+    ),
+]
 LoraFlag = Annotated[
     bool, typer.Option("--lora", help="LoRA over the base in its own precision.", rich_help_panel=MODEL)
 ]
