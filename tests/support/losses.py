@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -123,3 +125,13 @@ class Weaker(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 0.5
+
+
+def each_of(cases: dict, model: nn.Module):
+    """One after the other on the same model; what was found before is forgotten."""
+    head = model.get_output_embeddings()._compiled_call_impl.head
+    for name, case in cases.items():
+        head.tally.rewritten = 0
+        head.tally.refused.clear()
+        print(name, file=sys.stderr)
+        yield case
