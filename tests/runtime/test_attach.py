@@ -18,6 +18,7 @@ from tests.support.notes import find, has
 from tests.support.reports import flattened
 from tunecompile.errors import NotAModule, NotOptimized
 from tunecompile.planner.hardware import Rates
+from tunecompile.runtime import attach
 from tunecompile.runtime.memory import budget
 
 pytest.importorskip("transformers")
@@ -330,3 +331,14 @@ def test_two_models_of_one_class_under_different_plans(monkeypatch):
     assert saved[1] < saved[0] / 2 and not compiled_slots(plain)
     tunecompile.restore(first)
     assert not compiled_slots(first) and len(compiled_slots(second)) == 5
+
+
+@pytest.mark.parametrize(
+    "gpu, executor, started", [(True, "inductor", [False]), (True, "eager", []), (False, "inductor", [])]
+)
+def test_workers_start_before_the_model_is_moved_to_the_gpu(gpu, executor, started, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(attach, "start_compile_workers", lambda driver: made.append(driver))
+    tunecompile.optimize(nn.Linear(2, 2), executor=executor)
+    assert made == started  # Triton's driver would choose a GPU

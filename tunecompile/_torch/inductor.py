@@ -88,16 +88,21 @@ _find_cache = lookup(f"{_CACHES}.cache_dir", _cache_dir)
 _find_default_cache = lookup(f"{_CACHES}.default_cache_dir", _default_cache_dir)
 
 
-def start_compile_workers() -> None:
+def start_compile_workers(driver: bool = True) -> None:
     """Begin early with what a first compilation waits for.
 
     Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one kernel after
     the other, and Triton reads itself (for its cache's keys) and compiles its driver in C.
+
+    Args:
+        driver: whether Triton's driver is made, too: on this process's GPU, which has to be chosen by then.
     """
     with contextlib.suppress(ImportError):  # only time is lost
         # workers see no `config_patches`
         with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):
             need("torch._inductor.async_compile.maybe_warm_pool")()
+        if not driver:
+            return
         import triton
 
         threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()

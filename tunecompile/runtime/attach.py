@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+import torch
 from torch import nn
 
 from tunecompile._torch.inductor import start_compile_workers
@@ -44,8 +45,9 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
         return model
     compiles = settings.executor == "inductor"
     linked = link_read_only() if compiles else []
-    if compiles and any(parameter.is_cuda for parameter in model.parameters()):
-        start_compile_workers()
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if compiles and (on_gpu or torch.cuda.is_available()):  # a trainer may move the model later
+        start_compile_workers(driver=on_gpu)
     state.notes += linked
     state.attach()
     model.__dict__[ATTRIBUTE] = state
