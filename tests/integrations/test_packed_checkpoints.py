@@ -71,6 +71,14 @@ def test_adapters_are_trained_through_them(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_verified(kind, tmp_path):
+    packed, _ = pair(tmp_path, kind)
+    result = tunecompile.verify(tunecompile.optimize(packed, executor="eager"), zoo.batch())
+    assert result.passed and result.reference == "float64", str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_by_inductor(kind, tmp_path):
     packed, dense = pair(tmp_path, kind)
     errors = zoo.errors(gradients(tunecompile.optimize(packed)), gradients(dense))

@@ -1,7 +1,7 @@
 """Stacks of experts in the formats of checkpoints: MXFP4 (gpt-oss), and FP8 in blocks of rows and columns (DeepSeek).
 
 Each is a parametrisation, as bitsandbytes' is: the codes are the parameter, and scales are buffers that move with the
-module. Both are bytes, which no cast of a model to another dtype changes.
+module. Casts of a model to another dtype leave both as they are.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Mxfp4Stack(Dequantiser):
 
 
 class Fp8Stack(Dequantiser):
-    """Codes [E, N, K], one a byte; scales of blocks, as bytes of fp32."""
+    """Codes [E, N, K], one a byte; scales of blocks in fp32."""
 
     scales: Tensor
 
     def __init__(self, scales: Tensor, block: Sequence[int], shape: Sequence[int], dtype: torch.dtype):
         super().__init__()
-        self.register_buffer("scales", scales.contiguous().view(torch.uint8))
+        self.register_buffer("scales", scales.contiguous())
         self.block = tuple(block)
         self.quant_state = SimpleNamespace(shape=torch.Size(shape), dtype=dtype)
 
@@ -68,9 +68,17 @@ class Fp8Stack(Dequantiser):
 
     def forward(self, codes: Tensor) -> Tensor:
         """The stack, by the op."""
-        args = (codes.data, self.scales.view(torch.float32), *self.block, self.quant_state.dtype)
+        args = (codes.data, self.scales, *self.block, self.quant_state.dtype)
         run = dequantize_fp8_blocks if torch.compiler.is_compiling() else dequantize_fp8_blocks.choose(args).run
         return run(*args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Stack:
+        """What moves the model moves the scales; what casts it leaves them in fp32."""
+        exact = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != exact.dtype:
+            self.scales = exact.to(self.scales.device)
+        return self
 
 
 def put(module: nn.Module, key: str, codes: Tensor, made: Dequantiser) -> None:

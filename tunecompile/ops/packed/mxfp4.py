@@ -1,5 +1,7 @@
 """MXFP4 weights: E2M1 codes in blocks of 32, each with a power of two as its scale (OCP Microscaling Formats 1.0)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,8 @@ __all__ = ["BLOCK", "LEVELS", "dequantize_mxfp4"]
 BLOCK = 32  #: weights that share a scale
 #: the sixteen levels, by code: 1 sign, 2 exponent and 1 mantissa bits
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-SMALLEST = 2.0**-127  #: the scale whose exponent is 0
-
-
-def _powers(exponents: Tensor) -> Tensor:
-    """2 ^ (exponent - 127) of each uint8, in fp32; infinity for 255."""
-    bits = exponents.to(torch.int32) << 23  # the exponent of fp32 has the same bias
-    return torch.where(exponents == 0, SMALLEST, bits.view(torch.float32))
+#: scales by their exponent; 255 is no number in the format, and infinity here as in transformers
+POWERS = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.inf)
 
 
 @op(cost=Cost.POINTWISE)
@@ -41,7 +38,8 @@ def dequantize_mxfp4(packed: Tensor, scales: Tensor, rows: int, columns: int, dt
     table = torch.tensor(LEVELS, dtype=torch.float32, device=packed.device)
     flat = packed.reshape(-1)
     codes = torch.stack((flat & 15, flat >> 4), -1).reshape(-1, BLOCK)
-    return (table[codes.long()] * _powers(scales.reshape(-1, 1))).to(dtype).reshape(rows, columns)
+    powers = torch.tensor(POWERS, dtype=torch.float32, device=packed.device)
+    return (table[codes.long()] * powers[scales.reshape(-1, 1).long()]).to(dtype).reshape(rows, columns)
 
 
 def _refuse(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Note | None:
