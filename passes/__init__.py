@@ -65,5 +65,6 @@ PIPELINE = [
     lower.gather_rows,
     lower.choose_provider,
     lower.attention_by_heads,
+    lower.grouped_operands,
     lower.cleanup,
 ]

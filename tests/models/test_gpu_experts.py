@@ -107,6 +107,24 @@ def test_sums_of_rows(cast):
     assert torch.equal(made, sum_rows.reference(y, places, 4, cast))
 
 
+def judge(model):
+    """Optimize a model, and compare steps of several shapes with eager ones; the errors are those against fp32."""
+    eager, reference = copy.deepcopy(model), zoo.in_fp32(model)
+    tunecompile.optimize(model)
+    for rows, length in ((2, 256), (3, 201)):  # each expert's rows: a multiple of 16 bytes stored transposed, and not
+        inputs = zoo.batch(4099, rows, length, "cuda", seed=rows)
+        (_, true), (_, theirs), (_, ours) = (zoo.step(m, inputs) for m in (reference, eager, model))
+        # a bias of keys adds about the same to all scores of a row: its gradient is mostly rounding
+        told = [name for name in true if not name.endswith("k_proj.bias")]
+        theirs, ours = (zoo.errors(*({n: g[n] for n in told} for g in (made, true))) for made in (theirs, ours))
+        assert median(ours.values()) <= 1.05 * median(theirs.values())
+        floor = torch.finfo(torch.bfloat16).eps
+        worst = max(ours, key=lambda name: ours[name] / max(theirs[name], floor))
+        assert ours[worst] <= 1.3 * max(theirs[worst], floor), (worst, ours[worst], theirs[worst])
+    assert not find(model, *EAGER), tunecompile.report(model)
+    return str(tunecompile.report(model))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_adapted_experts_are_no_further_from_fp32_than_eager(family):
     model = zoo.make(family, **WIDTHS).to("cuda", torch.bfloat16)
@@ -116,19 +134,15 @@ def test_adapted_experts_are_no_further_from_fp32_than_eager(family):
         target_modules=["q_proj", "v_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
-    eager, reference = copy.deepcopy(model), zoo.in_fp32(model)
-    tunecompile.optimize(model)
-    for rows, length in ((2, 256), (3, 200)):
-        inputs = zoo.batch(4099, rows, length, "cuda", seed=rows)
-        (_, true), (_, theirs), (_, ours) = (zoo.step(m, inputs) for m in (reference, eager, model))
-        theirs, ours = zoo.errors(theirs, true), zoo.errors(ours, true)
-        assert median(ours.values()) <= 1.05 * median(theirs.values())
-        floor = torch.finfo(torch.bfloat16).eps
-        worst = max(ours, key=lambda name: ours[name] / max(theirs[name], floor))
-        assert ours[worst] <= 1.3 * max(theirs[worst], floor), (worst, ours[worst], theirs[worst])
-    assert not find(model, *EAGER), tunecompile.report(model)
-    report = str(tunecompile.report(model))
+    report = judge(model)
     assert "grouped_lora_linear: triton" in report, report
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_all_weights_are_no_further_from_fp32_than_eager(family):
+    """torch's product for a gradient of weights asserts where generated code stores its operands transposed."""
+    report = judge(zoo.make(family, **WIDTHS).to("cuda", torch.bfloat16))
+    assert "grouped_lora_linear_backward: " in report, report
 
 
 def test_the_same_bits_again():
