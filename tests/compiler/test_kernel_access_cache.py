@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -13,7 +14,8 @@ from tests.support.models.gpu import build
 from tests.support.notes import EAGER, find
 from tunecompile._torch import known_bugs
 from tunecompile._torch.triton_analysis import analyses_answered_by
-from tunecompile.compiler.kernel_access_cache import AccessCache, access_key
+from tunecompile.compiler import backend
+from tunecompile.compiler.kernel_access_cache import ACCESSES, AccessCache, access_key
 
 ANALYSIS = next(
     name for name in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, name)
@@ -48,6 +50,23 @@ def test_one_answer_for_arguments_alike(asked):
     with analyses_answered_by(AccessCache().answer):
         first = ask(kernel, {"x": fake(4, 8), "n": 8, "BLOCK": 64})
         assert ask(kernel, {"BLOCK": 64, "n": 8, "x": fake(2)}) == first == ["x"]
+    assert len(asked) == 1
+
+
+def test_layers_of_all_kinds_share_the_answers(asked, monkeypatch):
+    """Compiled one after the other, at numbers and at symbols."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    monkeypatch.setattr(ACCESSES, "_known", {})
+    kernel, compile_eager = SimpleNamespace(params=Kernel.params), backend.compile_eager
+
+    def compiling(*args, **kwargs):
+        ask(kernel, {"x": fake(4), "n": 8 if not asked else ShapeEnv().create_unbacked_symint(), "BLOCK": 64})
+        return compile_eager(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_eager", compiling)
+    for layer in (nn.Linear(4, 4), nn.LayerNorm(4)):
+        tunecompile.optimize(layer, executor="eager")(torch.randn(2, 4)).sum().backward()
     assert len(asked) == 1
 
 
@@ -152,6 +171,7 @@ def test_answers_are_torchs_own(monkeypatch):
         )
         return answer
 
+    monkeypatch.setattr(ACCESSES, "_known", {})
     monkeypatch.setattr(AccessCache, "answer", answer_both)
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)

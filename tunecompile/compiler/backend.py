@@ -23,7 +23,7 @@ from tunecompile.compiler import attention_backend
 from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
-from tunecompile.compiler.kernel_access_cache import AccessCache
+from tunecompile.compiler.kernel_access_cache import ACCESSES
 from tunecompile.compiler.partitioner import Look, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
@@ -103,7 +103,6 @@ class Backend:
         self.look = look
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
-        self.accesses = AccessCache()
 
     def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
         """Compile one graph.
@@ -199,7 +198,7 @@ class Backend:
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             fault = known_bugs.MIX_ORDER_REDUCTION
             context.notes.append(note("known-bug", fault.package, str(fault)))
-        with choosing_attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
+        with choosing_attention(gm, inputs, context), analyses_answered_by(ACCESSES.answer):
             return compiler(
                 work,
                 inputs,

@@ -14,13 +14,14 @@ import torch
 from tunecompile._torch.fake_tensors import Expr
 from tunecompile._torch.inductor import is_a_tensor
 from tunecompile._torch.triton_analysis import Analysis
+from tunecompile.ir.shape_rule_cache import ProcessCache
 
 
 class AccessCache:
     """Results of torch's analysis, by kernel and by what distinguishes its arguments."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, Any]] = {}
+    def __init__(self, known: dict[Hashable, tuple[Any, Any]] | None = None) -> None:
+        self._known: dict[Hashable, tuple[Any, Any]] = {} if known is None else known
 
     def answer(self, analyse: Analysis, kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str, Any]) -> Any:
         """The result of an analysis, cached or made now.
@@ -41,6 +42,10 @@ class AccessCache:
             # The kernel is kept, too, so that no other object gets its id.
             self._known[key] = analyse(kernel, kwargs, descriptors), kernel
         return copy.copy(self._known[key][0])
+
+
+#: of this process: kinds of layers launch the same templates, and sizes that become symbols change nothing
+ACCESSES = AccessCache(ProcessCache(1024))
 
 
 def access_key(kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str, Any]) -> Hashable | None:

@@ -15,7 +15,7 @@ from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, specialize
 from tunecompile._torch.inductor import compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler.backend import Executor, choosing_attention, without_packages
-from tunecompile.compiler.kernel_access_cache import AccessCache
+from tunecompile.compiler.kernel_access_cache import ACCESSES
 from tunecompile.compiler.partitioner import JointGraph, Look, Lowering, Partitioner, copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.compiler.weight_layout import matrix_bytes
@@ -127,7 +127,6 @@ class SurveyBackend:
         self.seen = False  #: whether there was a joint graph
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
-        self.accesses = AccessCache()
 
     def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
         specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
@@ -154,7 +153,7 @@ class SurveyBackend:
         work = recognized(gm, self.passes, context)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self._see)
-        with choosing_attention(gm, inputs, context), analyses_answered_by(self.accesses.answer):
+        with choosing_attention(gm, inputs, context), analyses_answered_by(ACCESSES.answer):
             compiler(work, inputs, lower, partition, keep=_stop, cached=False)
 
     def _see(self, joint: JointGraph) -> None:
