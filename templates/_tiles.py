@@ -109,7 +109,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), itemsize=4),
         TileRow(Tile(128, rows=128, num_warps=8, num_stages=2, step=64), upto=128),
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), cc=120),
-        TileRow(Tile(128, rows=256, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(128, rows=128, num_warps=8, num_stages=1, step=64), cc=90),
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64)),
     ),
     # the same, or `block` keys and `step` queries
@@ -117,7 +117,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), itemsize=4),
         TileRow(Tile(64, rows=128, num_warps=4, num_stages=1, step=64), upto=128),
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), cc=120),
-        TileRow(Tile(64, rows=256, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(64, rows=128, num_warps=8, num_stages=1, step=64), cc=90),
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64)),
     ),
     # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read out of bounds in Triton

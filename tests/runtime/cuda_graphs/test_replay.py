@@ -121,33 +121,61 @@ def test_no_recording_is_replayed_while_a_later_one_is_needed():
     replays = replay.GraphReplays(CpuRecorder())
     graph = replays.forward(lambda inputs: [inputs[0] * 2, inputs[0] + 1], handed=1)
     first, second = (replays.record(graph, [torch.zeros(3)], set(), 1) for _ in range(2))
-    assert replays.in_order(first) and replays.in_order(second)
+    assert graph.in_order(first) and graph.in_order(second)
     _, saved = second.replay([torch.ones(3)])
-    replays.flying.append(second)
+    graph.flying.append(second)
     pending = torch.ones(3, requires_grad=True) * saved  # for whose backward it is kept
     assert torch.equal(saved, torch.full((3,), 2.0))
-    assert not replays.in_order(first) and not replays.in_order(second)
+    assert not graph.in_order(first) and not graph.in_order(second)
     first.replay([torch.ones(3)])
     assert saved.isnan().all()
     del pending
-    assert replays.in_order(first)
+    assert graph.in_order(first)
 
 
-@pytest.mark.slow
-def test_a_batch_of_another_shape_between_forward_and_backward(pair):
+def both(m, first, second):
+    a, b = m(**zoo.batch(seed=1, length=first)).loss, m(**zoo.batch(seed=2, length=second)).loss
+    (a + 2 * b).backward()
+
+
+def of_two_shapes(model):
+    """The graph for any size, recorded with 12 tokens and then with 8; the first shape has one of its own."""
+    for length, steps in ((16, 1), (12, 4), (8, 4)):
+        warm(model, steps, length=length)
+    (graph,) = [graph for graph in state_of(model).replays.graphs if len(graph.shapes) == 2]
+    return graph
+
+
+def test_shapes_share_their_memory(pair):
+    """What one has saved is given back for the next one's recordings; one of them is in use at a time."""
     model, reference = pair
-    for seed in range(8):
-        once(model, seed=seed)
-        once(model, seed=seed, length=12)
+    graph = of_two_shapes(model)
+    first = [place.recording for key, place in graph.places.items() if key[0] != graph.holds]
+    given_back = state_of(model).replays.recorder.given_back
+    assert len(first) == 3 and all(r.saved_at() <= given_back for r in first) and recorded(model) == 12
+    for length in (12, 8, 12, 12, 8):
+        same(model, reference, lambda m: once(m, length=length))
+    same(model, reference, lambda m: both(m, 12, 8))
+    same(model, reference, lambda m: both(m, 8, 12))
+    assert recorded(model) == 12
+    assert [r.number for r in graph.flying] == sorted(r.number for r in graph.flying)
+    owners = graph.shared.owners  # on a GPU values of several shapes have one address
+    owners.update(dict.fromkeys(owners))
+    once(model, length=12)
+    assert all(owners[address] is recording for recording in first for address in recording.saved_at())
 
-    def both(m, first=16, second=12):
-        a, b = m(**zoo.batch(seed=1, length=first)).loss, m(**zoo.batch(seed=2, length=second)).loss
-        (a + 2 * b).backward()
 
-    same(model, reference, both)
-    same(model, reference, lambda m: both(m, 12, 16))
-    flying = state_of(model).replays.flying
-    assert [r.number for r in flying] == sorted(r.number for r in flying)
+def test_layers_of_an_earlier_shape_are_recorded_anew_together(pair):
+    """Other shapes may lie over what they save by now: one layer alone cannot be recorded among them."""
+    model, reference = pair
+    graph = of_two_shapes(model)
+    earlier = [place for key, place in graph.places.items() if key[0] != graph.holds]
+    graph._drop(earlier[1])
+    same(model, reference, lambda m: once(m, length=12))
+    assert not any(place.recording for place in earlier) and recorded(model) == 12
+    for length in (12, 8, 12):
+        same(model, reference, lambda m: once(m, length=length))
+    assert all(place.recording for place in earlier) and recorded(model) == 18
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ ROWS = 2048
 
 
 def on_gpu(memory=None, **options):
-    return tunecompile.optimize(Tiny(512).to("cuda").train(), memory=memory, executor="eager", **options)
+    # many layers, so that the forward needs most of the memory: a backward is repeated only where memory is known to be scarce
+    return tunecompile.optimize(Tiny(512, layers=12).to("cuda").train(), memory=memory, executor="eager", **options)
 
 
 def gpu_step(model):
@@ -81,7 +82,7 @@ def test_a_smaller_gpu_than_was_said(limited, monkeypatch):
     model = on_gpu("100GiB", host_memory=0)
     near(gpu_step(model), expected)
     present = torch.cuda.memory_allocated()
-    limited(present + int(0.85 * (most - beside)))
+    limited(present + int(0.75 * (most - beside)))
     for _ in range(3):
         near(gpu_step(model), expected)
     assert has(model, "ran-out-of-memory")

@@ -11,14 +11,15 @@ import torch
 class CpuRecorder:
     """Runs the function again and writes into the first outputs' memory.
 
-    As in a pool of CUDA graphs, a recording's scratch may be where later recordings of its pool have their outputs: each
-    replay overwrites these.
+    As in a pool of CUDA graphs, a recording's scratch may be where later recordings of its pool have their outputs, and
+    where earlier ones had those that they gave back: each replay overwrites these.
     """
 
     device = "cpu"
 
     def __init__(self):
         self.pools = defaultdict(list)
+        self.given_back = set()  #: addresses
 
     def record(self, run, pool, device):
         first, second = list(run()), list(run())
@@ -29,10 +30,13 @@ class CpuRecorder:
             poison(value)
         recordings = self.pools[pool]
         number = len(recordings)
+        before = [
+            ref for refs in recordings for ref in refs if (v := ref()) is not None and v.data_ptr() in self.given_back
+        ]
         recordings.append([weakref.ref(value) for value in own])
 
         def play():
-            for ref in [ref for later in recordings[number + 1 :] for ref in later]:
+            for ref in before + [ref for later in recordings[number + 1 :] for ref in later]:
                 if (value := ref()) is not None:
                     poison(value)
             for old, new in zip(first, run()):
@@ -40,6 +44,10 @@ class CpuRecorder:
                     old.copy_(new)
 
         return first, play
+
+    def give_back(self, value):
+        self.given_back.add(value.data_ptr())
+        return value
 
     def mark(self, device):
         return None

@@ -30,10 +30,10 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    def __init__(self, width=16):
+    def __init__(self, width=16, layers=LAYERS):
         super().__init__()
         self.embed, self.norm = nn.Embedding(32, width), nn.LayerNorm(width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
 
     def forward(self, ids):
         states = [self.embed(ids)]
@@ -45,10 +45,10 @@ class Backbone(nn.Module):
 class Tiny(nn.Module):
     """Small enough for plans to be made in no time."""
 
-    def __init__(self, width=16):
+    def __init__(self, width=16, layers=LAYERS):
         super().__init__()
         torch.manual_seed(0)
-        self.backbone, self.head = Backbone(width), nn.Linear(width, 32, bias=False)
+        self.backbone, self.head = Backbone(width, layers), nn.Linear(width, 32, bias=False)
 
     def get_output_embeddings(self):
         return self.head

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Recorder(Protocol):
@@ -14,18 +16,22 @@ class Recorder(Protocol):
     device: str
 
     def record(
-        self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device
+        self, run: Callable[[], Sequence[Any]], pool: Hashable, device: torch.device
     ) -> tuple[Sequence[Any], Callable[[], None]]:
         """Record one run.
 
         Args:
             run: launches the work, and returns tensors.
-            pool: recordings of one pool share scratch memory.
+            pool: recordings of one pool share scratch memory, and what they gave back.
             device: to record on.
 
         Returns:
             The outputs, in fixed memory, and a function that replays the work and so fills them.
         """
+        ...
+
+    def give_back(self, value: Tensor) -> Tensor:
+        """The same memory without a claim to it: once `value` is gone, recordings of its pool may write there."""
         ...
 
     def mark(self, device: torch.device) -> Any:
@@ -51,16 +57,18 @@ class CudaRecorder:
     device = "cuda"
 
     def __init__(self) -> None:
-        self.pools: dict[tuple, Any] = {}
+        self.pools: dict[tuple, tuple[Any, weakref.WeakSet[torch.cuda.CUDAGraph]]] = {}
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def record(
-        self, run: Callable[[], Sequence[Any]], pool: str, device: torch.device
+        self, run: Callable[[], Sequence[Any]], pool: Hashable, device: torch.device
     ) -> tuple[Sequence[Any], Callable[[], None]]:
         with torch.cuda.device(
             device
         ):  # kernels for another device than the stream's would run now, and be missing from the graph
-            handle = self.pools.setdefault((pool, device), torch.cuda.graph_pool_handle())
+            handle, graphs = self.pools.get((pool, device), (None, ()))
+            if not graphs:  # the allocator refuses to record into a pool whose recordings have all been freed
+                handle, graphs = self.pools[pool, device] = torch.cuda.graph_pool_handle(), weakref.WeakSet()
             stream = self.streams.setdefault(device, torch.cuda.Stream())
             graph = torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
@@ -70,8 +78,14 @@ class CudaRecorder:
                     outputs = run()
                 finally:
                     graph.capture_end()
+            graphs.add(graph)
             torch.cuda.current_stream().wait_stream(stream)
         return outputs, graph.replay
+
+    def give_back(self, value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=value.device)
+        return memory.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
     def mark(self, device: torch.device) -> torch.cuda.Event:
         made = torch.cuda.Event(enable_timing=True)
@@ -89,4 +103,11 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        self.pools.clear()  # the allocator refuses to record into a pool whose recordings have all been freed
+        self.pools.clear()
+
+
+class _Memory:
+    """Bytes of a GPU without a claim to them, in the form in which libraries share memory."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunecompile.runtime.cuda_graphs.capture import Recorder
+
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 
 
@@ -27,6 +29,14 @@ class Recording:
     saved: list[int]  #: outputs for the backward that lie in the recording's own memory
     lent: list[Tensor] = field(default_factory=list)  #: tensors given out of the recording's own memory
     backward: Recording | None = None
+    shape: tuple = ()  #: of the call: the sizes that are symbols
+    owned: dict[int, Recording] = field(default_factory=dict)  #: by the address of a saved value: itself
+
+    def give_back(self, positions: Sequence[int], recorder: Recorder) -> None:
+        """Let other recordings of the pool write where these outputs lie, until the next replay."""
+        self.lent = []
+        for i in positions:
+            self.outputs[i] = recorder.give_back(self.outputs[i])
 
     def free(self) -> bool:
         """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""

@@ -8,14 +8,18 @@ function.
 Inputs that differ from call to call are copied into the recording's buffers, and outputs that the caller may keep
 (hidden states, gradients) are copied out. Tensors saved for the backward stay in the recording's own memory. While an
 earlier backward is still to come, the layer runs unrecorded, so that no replay overwrites them.
+
+Recordings of several shapes share their memory, as batches do: one shape is in use at a time, and together they take
+what the largest one needs.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from torch import Tensor
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs import launch_bound
+from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.recording import Recording, ShapeSlot, identity
@@ -31,45 +36,22 @@ from tunecompile.runtime.cuda_graphs.recording import Recording, ShapeSlot, iden
 Run = Callable[[list], Sequence[Any]]
 
 OBSERVED = 2  #: calls of a layer that show which inputs are the same objects each time, before it is recorded
-MAX_SHAPES = 4  #: shapes recorded for one compiled graph; further ones run unrecorded
+#: shapes recorded for one compiled graph; further ones run unrecorded. Token counts are rounded to 128, so that these
+#: are all up to 2,048 tokens, where launches are waited for.
+MAX_SHAPES = 16
+POOLS = count()  #: numbers of pools; recordings of one share memory
 MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
 
 
-@dataclass(frozen=True)
-class Allowance:
-    """The bytes that recordings may take beside the layers of one step."""
-
-    room: int  #: bytes for layers, head and loss
-    step: int  #: bytes that the step needs unrecorded
-    layers: int  #: of the step
-    alone: bool  #: whether no other step runs, so that a recorded layer needs its share of the step no more
-
-    def admits(self, taken: int, recorded: int) -> bool:
-        """Whether one more layer may be recorded.
-
-        Args:
-            taken: bytes of the recordings.
-            recorded: layers that are.
-        """
-        rest = max(0, self.layers - recorded) if self.alone else self.layers
-        return taken + self.step * rest // self.layers < self.room
-
-
 class GraphReplays:
-    """State that the recordings of one model share.
-
-    Forwards share one pool, backwards another. Values that a forward saves may lie where an *earlier* recording has
-    scratch, since that was free by then. So a forward is replayed only while no later one's saved values are still
-    needed. Layers recorded in the order in which they run always satisfy that.
-    """
+    """State that the recordings of one model share."""
 
     def __init__(self, recorder: Recorder | None = None):
         self.recorder = recorder or CudaRecorder()
-        self.owners: dict[int, Recording] = {}  #: address of a saved value -> the forward that saves it
+        self.owners: dict[int, Recording] = {}  #: address of a saved value -> the forward that wrote it last
         self.buffers: dict[tuple, Tensor] = {}
         self.failures: list[Note] = []
-        self.flying: list[Recording] = []  #: forwards whose backward is still to come, by rising number
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
         self.passes = 0  #: told apart by the backwards between them
@@ -90,18 +72,11 @@ class GraphReplays:
     def backward(self, run: Run) -> Backward:
         return Backward(self, run)
 
-    def in_order(self, recording: Recording) -> bool:
-        """Whether no saved value that may lie in this recording's scratch is still needed."""
-        while self.flying and self.flying[-1].free():
-            self.flying.pop()
-        return not self.flying or self.flying[-1].number < recording.number
-
     def forget(self) -> None:
         """Drop all recordings. Values that a pending backward needs live until then."""
         for graph in list(self.graphs):
-            graph.places.clear()
+            graph.forget()
         self.owners.clear()
-        self.flying.clear()
         self.buffers.clear()
         self.recorder.forget()
         self.bytes = 0
@@ -151,7 +126,7 @@ class GraphReplays:
         device = _device(inputs)
         before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), type(graph).__name__, device)
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), graph.pool, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.failures.append(note("no-cuda-graph", detail=reason))
@@ -171,9 +146,12 @@ class GraphReplays:
         ]
         self.recorded += 1
         self.bytes += max(0, self.recorder.memory(device)[0] - before)
-        return Recording(
-            self.recorded, play, [(i, inputs[i].data_ptr()) for i in fixed], copied, outputs, handed, passed, saved
-        )
+        fixed_at = [(i, inputs[i].data_ptr()) for i in fixed]
+        made = Recording(self.recorded, play, fixed_at, copied, outputs, handed, passed, saved)
+        others = buffers.keys() | foreign
+        # copied as soon as they are computed, and then free
+        made.give_back([i for i, at in storages.items() if i < handed and at not in others], self.recorder)
+        return made
 
     def leave_out(self, device: torch.device) -> None:
         """Note why layers are not recorded."""
@@ -230,12 +208,22 @@ class Forward:
     A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is shared by all layers
     of a shape. A layer is recorded anew where layers run in another order than they were recorded in, and UNKNOWN again
     where all recordings are dropped.
+
+    All its recordings share one pool of memory. Values that one saves may lie where an *earlier* one has scratch, since
+    that was free by then. So it is replayed only while no later one's saved values are still needed: layers recorded in
+    the order in which they run always satisfy that. When another shape is recorded, the saved values of the one before
+    are given back to the pool: from then on shapes lie over each other.
     """
 
     def __init__(self, shared: GraphReplays, run: Run, handed: int, parameters: frozenset[int]):
+        self.pool = next(POOLS)
         self.shared, self.run, self.handed, self.parameters = shared, run, handed, parameters
         self.clocks: dict[tuple, Clock] = {}
         self.places: dict[tuple, ShapeSlot] = {}
+        self.shapes: set[tuple] = set()  #: that were recorded
+        self.flying: list[Recording] = []  #: whose backward is still to come, all of one shape, by rising number
+        self.holds: tuple | None = None  #: the shape whose saved values no other recording may lie over
+        self.begun_anew: Counter[tuple] = Counter()  #: by shape: how often all layers of it were
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
@@ -255,12 +243,13 @@ class Forward:
             return clock.time(self.run, inputs, _device(inputs), self.shared.passes)
         recording = None
         if phase is Phase.RECORDING and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
-            recording = self._record(place, inputs)
+            recording = self._record(shape, place, inputs)
         elif phase is Phase.REPLAYING:
             recording = self._replayable(place, inputs)
         if recording is None:
             return self.run(inputs)
-        self.shared.flying.append(recording)
+        self.flying.append(recording)
+        self.shared.owners |= recording.owned
         outputs = recording.replay(inputs)
         inputs.clear()
         return outputs
@@ -286,9 +275,56 @@ class Forward:
         recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
             return None
-        if self.shared.in_order(recording):
+        if self.in_order(recording):
             return recording
-        return self._record(place, inputs) if place.tries < MAX_TRIES else None
+        return self._record(recording.shape, place, inputs) if place.tries < MAX_TRIES else None
+
+    def in_order(self, recording: Recording) -> bool:
+        """Whether no saved value that may lie in this recording's memory is still needed."""
+        return self._settled(recording.shape) and (not self.flying or self.flying[-1].number < recording.number)
+
+    def _settled(self, shape: tuple) -> bool:
+        """Whether no backward of another shape is still to come."""
+        while self.flying and self.flying[-1].free():
+            self.flying.pop()
+        return not self.flying or self.flying[-1].shape == shape
+
+    def _hold(self, shape: tuple) -> bool:
+        """Whether a layer can be recorded under this shape; the saved values of others are given back."""
+        if not self._settled(shape):
+            return False
+        if shape == self.holds:
+            return True
+        if stale := self._recorded(shape):  # others may lie over what these save, so that none can be added
+            self.begun_anew[shape] += 1
+            if self.begun_anew[shape] <= MAX_TRIES:
+                for place in stale:
+                    self._drop(place)
+            return False  # the next step records all of its layers, from the first one on
+        if self.flying:
+            return False
+        for place in self._recorded(self.holds):
+            place.recording.give_back(place.recording.saved, self.shared.recorder)
+        self.holds = shape
+        return True
+
+    def _recorded(self, shape: tuple | None) -> list[ShapeSlot]:
+        return [place for (at, *_), place in self.places.items() if at == shape and place.recording is not None]
+
+    def _drop(self, place: ShapeSlot) -> None:
+        """Free the memory of a layer's recording, if it has one; a backward that needs it runs unrecorded."""
+        old, place.recording = place.recording, None
+        for address in old.owned if old is not None else ():
+            if self.shared.owners.get(address) is old:
+                del self.shared.owners[address]
+
+    def forget(self) -> None:
+        """Drop the recordings."""
+        self.places.clear()
+        self.flying.clear()
+        self.shapes.clear()
+        self.begun_anew.clear()
+        self.holds = None
 
     def _place(self, shape: tuple, inputs: list) -> ShapeSlot:
         key = (
@@ -303,22 +339,20 @@ class Forward:
         return place
 
     def _room(self, shape: tuple, inputs: list) -> bool:
-        return len(
-            {key[0] for key, place in self.places.items() if place.recording} | {shape}
-        ) <= MAX_SHAPES and self.shared.room(inputs)
+        return (shape in self.shapes or len(self.shapes) < MAX_SHAPES) and self.shared.room(inputs)
 
-    def _record(self, place: ShapeSlot, inputs: list) -> Recording | None:
-        owners = self.shared.owners
-        for address in place.recording.saved_at() if place.recording else ():
-            del owners[address]
-        place.recording = None  # its memory is free again
+    def _record(self, shape: tuple, place: ShapeSlot, inputs: list) -> Recording | None:
+        if not self._hold(shape):
+            return None
+        self._drop(place)
         made = place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
         place.tries += 1
         if made is None:
             self.enabled = False
             return None
+        self.shapes.add(shape)
+        made.shape, made.owned = shape, dict.fromkeys(made.saved_at(), made)
         place.kept = [identity(inputs[i]) for i in place.fixed()]  # the recording points at them
-        owners |= {address: made for address in made.saved_at()}
         return made
 
 
@@ -326,7 +360,7 @@ class Backward:
     """The compiled backward of a region: recorded where its forward is."""
 
     def __init__(self, shared: GraphReplays, run: Run):
-        self.shared, self.run, self.enabled = shared, run, True
+        self.shared, self.run, self.pool, self.enabled = shared, run, next(POOLS), True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
         with plain_tensors():

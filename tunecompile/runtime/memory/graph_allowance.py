@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from tunecompile.planner.solver import Assignment
-from tunecompile.runtime.cuda_graphs.replay import Allowance, GraphReplays
+from tunecompile.runtime.cuda_graphs.allowance import Allowance
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 
 MAX_DROPPED = 3  #: times; from then on layers are recorded only where any step has room beside their recordings
 
