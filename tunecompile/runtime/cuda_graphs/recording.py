@@ -27,6 +27,7 @@ class Recording:
     handed: int  #: so many outputs belong to the caller; the others are saved for the backward
     passed: dict[int, int]  #: outputs that are copied inputs, or views of them: position of the input
     saved: list[int]  #: outputs for the backward that lie in the recording's own memory
+    bytes: int = 0  #: that recording it made the process take from the device
     lent: list[Tensor] = field(default_factory=list)  #: tensors given out of the recording's own memory
     backward: Recording | None = None
     shape: tuple = ()  #: of the call: the sizes that are symbols

@@ -16,10 +16,8 @@ what the largest one needs.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from itertools import count
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, Pool, RecordingPool
 from tunecompile.runtime.cuda_graphs.recording import Recording, ShapeSlot, identity
 
 Run = Callable[[list], Sequence[Any]]
@@ -39,8 +38,6 @@ OBSERVED = 2  #: calls of a layer that show which inputs are the same objects ea
 #: shapes recorded for one compiled graph; further ones run unrecorded. Token counts are rounded to 128, so that these
 #: are all up to 2,048 tokens, where launches are waited for.
 MAX_SHAPES = 16
-POOLS = count()  #: numbers of pools; recordings of one share memory
-MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has settled
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
 
 
@@ -55,7 +52,6 @@ class GraphReplays:
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
         self.passes = 0  #: told apart by the backwards between them
-        self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
 
@@ -126,7 +122,7 @@ class GraphReplays:
         device = _device(inputs)
         before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), graph.pool, device)
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), graph.pool.number, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.failures.append(note("no-cuda-graph", detail=reason))
@@ -145,9 +141,10 @@ class GraphReplays:
             i for i, storage in storages.items() if i >= handed and storage not in buffers and storage not in foreign
         ]
         self.recorded += 1
-        self.bytes += max(0, self.recorder.memory(device)[0] - before)
+        taken = max(0, self.recorder.memory(device)[0] - before)
+        self.bytes += taken
         fixed_at = [(i, inputs[i].data_ptr()) for i in fixed]
-        made = Recording(self.recorded, play, fixed_at, copied, outputs, handed, passed, saved)
+        made = Recording(self.recorded, play, fixed_at, copied, outputs, handed, passed, saved, taken)
         others = buffers.keys() | foreign
         # copied as soon as they are computed, and then free
         made.give_back([i for i, at in storages.items() if i < handed and at not in others], self.recorder)
@@ -208,22 +205,14 @@ class Forward:
     A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is shared by all layers
     of a shape. A layer is recorded anew where layers run in another order than they were recorded in, and UNKNOWN again
     where all recordings are dropped.
-
-    All its recordings share one pool of memory. Values that one saves may lie where an *earlier* one has scratch, since
-    that was free by then. So it is replayed only while no later one's saved values are still needed: layers recorded in
-    the order in which they run always satisfy that. When another shape is recorded, the saved values of the one before
-    are given back to the pool: from then on shapes lie over each other.
     """
 
     def __init__(self, shared: GraphReplays, run: Run, handed: int, parameters: frozenset[int]):
-        self.pool = next(POOLS)
         self.shared, self.run, self.handed, self.parameters = shared, run, handed, parameters
         self.clocks: dict[tuple, Clock] = {}
         self.places: dict[tuple, ShapeSlot] = {}
-        self.shapes: set[tuple] = set()  #: that were recorded
-        self.flying: list[Recording] = []  #: whose backward is still to come, all of one shape, by rising number
-        self.holds: tuple | None = None  #: the shape whose saved values no other recording may lie over
-        self.begun_anew: Counter[tuple] = Counter()  #: by shape: how often all layers of it were
+        self.pool = RecordingPool(shared, self.places)
+        self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
@@ -248,7 +237,7 @@ class Forward:
             recording = self._replayable(place, inputs)
         if recording is None:
             return self.run(inputs)
-        self.flying.append(recording)
+        self.pool.flying.append(recording)
         self.shared.owners |= recording.owned
         outputs = recording.replay(inputs)
         inputs.clear()
@@ -258,12 +247,11 @@ class Forward:
         if not self.enabled or clock.waiting is False:
             return Phase.OFF
         if not clock.decide():
-            self.shared.undecided = self.shared.passes
+            self.undecided = self.shared.passes
             return Phase.TIMING if clock.first or place.seen > 1 else Phase.UNKNOWN
         if place.recording is not None:
             return Phase.REPLAYING
-        # all layers are recorded in the same step, and so in their order, however many of them share a graph
-        some_are_timed = self.shared.undecided == self.shared.passes
+        some_are_timed = self.undecided == self.shared.passes  # all layers are recorded in one step, so in their order
         ready = place.seen > (launch_bound.SAMPLES + 1 if some_are_timed else OBSERVED)
         return Phase.RECORDING if ready else Phase.UNKNOWN
 
@@ -275,56 +263,14 @@ class Forward:
         recording = place.recording
         if recording is None or not recording.fits(inputs) or not recording.free():
             return None
-        if self.in_order(recording):
+        if self.pool.in_order(recording):
             return recording
         return self._record(recording.shape, place, inputs) if place.tries < MAX_TRIES else None
-
-    def in_order(self, recording: Recording) -> bool:
-        """Whether no saved value that may lie in this recording's memory is still needed."""
-        return self._settled(recording.shape) and (not self.flying or self.flying[-1].number < recording.number)
-
-    def _settled(self, shape: tuple) -> bool:
-        """Whether no backward of another shape is still to come."""
-        while self.flying and self.flying[-1].free():
-            self.flying.pop()
-        return not self.flying or self.flying[-1].shape == shape
-
-    def _hold(self, shape: tuple) -> bool:
-        """Whether a layer can be recorded under this shape; the saved values of others are given back."""
-        if not self._settled(shape):
-            return False
-        if shape == self.holds:
-            return True
-        if stale := self._recorded(shape):  # others may lie over what these save, so that none can be added
-            self.begun_anew[shape] += 1
-            if self.begun_anew[shape] <= MAX_TRIES:
-                for place in stale:
-                    self._drop(place)
-            return False  # the next step records all of its layers, from the first one on
-        if self.flying:
-            return False
-        for place in self._recorded(self.holds):
-            place.recording.give_back(place.recording.saved, self.shared.recorder)
-        self.holds = shape
-        return True
-
-    def _recorded(self, shape: tuple | None) -> list[ShapeSlot]:
-        return [place for (at, *_), place in self.places.items() if at == shape and place.recording is not None]
-
-    def _drop(self, place: ShapeSlot) -> None:
-        """Free the memory of a layer's recording, if it has one; a backward that needs it runs unrecorded."""
-        old, place.recording = place.recording, None
-        for address in old.owned if old is not None else ():
-            if self.shared.owners.get(address) is old:
-                del self.shared.owners[address]
 
     def forget(self) -> None:
         """Drop the recordings."""
         self.places.clear()
-        self.flying.clear()
-        self.shapes.clear()
-        self.begun_anew.clear()
-        self.holds = None
+        self.pool = RecordingPool(self.shared, self.places)
 
     def _place(self, shape: tuple, inputs: list) -> ShapeSlot:
         key = (
@@ -339,18 +285,21 @@ class Forward:
         return place
 
     def _room(self, shape: tuple, inputs: list) -> bool:
-        return (shape in self.shapes or len(self.shapes) < MAX_SHAPES) and self.shared.room(inputs)
+        return (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES) and self.shared.room(inputs)
 
     def _record(self, shape: tuple, place: ShapeSlot, inputs: list) -> Recording | None:
-        if not self._hold(shape):
+        fixed = place.fixed()
+        if not self.pool.hold(
+            shape, sum(v.nbytes for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in fixed)
+        ):
             return None
-        self._drop(place)
-        made = place.recording = self.shared.record(self, inputs, place.fixed(), self.handed)
+        self.pool.drop(place)
+        made = place.recording = self.shared.record(self, inputs, fixed, self.handed)
         place.tries += 1
         if made is None:
             self.enabled = False
             return None
-        self.shapes.add(shape)
+        self.pool.shapes.add(shape)
         made.shape, made.owned = shape, dict.fromkeys(made.saved_at(), made)
         place.kept = [identity(inputs[i]) for i in place.fixed()]  # the recording points at them
         return made
@@ -360,7 +309,7 @@ class Backward:
     """The compiled backward of a region: recorded where its forward is."""
 
     def __init__(self, shared: GraphReplays, run: Run):
-        self.shared, self.run, self.pool, self.enabled = shared, run, next(POOLS), True
+        self.shared, self.run, self.pool, self.enabled = shared, run, Pool(), True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
         with plain_tensors():
