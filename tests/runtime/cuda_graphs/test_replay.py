@@ -202,6 +202,7 @@ def test_gradients_accumulate_and_are_not_overwritten(pair):
     assert all(torch.equal(held[name], value) for name, value in kept.items())
 
 
+@pytest.mark.slow
 def test_two_forwards_before_one_backward(pair):
     model, reference = pair
     warm(model)
@@ -215,6 +216,7 @@ def test_two_forwards_before_one_backward(pair):
     same(model, reference, lambda m: once(m, seed=3))
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward(pair):
     model, reference = pair
     warm(model)
@@ -250,6 +252,7 @@ def test_shapes_come_and_go(pair):
     assert 6 <= recorded(model) <= 2 * 6 * replay.MAX_SHAPES
 
 
+@pytest.mark.slow
 def test_parameters_that_move(pair):
     model, reference = pair
     warm(model)
@@ -260,6 +263,7 @@ def test_parameters_that_move(pair):
         same(model, reference, lambda m: once(m, seed=seed))
 
 
+@pytest.mark.slow
 def test_adapters_switched_and_disabled(pair):
     model, reference = pair
     warm(model)
@@ -320,7 +324,8 @@ def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
     assert len(find(model, "cuda-graphs-full")) == 1
 
 
-@pytest.mark.parametrize("room, recorded", [(10**9, 6), pytest.param(0, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("room, recorded", [(10**9, 6), (0, 0)])
 def test_caches_are_given_back_once_before_the_first_recording(pair, room, recorded):
     """Of a plan of memory; where it leaves no room, they are needed every step."""
     model, _ = pair
