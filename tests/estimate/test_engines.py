@@ -190,3 +190,17 @@ def test_what_does_not_fit_says_what_helps():
     assert (
         plan(question(mode="full", gpu=find_gpu("h100,memory=1GiB"), rows=one.most_rows, length=2048)).best == "one GPU"
     )
+
+
+@pytest.mark.slow
+def test_adapters_of_a_smaller_rank_help_where_they_are_large():
+    """Over experts they may take more than the base."""
+    asked = {"model": "mixture-tiny", "mode": "lora", "rank": 64, "rows": 1, "length": 64}
+    one = plan(question(memory="1GiB", **asked)).engines[0]
+    assert one.fits
+    context = 2**30 - one.allowed / 0.95
+    trained = 2 * one.gradients + one.optimizer
+    memory = int(context + (one.peak - 0.4 * trained) / 0.95)
+    less = plan(question(memory=memory, **asked)).engines[0]
+    assert not less.fits and "--rank 32 fits" in less.help, less
+    assert plan(question(memory=memory, **asked | {"rank": 32})).engines[0].fits
