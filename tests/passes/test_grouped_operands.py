@@ -92,3 +92,17 @@ def test_inputs_are_left_alone():
 
     _, _, right, ends = inputs(68)
     assert not kept(lowered(gradient, (torch.randn(64, 32).bfloat16(), right, ends)))
+
+
+def test_gradients_of_torch_keep_theirs():
+    """Experts that are not recognised have torch's own gradient."""
+
+    def gradient(x, weight, ends):
+        weight = weight.detach().requires_grad_()
+        made = torch._grouped_mm(x.sin(), weight.transpose(1, 2), offs=ends)
+        return torch.autograd.grad(made, weight, made.detach().cos())[0]
+
+    given = torch.randn(64, 32).bfloat16(), torch.randn(4, 24, 32).bfloat16(), inputs()[3]
+    gm = lowered(gradient, given)
+    assert {node.args[0].target for node in kept(gm)} >= {torch.ops.aten.sin.default, torch.ops.aten.cos.default}
+    assert torch.equal(gm(*given), gradient(*given))
