@@ -23,6 +23,7 @@ from tunecompile.integrations.module_hooks import aside, call_around
 
 LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
 OWN = "deepspeed."  #: where its hooks come from
+OUTPUTS = "deepspeed.runtime.utils"  #: and those on outputs
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ def gathered(layer: nn.Module) -> Zero3Layer | None:
 
 def _is_hooked(module: nn.Module) -> bool:
     return any(_is_deepspeeds(hook) for name in HOOKS for hook in getattr(module, name).values())
+
+
+def is_its_own(hook: Any) -> bool:
+    """Whether it is a hook of an engine on the outputs of its model, which sees the backward pass begin."""
+    return getattr(hook, "__module__", None) == OUTPUTS
 
 
 def _is_deepspeeds(hook: Callable) -> bool:

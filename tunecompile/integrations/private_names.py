@@ -145,6 +145,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_shape",
         **_DEEPSPEED,
     ),
+    *group(
+        "losses under a DeepSpeed engine are refused: it hooks the logits",
+        "deepspeed.runtime.utils",
+        **_DEEPSPEED,
+    ),
     *group("linears under ZeRO-3 have a graph break", "deepspeed.runtime.zero.linear.zero3_linear_wrap", **_DEEPSPEED),
     *group("batches that TRL's losses see keep their padding", "trl.trainer.utils", **_TRL),
     *group(

@@ -75,6 +75,32 @@ def test_fabrics_hook_on_outputs(monkeypatch, checks):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_deepspeeds_hook_on_outputs():
+    """It waits for the backward pass: beside a loss no logits are made for it; of logits alone, it is called."""
+    calls: list[int] = []
+
+    def backward_hook(grad):
+        calls.append(1)
+        return grad
+
+    backward_hook.__module__ = "deepspeed.runtime.utils"
+    mine, reference = pair()
+    for model in (mine, reference):
+        output = model(**zoo.batch())
+        for each in (output.loss, output.logits):
+            each.register_hook(backward_hook)
+        output.loss.backward()
+        if model is mine:
+            assert calls == [1], "at the loss alone"
+        logits = logits_of(model)
+        logits.register_hook(backward_hook)
+        calls.clear()
+        loss_of(logits).backward()
+        assert calls == [1]
+    for ours, theirs in zip(mine.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_view_and_a_write_pass_a_hook():
     """The view is older than the hook."""
 

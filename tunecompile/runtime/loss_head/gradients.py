@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tunecompile.errors import NoGradient
+from tunecompile.integrations import deepspeed
 from tunecompile.integrations.fsdp import is_its_own, waits_for_backward
 from tunecompile.integrations.module_hooks import of_fabric
 from tunecompile.runtime.loss_head.deferred import RECORD, WITHOUT, LazyTensor, handles, natively, passed_by
@@ -26,12 +27,14 @@ _SEVERAL = "register_multi_grad_hook"
 
 @handles(RECORD, Tensor.register_hook)
 def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Register a hook at the real logits. Hooks of FSDP and of Fabric read no gradient, and need none."""
+    """Register a hook at the real logits. Hooks of FSDP, DeepSpeed and Fabric read no gradient, and need none."""
     lazy, given = args[0], args[1] if len(args) == 2 else None
     if (checks := of_fabric(given)) is not None and not lazy.adopted:
         return _hook_of_fabric(lazy.recipe, given, checks) if isinstance(lazy.recipe, Logits) else NotImplemented
     if given is not None and is_its_own(given) and not lazy.adopted:
         return _hook_of_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
+    if deepspeed.is_its_own(given) and not lazy.adopted:
+        return _hook_of_deepspeed(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
     if (
         lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL)
     ):  # it has read `grad_fn`, and waits for that node
@@ -45,6 +48,16 @@ def _hook_of_fsdp(recipe: Logits, given: Callable) -> Any:
     Where a loss of these logits is an output, too, they need not be computed for the hook.
     """
     if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(given):
+        return NotImplemented
+    return _later(recipe, given)
+
+
+def _hook_of_deepspeed(recipe: Logits, given: Callable) -> Any:
+    """Keep the logits deferred under DeepSpeed, which hooks all outputs of a model to see its backward pass begin.
+
+    Its hook also divides gradients that do not begin in `engine.backward`; at a loss, it does so once.
+    """
+    if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden):
         return NotImplemented
     return _later(recipe, given)
 
