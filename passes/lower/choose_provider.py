@@ -183,7 +183,7 @@ def _constant(graph: Graph, traced: GraphModule, inner: Node) -> Node:
     owner = graph.owning_module
     name = next(n for i in range(10_000) if not hasattr(owner, n := f"_tunecompile_constant{i}"))
     setattr(owner, name, getattr(traced, inner.target))
-    node = graph.get_attr(name)
+    node = graph.create_node("get_attr", name)  # `graph.get_attr` warns of a tensor that is no parameter or buffer
     node.meta = dict(inner.meta)
     return node
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ir.op import Cost, op
-from tunecompile.ops import gated_activation, lora_linear
+from tunecompile.ops import dequantize_mxfp4, gated_activation, lora_linear
 
 choose_provider = importlib.import_module("tunecompile.passes.lower.choose_provider")
 PAIR = gated_activation, (torch.randn(3, 8), torch.randn(3, 8), "silu")
@@ -112,3 +112,11 @@ def test_graphs_that_have_no_meaning_elsewhere():
     assert not choose_provider._has_meaning_elsewhere(with_constant)
     graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_functional, ())
     assert not choose_provider._has_meaning_elsewhere(graph)
+
+
+def test_tables_of_references_warn_of_nothing(recwarn):
+    """Such a table is a tensor of the graph, and no parameter or buffer, of which torch's graph would warn."""
+    arguments = torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8), 1, 32, torch.float32
+    made = lowered(dequantize_mxfp4, arguments, FakeTensorMode())
+    assert any(node.op == "get_attr" for node in made.graph.nodes)
+    assert not [each for each in recwarn if "get_attr" in str(each.message)]
