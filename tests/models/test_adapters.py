@@ -56,6 +56,7 @@ def test_adapter_added_after_optimize():
     assert torch.allclose(merged, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_are_switched_disabled_and_deleted():
     from peft import get_peft_model
 

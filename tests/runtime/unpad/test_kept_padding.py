@@ -22,29 +22,28 @@ def without(inputs: dict, *names: str, **more) -> dict:
     return {key: value for key, value in inputs.items() if key not in names} | more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, said",
     [
-        pytest.param(lambda b: without(b, labels=b["input_ids"]), "labels-at-padding", marks=pytest.mark.slow),
-        pytest.param(
+        (lambda b: without(b, labels=b["input_ids"]), "labels-at-padding"),
+        (
             lambda b: without(
                 padded(side="left"),
                 labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100),
             ),
             "labels-at-padding",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             lambda b: without(
                 b,
                 attention_mask=b["attention_mask"] * (torch.arange(20) != 3),
                 labels=b["labels"].where(torch.arange(20) > 5, -100),
             ),
             "row-interrupted",
-            marks=pytest.mark.slow,
         ),
         (lambda b: without(b, output_hidden_states=True), "output-required"),
-        pytest.param(lambda b: without(b, use_cache=True), "cache-used", marks=pytest.mark.slow),
+        (lambda b: without(b, use_cache=True), "cache-used"),
     ],
     ids=["unmasked", "first token", "holes", "hidden states", "cache"],
 )
@@ -111,11 +110,12 @@ def test_a_model_that_is_not_causal_loses_its_padding():
     assert has(model, "padding-removed") and not find(model, "ran-eagerly")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [
         lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        pytest.param(lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)), marks=pytest.mark.slow),
+        lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)),
     ],
     ids=["dynamic", "positions"],
 )
