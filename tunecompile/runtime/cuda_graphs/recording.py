@@ -86,7 +86,8 @@ class ShapeSlot:
     """One layer under one shape, and the inputs that are the same objects at every call."""
 
     def __init__(self, inputs: Sequence[Any]):
-        self.seen, self.tries, self.recording, self.kept = 1, 0, None, []
+        self.seen, self.tries, self.kept = 1, 0, []
+        self.recording: Recording | None = None
         self.inputs = [weakref.ref(identity(value)) if isinstance(value, Tensor) else None for value in inputs]
 
     def observe(self, inputs: Sequence[Any]) -> None:
