@@ -80,7 +80,8 @@ class RecordingPool(Pool):
         if size > self.largest:
             self._empty()
         for place in self._recorded(self.holds):
-            place.recording.give_back(place.recording.saved, self.holder.recorder)
+            if (held := place.recording) is not None:
+                held.give_back(held.saved, self.holder.recorder)
         self.holds, self.largest = shape, max(size, self.largest)
         return True
 
