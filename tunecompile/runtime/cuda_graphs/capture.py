@@ -30,8 +30,11 @@ class Recorder(Protocol):
         """
         ...
 
-    def give_back(self, value: Tensor) -> Tensor:
-        """The same memory without a claim to it: once `value` is gone, recordings of its pool may write there."""
+    def give_back(self, value: Tensor, play: Callable[[], None]) -> Tensor:
+        """The same memory without a claim to it: once `value` is gone, recordings of its pool may write there.
+
+        As long as the result is held, so is `play`, which replays the recording: the pool stays while it does.
+        """
         ...
 
     def mark(self, device: torch.device) -> Any:
@@ -82,9 +85,9 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(stream)
         return outputs, graph.replay
 
-    def give_back(self, value: Tensor) -> Tensor:
+    def give_back(self, value: Tensor, play: Callable[[], None]) -> Tensor:
         storage = value.untyped_storage()
-        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=value.device)
+        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes(), play), device=value.device)
         return memory.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
     def mark(self, device: torch.device) -> torch.cuda.Event:
@@ -107,7 +110,10 @@ class CudaRecorder:
 
 
 class _Memory:
-    """Bytes of a GPU without a claim to them, in the form in which libraries share memory."""
+    """Bytes of a GPU without a claim to them, in the form in which libraries share memory. Tensors over them hold this
+    object, and so the recording's graph, without which the pool's memory could be freed under a pending backward.
+    """
 
-    def __init__(self, address: int, nbytes: int):
+    def __init__(self, address: int, nbytes: int, play: Callable[[], None]):
+        self.play = play
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}

@@ -37,7 +37,7 @@ class Recording:
         """Let other recordings of the pool write where these outputs lie, until the next replay."""
         self.lent = []
         for i in positions:
-            self.outputs[i] = recorder.give_back(self.outputs[i])
+            self.outputs[i] = recorder.give_back(self.outputs[i], self.play)
 
     def free(self) -> bool:
         """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""
